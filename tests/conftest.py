@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-os.environ["WHOLEBATCH_KEEP_GRAPHS"] = "0"  # A test traces, whatever an earlier one has left.
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 try:

@@ -53,24 +53,17 @@ def _wholebatch(
     *,
     fused: bool = True,
     entropy: bool = True,
-    adding: bool = True,
     gelu: bool = True,
-    norms: bool = True,
-    gelu_sums: bool = True,
-    whole_rows: int = 4096,
-    inductor: dict[str, Any] | None = None,
+    shared_inputs: bool = True,
 ) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
         JointStep.fusions = Fusions(
             products=fused,
             products_in_full=True,
             entropy=entropy,
-            norms=norms,
-            gelu_sums=gelu_sums,
+            shared_inputs=shared_inputs,
             gelu=gelu,
         )
-        JointStep.whole_rows = whole_rows
-        JointStep.inductor = inductor or {}
         logging.getLogger("wholebatch.compile").setLevel(logging.INFO)
         train = wb.WholeBatch(
             model,
@@ -80,7 +73,6 @@ def _wholebatch(
             precision="bf16" if AMP else "full",
             execute=execute,
         )
-        train._runner.executor._eager.allowed = adding
         for batch in train.over(_loader(case, case.window), ahead=True):
             yield train.step(batch).loss
 
@@ -311,17 +303,8 @@ LOOPS: dict[str, Loop] = {
     "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
     "wholebatch graph, gradients added apart": _wholebatch("graph", fused=False),
     "wholebatch graph, loss by Inductor": _wholebatch("graph", entropy=False),
-    "wholebatch graph, small kernels combined": _wholebatch(
-        "graph", inductor={"combo_kernels": True}
-    ),
-    "wholebatch graph, kernels tuned": _wholebatch(
-        "graph", inductor={"coordinate_descent_tuning": True}
-    ),
-    "wholebatch graph, GELU by Inductor": _wholebatch("graph", gelu=False, gelu_sums=False),
-    "wholebatch graph, biases summed apart": _wholebatch("graph", gelu_sums=False),
-    "wholebatch graph, long rows read again": _wholebatch("graph", whole_rows=1024),
-    "wholebatch graph, norms by Inductor": _wholebatch("graph", norms=False),
-    "wholebatch eager, gradients by autograd": _wholebatch("eager", adding=False),
+    "wholebatch graph, GELU by Inductor": _wholebatch("graph", gelu=False),
+    "wholebatch graph, products apart": _wholebatch("graph", shared_inputs=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),
     "wholebatch eager": _wholebatch("eager"),

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import measured, mlp, samples, sgd
-from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.graph_inputs import Key, take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.joint_graph import Prepared
 from wholebatch.compile.trace import Form, State, trace
 from wholebatch.window.precision import Precision
 
@@ -163,6 +164,12 @@ def mode_of(train: wb.WholeBatch) -> str:
     return train._runner.executor.mode
 
 
+def steps_of(train: wb.WholeBatch) -> dict[Key, Prepared]:
+    """The graphs that are in use, by the kind of micro-batch."""
+    slots = train._runner.executor._slots
+    return {key: slot.ready for key, slot in slots.items() if slot.ready is not None}
+
+
 __all__ = [
     "Encoder",
     "Micro",
@@ -172,6 +179,7 @@ __all__ = [
     "mlp",
     "mode_of",
     "samples",
+    "steps_of",
     "tagged",
     "texts",
     "traced",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.compile.nets import loss, mean_of_tokens, mode_of, tagged
+from tests.compile.nets import loss, mean_of_tokens, mode_of, steps_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import joint_graph, repeated_blocks
 from wholebatch.compile.joint_graph import JointStep
@@ -95,7 +95,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def blocks_of(train: wb.WholeBatch) -> BlockProgram:
-    joint = next(iter(train._runner.executor._steps.values())).joint
+    joint = next(iter(steps_of(train).values())).joint
     assert isinstance(joint._run, BlockProgram)
     return joint._run
 
@@ -131,7 +131,7 @@ def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[i
     assert program.compiled <= distinct, compilations
     assert program.pieces > 12
     # The graph of open sizes too.
-    joints = {id(step.joint): step.joint for step in train._runner.executor._steps.values()}
+    joints = {id(step.joint): step.joint for step in steps_of(train).values()}
     assert [one.sizes is not None for one in joints.values()] == [False, True]
     assert all(one._run.pieces > 12 for one in joints.values())  # type: ignore[attr-defined]
 

@@ -6,11 +6,9 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.compile.nets import Blocks, Tagger, loss, mean_of_tokens, mode_of, tagged
+from tests.compile.nets import Tagger, loss, mean_of_tokens, mode_of, steps_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import ExecuteWarning
 
@@ -50,7 +48,7 @@ def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_ba
         whole.step(tagged(number, length))
         train.step(tagged(number, length))
     assert mode_of(train) == "compile"
-    steps = list(train._runner.executor._steps.values())
+    steps = list(steps_of(train).values())
     assert [step.mode for step in steps] == ["compile"] * len(steps)
     assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 8
     assert len(compilations) == 2
@@ -61,43 +59,13 @@ def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_ba
     whole.assert_same(model, seen)
 
 
-def test_compiled_forward_where_a_graph_of_all_is_not_possible() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.inner = nn.Linear(5, 3)
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return torch.tanh(self.inner(x)).cumsum(-1)
-
-    from tests.support import mean, samples
-
-    model = Net().double()
-    whole = Whole(model, loss=mean)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, execute="compile")
-    with pytest.warns(ExecuteWarning, match="with a compiled forward only"):
-        train.step(samples(8))
-    whole.step(samples(8))
-    model.calls = 0  # the first step's audit has run it too
-    train.step(samples(8))
-    whole.step(samples(8))
-    assert mode_of(train) == "compiled forward"
-    assert model.calls == 2
-    whole.assert_same(model)
-
-
 def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
     from wholebatch.compile import joint_graph as joint
-    from wholebatch.compile import micro_step as compiled
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here\nand a long story")
 
     monkeypatch.setattr(joint, "compiled_by_inductor", broken)
-    monkeypatch.setattr(compiled.torch, "compile", lambda _: broken)
     model = Tagger().double()
     whole = Whole(model, loss=mean_of_tokens)
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, execute="compile")
@@ -105,27 +73,7 @@ def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch
         train.step(tagged(8))
     whole.step(tagged(8))
     assert "cannot be compiled (RuntimeError: no compiler here)" in str(said[0].message)
-    assert "torch.compile fails (RuntimeError: no compiler here)" in str(said[1].message)
     train.step(tagged(8))
     whole.step(tagged(8))
     assert mode_of(train) == "eager"
-    whole.assert_same(model)
-
-
-def test_norms_that_are_one_operation_make_the_update_of_the_undivided_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With the stand-in that a CPU has for the kernel, for one shape and for open sizes."""
-    from wholebatch.compile import joint_graph as joint
-
-    monkeypatch.setattr(joint, "is_checked", lambda *_: True)
-    model = Blocks().double()
-    whole = Whole(model, loss=mean_of_tokens)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=3, execute="compile")
-    for number, length in ((8, 6), (6, 6), (8, 9), (8, 6), (5, 7)):
-        whole.step(tagged(number, length))
-        train.step(tagged(number, length))
-    steps = list(train._runner.executor._steps.values())
-    assert {step.mode for step in steps} == {"compile"}
-    assert any(step.joint.sizes is not None for step in steps)
     whole.assert_same(model)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.compile.nets import Micro, loss, mode_of, traced
+from tests.compile.nets import Micro, loss, mode_of, steps_of, traced
 from tests.support import Whole, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
 from wholebatch.compile.graph_check import differs, gradients_in_full, is_as_near
@@ -199,7 +199,7 @@ def test_sizes_that_keep_changing_run_eagerly() -> None:
     for number in range(3, 12):
         whole.step(samples(number))
         train.step(samples(number))
-    assert len(train._runner.executor._steps) == 1
+    assert len(steps_of(train)) == 1
     assert mode_of(train) == "eager"
     whole.assert_same(model)
 

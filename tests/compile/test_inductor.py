@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-import warnings
-from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +10,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from wholebatch.compile import compile_workers, inductor, trace
+from wholebatch.compile import inductor
 from wholebatch.compile.cross_entropy import _operation
-from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.repeated_blocks import PieceProgram
-from wholebatch.compile.value_reads import ValueReads
 
 aten = torch.ops.aten
 
@@ -41,7 +33,7 @@ def test_long_rows_are_held_while_we_compile_and_not_afterwards(
     monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(by_itself))
     sizes = SimpleNamespace(statically_known_leq=lambda numel, longest: numel <= longest)
     with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):  # type: ignore[arg-type]
-        with inductor._whole_rows(4096):
+        with inductor._persistent_rows():
             decide = InductorChoices.should_use_persistent_reduction
             assert [
                 decide(_features(ReductionHint.INNER, numel), False)
@@ -103,30 +95,28 @@ def test_a_padded_product_that_is_written_into_gives_the_same_numbers(
 
     given = [torch.randn(128, 64), torch.randn(257, 64)]
     graph = make_fx(step)(*given)
-    run = inductor.compiled_by_inductor(graph, given, more={}, whole_rows=4096)
+    run = inductor.compiled_by_inductor(graph, given)
     for found, wanted in zip(run(*given), step(*given), strict=True):
         torch.testing.assert_close(found, wanted)
     assert set(replaced) == {through_a_view}
 
 
-def test_what_was_compiled_with_other_choices_is_not_taken_from_a_cache(
+def test_what_was_compiled_with_our_choices_has_a_cache_key_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    import torch._inductor as compiler
     from torch._inductor import config
 
-    monkeypatch.setattr(inductor, "_compiled", lambda *_: config.save_config_portable())
+    monkeypatch.setattr(compiler, "compile", lambda *_: config.save_config_portable())
     by_torch = config.save_config_portable()
-    short, long = (
-        inductor.compiled_by_inductor(None, [], more={}, whole_rows=rows) for rows in (2048, 4096)
-    )
-    assert config.save_config_portable() == by_torch != short != long != by_torch
+    assert inductor.compiled_by_inductor(None, []) != by_torch == config.save_config_portable()
 
 
 def test_a_compiler_that_fails_leaves_its_choices_as_they_were() -> None:
     from torch._inductor.choices import InductorChoices
 
     before = InductorChoices.should_use_persistent_reduction
-    with pytest.raises(RuntimeError, match="no compiler"), inductor._whole_rows(4096):
+    with pytest.raises(RuntimeError, match="no compiler"), inductor._persistent_rows():
         assert InductorChoices.should_use_persistent_reduction is not before
         raise RuntimeError("no compiler here")
     assert InductorChoices.should_use_persistent_reduction is before
@@ -136,7 +126,7 @@ def test_another_version_of_inductor_is_left_alone(monkeypatch: pytest.MonkeyPat
     from torch._inductor.choices import InductorChoices
 
     monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
-    with inductor._whole_rows(4096):
+    with inductor._persistent_rows():
         assert not hasattr(InductorChoices, "should_use_persistent_reduction")
 
 
@@ -146,7 +136,7 @@ def test_parts_of_a_concatenation_are_written_in_place(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU is asked for what Inductor does on CUDA by itself."""
-    from torch._inductor import ir
+    from torch._inductor import config, ir
 
     made, create = [], ir.ConcatKernel.create
 
@@ -168,55 +158,7 @@ def test_parts_of_a_concatenation_are_written_in_place(
     module = fx.GraphModule({}, graph)
     given = [torch.randn(4, 3), torch.randn(4, 5)]
     options = {"force_pointwise_cat": True, "force_disable_caches": True}
-    run = inductor.compiled_by_inductor(module, given, more=options, whole_rows=4096)
+    with config.patch(options):
+        run = inductor.compiled_by_inductor(module, given)
     assert torch.allclose(run(*given)[0], module(*given)[0])
     assert made == ([1] if kind == "product" else [])
-
-
-@pytest.mark.parametrize("use", ["compile", "job", "trace"])
-def test_nobody_uses_inductor_while_a_thread_imports_it(
-    use: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its modules import each other in circles: a second thread would get incomplete ones."""
-    order: list[str] = []
-
-    def slow(_: bool) -> None:
-        time.sleep(0.2)
-        order.append("imported")
-
-    graph = fx.Graph()
-    graph.output((graph.call_function(aten.sin.default, (graph.placeholder("a"),)),))
-    module = fx.GraphModule({}, graph)
-    monkeypatch.setattr(inductor, "_imports", [])
-    monkeypatch.setattr(inductor, "import_compiler", slow)
-    monkeypatch.setattr(inductor, "_compiled", lambda *_: order.append("used"))
-    monkeypatch.setattr(compile_workers.PlainPickler, "dump", lambda *_: order.append("used"))
-    monkeypatch.setattr(trace, "only_reads", lambda *_: (order.append("used"), nullcontext())[1])
-    for _ in range(2):  # A second executor starts no second thread.
-        inductor.start_compiler(with_processes=False)
-    if use == "compile":
-        inductor.compiled_by_inductor(module, [torch.ones(1)], more={}, whole_rows=4096)
-    elif use == "job":
-        compile_workers.job_of(PieceProgram([], [], []), {})
-    else:
-        step: Any = SimpleNamespace(model=None, loss=None, reads=ValueReads())
-        with suppress(CannotTrace):
-            trace._written_down(step, [])
-    assert order == ["imported", "used"]
-
-
-def test_a_warning_of_torch_does_not_end_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    def imports(name: str) -> None:
-        warnings.warn(f"{name} uses what is deprecated", DeprecationWarning, stacklevel=1)
-        imported.append(name)
-
-    imported: list[str] = []
-    thread = threading.Thread()  # It ended without the module.
-    thread.start()
-    monkeypatch.setattr(inductor, "_imports", [thread])
-    monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
-    monkeypatch.setattr(inductor, "import_module", imports)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        inductor.wait_for_import()
-    assert imported == ["torch._inductor.compile_fx"]

@@ -18,6 +18,7 @@ from tests.compile.nets import (
     loss,
     mean_of_tokens,
     mode_of,
+    steps_of,
     tagged,
     total,
     traced,
@@ -125,7 +126,7 @@ def test_weights_are_cast_once_per_window() -> None:
     train = traced(model, micro_batch=2, precision="bf16")
     for _ in range(3):
         train.step(samples(8, dtype=torch.float32))
-    (prepared,) = train._runner.executor._steps.values()
+    (prepared,) = steps_of(train).values()
     casts = [
         node
         for node in prepared.joint._run.graph.nodes  # type: ignore[attr-defined]

@@ -21,8 +21,7 @@ def test_a_young_run_stays_eager() -> None:
 
 
 def test_an_old_run_is_compiled_when_that_would_have_been_paid_for() -> None:
-    assert not aged(10.0).upgrades(2000, compiled=0, runs=1)
-    assert aged(30.0).upgrades(2000, compiled=0, runs=1)
+    assert aged(5.0).upgrades(2000, compiled=0, runs=1)  # a thread compiles the first at once
     assert not aged(30.0).upgrades(2000, compiled=1, runs=1)  # the second costs as much again
     assert aged(9999.0).upgrades(2000, compiled=7, runs=1)
     assert not aged(9999.0).upgrades(2000, compiled=8, runs=1)

@@ -189,7 +189,7 @@ def test_state_that_is_changed_between_windows_makes_a_new_graph() -> None:
     eager = wb.WholeBatch(reference, sgd(reference), loss=annealed, micro_batch=4, execute="eager")
     for step in range(9):
         trainer.step += 1
-        options["power"][0] = 1.0 if step < 3 else 0.5
+        options["power"][0] = 1.0 if step < 3 else 0.6
         trainer.config.weight = 1.0 if step < 5 else 0.7
         if step == 7:
             small.mul_(2.0)
@@ -218,17 +218,17 @@ def test_what_changes_at_every_window_is_for_eager_code() -> None:
     assert mode_of(train) == "eager"
 
 
-def test_recurrent_layers_and_sparse_gradients() -> None:
+def test_sparse_gradients() -> None:
     class Reader(nn.Module):
         def __init__(self, sparse: bool) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.embed = nn.Embedding(11, 6, sparse=sparse)
-            self.read = nn.LSTM(6, 6, batch_first=True)
+            self.read = nn.Linear(6, 6)
             self.last = nn.Linear(6, 11)
 
         def forward(self, tokens: Tensor) -> Tensor:
-            out: Tensor = self.last(self.read(self.embed(tokens))[0])
+            out: Tensor = self.last(self.read(self.embed(tokens)))
             return out
 
     for sparse in (False, True):

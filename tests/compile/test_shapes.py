@@ -19,9 +19,9 @@ from tests.compile.nets import (
     loss,
     mean_of_tokens,
     mode_of,
+    steps_of,
     tagged,
     texts,
-    total,
     traced,
 )
 from tests.support import Seen, Whole, distance, mlp, samples, sgd
@@ -47,7 +47,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def shared_by(train: wb.WholeBatch) -> int:
     """How many kinds run in a graph of open sizes."""
-    steps = train._runner.executor._steps.values()
+    steps = steps_of(train).values()
     return sum(step.joint.sizes is not None for step in steps)
 
 
@@ -63,7 +63,7 @@ def test_token_budgets_need_two_graphs(traces: list[bool]) -> None:
         train.step(texts(step % 3))
     # One for the first kind, one for all others but those of one row, and one for those.
     assert traces == [False, True, True]
-    assert shared_by(train) == len(train._runner.executor._steps) - 1 == 5
+    assert shared_by(train) == len(steps_of(train)) - 1 == 5
     assert mode_of(train) == "operations"
     whole.assert_same(model, seen)
 
@@ -77,14 +77,18 @@ def test_lengths_and_a_short_last_micro_batch(traces: list[bool]) -> None:
         train.step(tagged(10, length))
     # The first that differs has fewer rows; then there are other lengths.
     assert traces == [False, True, True]
-    assert shared_by(train) == len(train._runner.executor._steps) - 1 == 9
+    assert shared_by(train) == len(steps_of(train)) - 1 == 9
     whole.assert_same(model)
+
+
+def total_of_rows(model: nn.Module, micro: Tensor) -> wb.Loss:
+    return wb.Loss(model(micro).sum(), micro.shape[0])
 
 
 def test_dropout_in_a_graph_of_open_sizes(traces: list[bool]) -> None:
     model = dropping()
     optimizer = sgd(model)
-    train = traced(model, optimizer, loss=total, micro_batch=8)
+    train = traced(model, optimizer, loss=total_of_rows, micro_batch=8)
     seen = Seen(model, optimizer)
     for number in (2, 2, 3, 3, 5, 5, 5):
         train.step(torch.ones(number, 64))
@@ -98,7 +102,7 @@ def test_dropout_in_a_graph_of_open_sizes(traces: list[bool]) -> None:
 
 def by_length(model: nn.Module, micro: Micro) -> wb.Loss:
     total = functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
-    return wb.Loss(total, len(micro["y"]))
+    return wb.Loss(total, micro["y"].shape[0])
 
 
 def by_shape(model: nn.Module, micro: Micro) -> wb.Loss:
@@ -262,13 +266,16 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
     executor = train._runner.executor
     executor._plan = ExecutePlan(eager=False, compiles=False, captures=False, auto=True)
     executor._plan.started -= 1e9
-    for step, number in enumerate((8, 8, 3, 3, 4, 8, 3, 4, 5)):
+    for step, number in enumerate((8, 8, 3, 3, 4, 8, 8, 3, 3, 4, 5)):
         executor._plan.compiles = step > 4  # by now the run has lasted long enough
         whole.step(samples(number))
+        for slot in executor._slots.values():
+            if slot.thread is not None:
+                slot.thread.result()  # the next window finds it compiled
         train.step(samples(number))
         if step == 4:
-            assert [one.mode for one in executor._steps.values()] == ["operations"] * 3
-    assert [one.mode for one in executor._steps.values()] == ["compile"] * 4
+            assert [one.mode for one in steps_of(train).values()] == ["operations"] * 3
+    assert [one.mode for one in steps_of(train).values()] == ["compile"] * 4
     assert compilations == [False, True]
     whole.assert_same(model)
 
@@ -301,7 +308,7 @@ def test_a_kind_is_recorded_once_it_has_come_often(
     assert compilations == [False, True]
     assert not executor._plan.captures
     assert any("CUDA cannot record it" in line for line in executor.notes.history)
-    modes = {key: step.mode for key, step in zip("83456", executor._steps.values(), strict=False)}
+    modes = {key: step.mode for key, step in zip("83456", steps_of(train).values(), strict=False)}
     assert list(modes.values()) == ["graph of compile"] * 2 + [
         "compile",
         "graph of compile",

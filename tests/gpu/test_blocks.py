@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
+from tests.compile.nets import steps_of
 from wholebatch.compile.joint_graph import JointStep
 
 Micro = dict[str, Tensor]
@@ -93,15 +94,15 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def steps_of(train: wb.WholeBatch) -> list[Any]:
-    return list(train._runner.executor._steps.values())
+def steps_in(train: wb.WholeBatch) -> list[Any]:
+    return list(steps_of(train).values())
 
 
 def test_recorded_blocks_make_the_update_of_eager_code() -> None:
     wanted, _ = trained("eager", dtype=torch.float64)
     found, train = trained("graph", dtype=torch.float64)
     assert error(found, wanted) <= 1e-12
-    steps = steps_of(train)
+    steps = steps_in(train)
     assert [step.mode for step in steps] == ["graph of compile"] * 2
     assert all(step.joint._run.pieces > 10 for step in steps)
     assert all(step.joint._run.compiled <= 7 for step in steps)
@@ -154,7 +155,7 @@ def test_every_replay_and_every_layer_drops_other_numbers() -> None:
     train = wb.WholeBatch(model, optimizer, loss=spread, micro_batch=8, execute="graph")
     with warnings_of_the_compiler():
         losses = [float(train.step(torch.zeros(16, 256).cuda()).loss) for _ in range(6)]
-    [step] = steps_of(train)
+    [step] = steps_in(train)
     assert step.mode == "graph of compile"
     assert step.joint._run.pieces > 16
     assert all(0.05 < one < 0.075 for one in losses), losses  # 1 / 16 on average.

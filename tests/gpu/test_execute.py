@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from tests.compile.nets import steps_of
 from wholebatch.compile import execute_mode as plan
 from wholebatch.compile.micro_step import Executor
 from wholebatch.options import grouped
@@ -72,7 +73,6 @@ def trained(
     *,
     windows: int = 4,
     as_traced: bool = False,
-    adding: bool = True,
     **options: Any,
 ) -> tuple[Tensor, wb.WholeBatch]:
     """The whole update of a few windows, and the WholeBatch that made it."""
@@ -82,8 +82,6 @@ def trained(
     train = wb.WholeBatch(model, optimizer, execute=execute, **grouped(options))
     if as_traced:
         train._runner.executor._plan.compiles = False
-    if not adding:
-        train._runner.executor._eager.allowed = False
     for _ in range(windows):
         train.step(batch())
     return parameters_of(model) - before, train
@@ -98,7 +96,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def modes(train: wb.WholeBatch) -> list[str]:
-    return [step.mode for step in train._runner.executor._steps.values()]
+    return [step.mode for step in steps_of(train).values()]
 
 
 @contextmanager
@@ -153,7 +151,7 @@ def test_many_sizes_share_one_compiled_graph() -> None:
             for samples, length in [(16, 32)] * 2 + [(19, 48), (14, 24), (15, 40)] * 5:
                 train.step(batch(samples, length))
         found.append(parameters_of(model) - before)
-    steps = train._runner.executor._steps.values()
+    steps = steps_of(train).values()
     assert [step.mode for step in steps] == ["graph of compile"] * 7
     assert [step.joint.sizes is not None for step in steps] == [False] + [True] * 6
     assert len({id(step.joint) for step in steps}) == 2
@@ -166,31 +164,13 @@ def test_bf16_is_as_near_to_the_truth_as_eager_code() -> None:
     allowed = 1.25 * error(trained(fresh(), "eager", precision="bf16")[0], truth)
     found, train = trained(fresh(), "graph", precision="bf16", as_traced=True)
     assert modes(train)[0] == "graph of operations"
-    fused = next(iter(train._runner.executor._steps.values())).joint.fused
+    fused = next(iter(steps_of(train).values())).joint.fused
     assert (fused["products"], fused["embeddings"]) == (2, 1)
     assert error(found, truth) <= allowed
     with warnings_of_the_compiler():
         found, train = trained(fresh(), "graph", precision="bf16")
     assert modes(train)[0] == "graph of compile"
     assert error(found, truth) <= allowed
-
-
-def test_gradients_of_eager_code_add_themselves() -> None:
-    """As near to the truth as what autograd adds, also of 16-bit and of tied weights."""
-    truth, _ = trained(fresh(torch.float64), "eager")
-    ways: list[tuple[torch.dtype, dict[str, Any]]] = [
-        (torch.float32, {"precision": "bf16"}),
-        (torch.bfloat16, {}),
-        (torch.float32, {"precision": "fp16"}),
-    ]
-    for dtype, options in ways:
-        plain, train = trained(fresh(dtype), "eager", adding=False, **options)
-        assert train._runner.executor._eager.added == 0
-        found, train = trained(fresh(dtype), "eager", **options)
-        # 5 micro-batches in each of 4 windows: qkv and the output layer in all of them, the
-        # embedding in all but the first, after which there is a gradient to scatter into.
-        assert train._runner.executor._eager.added >= 4 * (5 + 5 + 4)
-        assert error(found, truth) <= 1.25 * error(plain, truth)
 
 
 def test_fp16_scales_its_losses() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from wholebatch import __version__
-from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
+from wholebatch.cli.command_options import Command
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, WholebatchError
 
@@ -27,11 +28,8 @@ GROUPS = {
     },
     "Plan and measure": {
         "plan": "Predict peak memory and recommend a micro-batch. Nothing is trained.",
-        "tune": "Find the fastest settings for a batch on this machine, or a learning rate.",
+        "tune": "Find the fastest settings for a batch here, or a learning rate.",
         "scale": "Work out batch, micro-batch, steps and ranks from each other.",
-    },
-    "Housekeeping": {
-        "completion": "Print the completion script of bash, zsh or fish.",
     },
 }
 COMMANDS = {name: about for group in GROUPS.values() for name, about in group.items()}
@@ -57,10 +55,13 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="replace")
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
-            print(_help(columns()))
+            print(_help())
             return 0
         if arguments[0] == "--version":
             print(f"wholebatch {__version__}")
+            return 0
+        if arguments[0] == "--print-completion":
+            print(_completion(arguments[1] if len(arguments) > 1 else ""))
             return 0
         return load(arguments[0])(arguments[1:])
     except KeyboardInterrupt:
@@ -86,23 +87,46 @@ def run(arguments: Sequence[str]) -> int:
         return fail(f"{type(error).__name__}: {error}, at {place}", status)
 
 
-def _help(width: int) -> str:
-    about = "Gradient accumulation that makes the same update as the whole batch."
-    lines = ["wholebatch COMMAND [options]", "", *wrapped(about, width)]
-    indent = max(map(len, COMMANDS))
+def _help() -> str:
+    lines = [
+        "usage: wholebatch COMMAND [options]",
+        "",
+        "Gradient accumulation that makes the same update as the whole batch.",
+    ]
     for title, group in GROUPS.items():
-        rows = [(f"{name:<{indent}}", text) for name, text in group.items()]
-        lines += ["", bold(title), *described_rows(rows, width)]
-    lines += ["", bold("Examples")]
-    for example in ("wholebatch train bytes-gpt", "wholebatch COMMAND --help"):
-        lines += command_lines(example, width)
-    return "\n".join(lines)
+        lines += ["", f"{title}:", *(f"  {name:<9}{text}" for name, text in group.items())]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "wholebatch COMMAND --help shows the options of a command.",
+            "wholebatch --print-completion bash|zsh|fish prints a completion script.",
+        ]
+    )
+
+
+def _completion(shell: str) -> str:
+    """Return the script that completes commands and options in a shell."""
+    try:
+        import shtab
+    except ImportError:
+        from wholebatch.errors import MissingExtraError
+
+        raise MissingExtraError("shtab", "cli", "--print-completion") from None
+    if shell not in shtab.SUPPORTED_SHELLS:
+        allowed = ", ".join(shtab.SUPPORTED_SHELLS)
+        raise OptionError(f"--print-completion {shell}: must be one of {allowed}")
+    parser = argparse.ArgumentParser(prog="wholebatch")
+    commands = parser.add_subparsers()
+    for name, about in COMMANDS.items():
+        command = load(name)
+        parents = [command.parser()] if isinstance(command, Command) else []
+        commands.add_parser(name, help=about, parents=parents, add_help=False)
+    script: str = shtab.complete(parser, shell)
+    return script
 
 
 def fail(message: str, status: int) -> int:
     """Print one message on stderr, and return the exit status."""
-    text = "error: " + " ".join(message.split())
-    if sys.stderr.isatty():
-        text = "\n".join(wrapped(text, columns()))
-    print(text, file=sys.stderr)
+    print("error: " + " ".join(message.split()), file=sys.stderr)
     return status

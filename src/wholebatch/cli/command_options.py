@@ -9,7 +9,7 @@ class PlanOptions:
 def plan(options: PlanOptions) -> None: ...
 ```
 
-The parser and the help are made from the fields, and every value is checked by its field.
+The fields become the arguments of an `argparse` parser, and every value is checked by its field.
 Nothing here imports torch or rich: help and a wrong option are on the screen at once.
 """
 
@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from textwrap import dedent
 from types import NoneType
-from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
+from typing import Any, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
-from wholebatch.cli.report.text_lines import bold, columns, command_lines, described_rows, wrapped
 from wholebatch.errors import OptionError
 
 Check: TypeAlias = Callable[[Any, str], Any]
-"""Takes a value and how it was given (`--steps`); returns it as it is meant, or refuses it."""
+"""Takes a value and how it was given (`--updates`); returns it as it is meant, or refuses it."""
 
 
 def option(
@@ -97,27 +97,44 @@ class Command:
 
     def __call__(self, arguments: Sequence[str]) -> int:
         """Parse the arguments, run the command and return its exit status."""
-        asked = self._own(arguments)[0]
-        asked = asked[: asked.index("--")] if "--" in asked else asked
-        if {"-h", "--help"} & {*asked}:
-            print(help_text(self, columns()))
-            return 0
         typed = self.parse(arguments)
         if self.partial:
             return self.run(typed) or 0
-        for one in self.shown:
-            if one.default is MISSING and one.name not in typed:
+        for one in fields(self.options):
+            check, value = one.metadata.get("check"), typed.get(one.name, one.default)
+            if value is MISSING:
                 raise OptionError(f"{flag_of(one)}: is missing: {one.metadata['help']}")
-        return self.run(self.options(**_checked(self.options, typed))) or 0
+            if check is not None and value is not None:
+                typed[one.name] = check(value, flag_of(one))
+        return self.run(self.options(**typed)) or 0
+
+    def parser(self) -> argparse.ArgumentParser:
+        """Return the parser, which also prints the help."""
+        width = min(100, shutil.get_terminal_size().columns)
+        positional = [f"[{flag_of(it)}]" for it in self.shown if it.metadata.get("positional")]
+        about = [textwrap.fill(it, width) for it in _paragraphs(self.run.__doc__ or "")]
+        parser = _Parser(
+            prog=f"wholebatch {self.name}",
+            usage=" ".join([f"wholebatch {self.name}", *positional, "[options]"]),
+            description="\n\n".join(about),
+            epilog="examples:\n" + "\n".join(f"  {example}" for example in self.examples),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width),
+            allow_abbrev=False,
+        )
+        panels: dict[str | None, Any] = {None: parser}
+        kinds = get_type_hints(self.options)
+        for one in self.shown:
+            panel = one.metadata["panel"]
+            if panel not in panels:
+                panels[panel] = parser.add_argument_group(panel)
+            _add(panels[panel], one, *_kind(one, kinds))
+        return parser
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of every option that was typed, in its type."""
-        parser = _Parser(add_help=False, allow_abbrev=False)
-        kinds, by_name = get_type_hints(self.options), {one.name: one for one in self.shown}
-        for one in by_name.values():
-            _add(parser, one, *_kind(one, kinds))
+        by_name, kinds = {one.name: one for one in self.shown}, get_type_hints(self.options)
         own, rest = self._own(arguments)
-        typed, unknown = parser.parse_known_intermixed_args([*own])
+        typed, unknown = self.parser().parse_known_intermixed_args([*own])
         if unknown:
             raise OptionError(_unknown(unknown[0], [*map(flag_of, by_name.values())]))
         values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
@@ -157,25 +174,37 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(f"{message} (see --help)")
 
 
-def _kind(one: Field[Any], kinds: Mapping[str, Any]) -> tuple[type, bool]:
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(part.split()) for part in text.strip().split("\n\n")]
+
+
+def _kind(one: Field[Any], kinds: dict[str, Any]) -> tuple[type, bool]:
     """Return the type of one value of an option, and True if it may be given several times."""
     hint = one.metadata.get("typed") or kinds[one.name]
-    kinds_of = [kind for kind in get_args(hint) if kind is not NoneType]
-    if getattr(hint, "__origin__", None) is list:
-        return kinds_of[0], True
-    if kinds_of and getattr(kinds_of[0], "__origin__", None) is list:
-        return get_args(kinds_of[0])[0], True
-    return (kinds_of or [hint])[0], False
+    parts = [part for part in get_args(hint) if part is not NoneType] or [hint]
+    if get_origin(hint) is list:
+        return parts[0], True
+    if get_origin(parts[0]) is list:
+        return get_args(parts[0])[0], True
+    return parts[0], False
 
 
-def _add(parser: argparse.ArgumentParser, one: Field[Any], kind: type, many: bool) -> None:
-    flag = flag_of(one)
+def _add(group: Any, one: Field[Any], kind: type, many: bool) -> None:
+    """Add the argument of a field; defaults are filled in after parsing."""
+    default, metavar = one.default, one.metadata["metavar"]
+    help = one.metadata["help"].replace("%", "%%")
+    is_plain = default not in (None, MISSING) and not isinstance(default, bool)
+    if is_plain and "stored" not in one.metadata:
+        help += f" [default: {default}]"
     if one.metadata.get("positional"):
-        parser.add_argument(one.name, nargs="*" if many else "?")
+        group.add_argument(one.name, nargs="*" if many else "?", metavar=metavar, help=help)
     elif kind is bool:
-        parser.add_argument(flag, dest=one.name, action="store_const", const=not one.default)
+        const = not default
+        flag = flag_of(one)
+        group.add_argument(flag, dest=one.name, action="store_const", const=const, help=help)
     else:
-        parser.add_argument(flag, dest=one.name, action="append" if many else "store")
+        action = "append" if many else "store"
+        group.add_argument(flag_of(one), dest=one.name, action=action, metavar=metavar, help=help)
 
 
 def _converted(one: Field[Any], text: Any, kind: type) -> Any:
@@ -200,54 +229,10 @@ def _unknown(word: str, flags: list[str]) -> str:
     return f"no such option: {word}{f' (did you mean {close[0]}?)' if close else ' (see --help)'}"
 
 
-def _checked(options: type, typed: Mapping[str, Any]) -> dict[str, Any]:
-    checked = dict(typed)
-    for one in fields(options):
-        check, value = one.metadata.get("check"), typed.get(one.name, one.default)
-        if check is not None and value is not None:
-            checked[one.name] = check(value, flag_of(one))
-    return checked
-
-
 def flag_of(one: Field[Any]) -> str:
     """Return an option as it is typed: `--batch-size`, `--no-float64`."""
     off = "no-" if one.default is True else ""
     return one.metadata.get("flag") or f"--{off}{one.name.replace('_', '-')}"
-
-
-# --------------------------------------------------------------------------------------- help
-
-
-def help_text(shown: Command, width: int) -> str:
-    """Return the help of a command: usage, options by panel, examples; no word is split."""
-    about, _, more = dedent(f"    {shown.run.__doc__ or ''}").strip().partition("\n\n")
-    positional = [one for one in shown.shown if one.metadata.get("positional")]
-    usage = [f"wholebatch {shown.name}", *(f"[{flag_of(one)}]" for one in positional), "[options]"]
-    lines = [*wrapped(" ".join(usage), width), "", *wrapped(about, width)]
-    for paragraph in filter(None, more.split("\n\n")):
-        lines += ["", *wrapped(paragraph, width)]
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for one in shown.shown:
-        panel = one.metadata["panel"] or ("Arguments" if one in positional else "Options")
-        metavar = "" if one in positional else one.metadata["metavar"] or ""
-        panels.setdefault(panel, []).append((f"{flag_of(one)} {metavar}".strip(), _described(one)))
-    if "Output" in panels:  # the last panel, also of options that commands share
-        panels["Output"] = panels.pop("Output")
-    last = "Options" if [*panels] in (["Arguments"], ["Arguments", "Options"]) else [*panels][-1]
-    panels.setdefault(last, []).append(("-h, --help", "Show this help."))
-    for title, rows in panels.items():
-        lines += ["", bold(title), *described_rows(rows, width)]
-    lines += ["", bold("Examples")]
-    for example in shown.examples:
-        lines += command_lines(example, width)
-    return "\n".join(lines)
-
-
-def _described(one: Field[Any]) -> str:
-    default = one.default
-    if default in (None, MISSING) or isinstance(default, bool) or "stored" in one.metadata:
-        return str(one.metadata["help"])
-    return f"{one.metadata['help']} [default: {default}]"
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -78,7 +78,7 @@ class ScaleOptions:
 @command(
     ScaleOptions,
     "wholebatch scale --batch-size 512 --micro-batch 8",
-    "wholebatch scale --batch-size 512 --micro-batch 8 --ranks 4 --base-batch 64 --lr 3e-4",
+    "wholebatch scale --batch-size 512 --micro-batch 8 --base-batch 64 --lr 3e-4",
 )
 def scale(options: ScaleOptions) -> None:
     """Work out batch, micro-batch, steps and ranks from each other.

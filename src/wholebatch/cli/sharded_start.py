@@ -7,7 +7,10 @@ made one parameter are run again for that parameter alone, on the CPU, and the r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -30,7 +34,7 @@ def build_sharded(
     """Return the model in shards without values, and a function that gives it its first values."""
     recorder = _Recorder()
     try:
-        with recorder, torch.device("meta"):
+        with recorder.watching():
             model = build()
     except (NotImplementedError, RuntimeError) as error:
         raise RecipeError(
@@ -58,6 +62,29 @@ def build_sharded(
     return model, initialise
 
 
+# Functions of torch.nn.init that return at once for a meta tensor: their calls are recorded.
+_SKIPPED: dict[CodeType, Callable[..., Any]] = {
+    function.__code__: function
+    for function in (
+        nn.init.dirac_,
+        nn.init.eye_,
+        nn.init.orthogonal_,
+        nn.init.sparse_,
+        nn.init.trunc_normal_,
+    )
+}
+
+
+class _Constants(TorchFunctionMode):
+    """Keeps the values of `torch.tensor(...)`, which the recorder of operations does not see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor):
+            value: Tensor = func(*args, **{**(kwargs or {}), "device": "cpu"})
+            return value.to("meta")
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     """Records every operation, with the storages that it reads and those that it writes."""
 
@@ -76,6 +103,26 @@ class _Recorder(TorchDispatchMode):
         if writes - reads or in_place:  # else it is a view
             self._operations.append((func, given, made, reads, writes))
         return result
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record everything that makes tensors, on the meta device."""
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            function = _SKIPPED.get(frame.f_code) if event == "call" else None
+            if function is not None:
+                given = tree_map(_alias, ((), dict(frame.f_locals)))
+                tensor = given[1]["tensor"]
+                place = {_storage(tensor)}
+                self._operations.append((function, given, [tensor], place, place))
+
+        before = sys.getprofile()
+        with self, torch.device("meta"), _Constants():
+            sys.setprofile(profile)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
 
     def replay(self, wanted: Tensor, name: str) -> Tensor:
         """Run the operations that made this meta tensor again, on the CPU."""
@@ -103,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         except KeyError:
             raise RecipeError(
                 f"--parallel fsdp2: the first values of {name} are not known: model() makes it "
-                "from a list or an array; make it with torch's functions, such as torch.arange"
+                "from an array; make it with torch's functions, such as torch.arange"
             ) from None
         return found
 

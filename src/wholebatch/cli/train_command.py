@@ -44,7 +44,7 @@ _RUNS = Path("runs")
     'wholebatch train my_recipe.py --micro-batch "4096 tokens" --precision bf16',
     "wholebatch train my_recipe.py --memory 20GiB --out runs/first",
     "wholebatch train --resume --out runs/first",
-    "torchrun --nproc-per-node 8 -m wholebatch.cli train my_recipe.py --parallel fsdp2",
+    "torchrun --nproc-per-node 8 -m wholebatch.cli train mine.py --parallel fsdp2",
     partial=True,
 )
 def train(given: Given) -> int:

@@ -121,7 +121,7 @@ class TuneOptions:
     "wholebatch tune my_recipe.py --lr auto",
 )
 def tune(options: TuneOptions) -> None:
-    """Find the fastest settings for a batch on this machine, or a learning rate.
+    """Find the fastest settings for a batch here, or a learning rate.
 
     Measures micro-batch sizes, precisions, checkpointing and ways to run, and says if accumulation
     is worth its time. Nothing is saved but what is printed.

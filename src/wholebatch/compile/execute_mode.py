@@ -1,9 +1,8 @@
 """The mode in which micro-steps execute: the option, when to compile, and the messages.
 
 Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
-already taken, and is never much slower than twice the best choice. It traces after a few seconds.
-Where processes of their own can compile, the graph is compiled beside the run; elsewhere it is
-captured as traced, and compiled once the run is as old as compilation would take.
+already taken, and is never much slower than twice the best choice. It traces after a few seconds,
+and replays the graph as traced while a thread compiles it.
 """
 
 from __future__ import annotations
@@ -71,6 +70,18 @@ class Notes:
         elif text not in self.history:
             self.history.append(text)
             warnings.warn(text, ExecuteWarning, stacklevel=2)
+
+    def stale(self, reason: str, updates: int) -> None:
+        """Warn that a graph no longer computes what eager code does."""
+        warnings.warn(
+            f"the recorded graph was out of date at update {updates + 1} ({reason}): the loss "
+            "function or the model reads something that has changed since it was traced, and that "
+            "was not noticed. The graph is made again; the updates since the last comparison "
+            f"(update {max(1, (updates + 1) // 2)}) may have used the old value. Pass such values "
+            "in the batch",
+            ExecuteWarning,
+            stacklevel=2,
+        )
 
     def tell(self, text: str) -> None:
         """Log a message."""
@@ -260,14 +271,16 @@ class ExecutePlan:
         return self.compiles and not self.auto and compiled < limit
 
     def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
-        """True if a traced graph that has run `runs` times should be compiled now.
+        """True if a traced graph that has run `runs` times should be compiled now, in a thread.
 
-        `operations` are those to compile; layers that are alike count once.
-
-        It should once the run has spent on its kind of micro-batch as long as compilation takes.
+        `operations` are those to compile; layers that are alike count once. The first graph is
+        compiled at once. Others are compiled once the run has spent on their kind of micro-batch as
+        long as compilation takes.
         """
         if not self.compiles or compiled >= _COMPILED:
             return False
+        if self.auto and not compiled:
+            return True
         age = time.perf_counter() - self.started
         share = min(1.0, runs / max(1, self.micro_batches))
         return age * share > (compiled + 1) * operations * _COMPILE_PER_OPERATION

@@ -1,24 +1,17 @@
-"""Tools for traced graphs: recognise nodes, and check a kernel before its use."""
+"""Tools for traced graphs: recognise nodes and operations."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cache, wraps
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-
-from wholebatch.compile.disk_cache import claimed, marks
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -59,42 +52,6 @@ def cast_to(node: fx.Node) -> torch.dtype | None:
     dtype = node.kwargs.get("dtype")
     others = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "layout", "device")}
     return dtype if isinstance(dtype, torch.dtype) and not any(others.values()) else None
-
-
-@dataclass(frozen=True)
-class Added:
-    """The node that adds a gradient, and the buffer that it is added into."""
-
-    addition: fx.Node
-    buffer: fx.Node
-
-
-def added_into_buffer(part: fx.Node) -> Added | None:
-    """Return where this gradient is added into a buffer, if that is its only use."""
-    while len(part.users) == 1:
-        [user] = part.users
-        if user.target is aten.add_.Tensor and user.args[1:] == (part,):
-            buffer = user.args[0]
-            assert isinstance(buffer, fx.Node)
-            fits = buffer.op == "placeholder" and not user.kwargs and not user.users
-            return Added(user, buffer) if fits else None
-        if user.target is not aten.view.default and cast_to(user) is not torch.float32:
-            return None
-        part = user
-    return None
-
-
-def column_sum_into_buffer(node: fx.Node, columns: int) -> Added | None:
-    """Return where the sum of its rows (the gradient of a bias) is added into a buffer."""
-    for reader in (node, *(user for user in node.users if user.target is aten.view.default)):
-        value = reader.meta.get("val")
-        is_matrix = value is not None and value.dim() == 2 and value.shape[1] == columns
-        for user in reader.users if is_matrix else ():
-            if user.target is aten.sum.dim_IntList and user.args[1] == [0]:
-                added = added_into_buffer(user)
-                if added is not None:
-                    return added
-    return None
 
 
 def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -221,82 +178,3 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def once_per_machine(check: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
-    """Let `check(device)`, a test of kernels, run once; a good answer is kept in the disk cache.
-
-    It holds for devices of the same name, and for the same versions of everything that computes.
-    """
-
-    @wraps(check)
-    def verdict(device: torch.device) -> bool:
-        if device.type != "cuda":
-            return check(device)
-        if is_checked(check, device):
-            return True
-        mark = _mark(check, device)
-        with claimed(mark, patience=20.0) as ours:
-            right = not ours or check(device)
-            if right:
-                with suppress(OSError):  # The cache cannot be written.
-                    mark.touch()
-        return right
-
-    return cache(verdict)
-
-
-def is_checked(check: Callable[[torch.device], bool], device: torch.device) -> bool:
-    """True if the disk cache holds a good answer of this check."""
-    return device.type == "cuda" and _mark(check, device).exists()
-
-
-def _mark(check: Callable[[torch.device], bool], device: torch.device) -> Path:
-    return marks() / f"{check.__module__}.{check.__name__}-{versions_of(device)}"
-
-
-@cache
-def versions_of(device: torch.device) -> str:
-    """Return a hash of the device's name and driver, of torch and Triton, and of this package."""
-    parts = [torch.__version__, torch.version.cuda, torch.cuda.get_device_name(device)]
-    with suppress(PackageNotFoundError):
-        parts.append(version("triton"))
-    with suppress(OSError):
-        parts.append(Path("/proc/driver/nvidia/version").read_text())
-    found = hashlib.sha256(str(parts).encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()[:32]
-
-
-class _Unusable(Exception):
-    """Raised if the operation cannot run."""
-
-
-def computes_rightly(
-    device: torch.device,
-    operation: Callable[[], Any],
-    agrees: Callable[[Callable[..., Any], torch.device], bool],
-) -> bool:
-    """True if this device has the kernels and this operation passes `agrees`.
-
-    `agrees(run, device)` runs it on test data and compares. It must not draw random numbers, so
-    that the user's generators are left alone.
-    """
-    if device.type != "cuda":
-        return False
-    try:
-        import_module("wholebatch.compile.triton_kernels")
-    except ImportError:
-        return False
-
-    def run(*given: Any) -> Any:
-        try:
-            return operation()(*given)
-        except Exception as problem:  # A compiler may raise anything; the unfused code still works.
-            raise _Unusable from problem
-
-    try:
-        return agrees(run, device)
-    except _Unusable:
-        return False

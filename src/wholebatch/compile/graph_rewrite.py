@@ -17,7 +17,6 @@ from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from wholebatch.compile import fused_weight_grad as fused
-from wholebatch.compile.biased_attention import fuse_attention
 from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
 from wholebatch.compile.fusion import (
     base_of,
@@ -28,10 +27,9 @@ from wholebatch.compile.fusion import (
     same_shape,
     written_by,
 )
-from wholebatch.compile.gelu import fuse_gelu, simplify_gelu
+from wholebatch.compile.gelu import simplify_gelu
 from wholebatch.compile.gradient_buffers import Cast
 from wholebatch.compile.inductor import aligned
-from wholebatch.compile.layer_norm import fuse_norms
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
 from wholebatch.window.linear_layers import quantise_weight
@@ -55,12 +53,6 @@ class Fusions:
     """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
     entropy: bool = False
     """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
-    norms: bool = False
-    """Compute a norm's backward, its sums and the residual in one kernel (CUDA only)."""
-    gelu_sums: bool = False
-    """Compute a GELU's gradient and that of the bias before it in one kernel (CUDA only)."""
-    attention: bool = False
-    """Use kernels of our own for attention with a learnt bias (CUDA only)."""
     shared_inputs: bool = False
     """Compute products of one input with several weights as one; pays with `products`."""
     gelu: bool = False
@@ -126,12 +118,9 @@ def rewrite(
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
     made["shared"] = shared.join() if options.shared_inputs else 0
-    if options.attention:
-        fuse_attention(graph)
-    made["norms"] = fuse_norms(graph) if options.norms else 0
-    made["gelus"] = fuse_gelu(graph) if options.gelu_sums else 0
     if options.gelu:
         simplify_gelu(graph)
+    _concatenations_of_one(graph)
     drop_unused(graph)
     _views_of_any_strides(graph)
     graph.lint()
@@ -196,6 +185,30 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         if not any(one for user in node.users for one in written_by(user)):
             node.target = aten.reshape.default
+
+
+def _concatenations_of_one(graph: fx.Graph) -> None:
+    """Turn a concatenation with empty tensors into a copy with torch's own strides.
+
+    Inductor copies the one tensor that is not empty with its strides, where torch makes a
+    contiguous result. A piece that reads what attention makes of it would refuse its strides (Phi-3
+    concatenates rotated heads with the rest of them, which is empty).
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts: Any = node.args[0]
+        filled = [one for one in parts if 0 not in _numbers_of(one.meta["val"])]
+        if len(filled) == 1 < len(parts) and node.meta["val"].is_contiguous():
+            layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            with graph.inserting_before(node):
+                made = graph.call_function(aten.clone.default, (filled[0],), layout)
+            made.meta.update(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
+def _numbers_of(value: Tensor) -> list[int]:
+    """Return the sizes that are numbers: to ask a symbol would add a guard."""
+    return [size for size in value.shape if isinstance(size, int)]
 
 
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:

@@ -2,177 +2,46 @@
 
 from __future__ import annotations
 
-import copyreg
-import logging
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from copy import deepcopy
-from importlib import import_module
-from importlib.util import find_spec
-from pickle import UnpicklingError
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 
 from wholebatch.window.forward_state import replaced_attributes
 
-_LOG = logging.getLogger("wholebatch.compile")
 
-
-_imports: list[threading.Thread] = []
-
-
-def start_compiler(*, with_processes: bool) -> None:
-    """Import Inductor in a thread, and start its processes for Triton's kernels.
-
-    Both take seconds. Until the processes run, this process compiles one kernel after the other.
-    """
-    if not _imports:
-        import_module("torch._dynamo")  # torch needs it too, at the first step of an optimizer.
-        _imports.append(threading.Thread(target=import_compiler, args=(with_processes,)))
-        _imports[0].start()
-
-
-def wait_for_import() -> None:
-    """Wait until that thread has imported Inductor. Call it before anything that imports a part.
-
-    The modules of Inductor import each other in circles. If two threads enter such a circle at
-    different places, Python gives one of them a module that is not complete. Where warnings are
-    errors, the thread's import ends at torch's own deprecations; this one ignores them.
-    """
-    for thread in _imports:
-        thread.join()
-    if _imports and "torch._inductor.compile_fx" not in sys.modules:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import_module("torch._inductor.compile_fx")
-
-
-def is_imported() -> bool:
-    """True if nobody has to wait for that import."""
-    return not any(thread.is_alive() for thread in _imports)
-
-
-def import_compiler(with_processes: bool) -> None:
-    """Import all of Inductor, and start its processes for Triton's kernels."""
-    # Every operation of torch lets another thread run, for 5 ms by default.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    # Another version of Inductor, or a warning that is an error: `wait_for_import` tries again.
-    with suppress(Exception):
-        hashing = _hashing_triton()
-        # torch.compile enters here too: a user's own call of it just waits for this import.
-        for name in ("compile_fx", "choices"):
-            import_module(f"torch._inductor.{name}")
-        from torch._inductor.async_compile import maybe_warm_pool
-        from torch._inductor.codecache import torch_key
-
-        if with_processes:
-            maybe_warm_pool()
-        torch_key()  # A hash of all of torch's files.
-        hashing.join()
-    sys.setswitchinterval(interval)
-
-
-def _hashing_triton() -> threading.Thread:
-    """Return a thread that hashes Triton's files, of which every cache key of Inductor has a hash.
-
-    These are hundreds of megabytes, and Python runs on meanwhile.
-    """
-    thread = threading.Thread(target=lambda: None)
-    if find_spec("triton") is not None:
-        import_module("triton")
-        from torch._inductor.runtime.triton_compat import triton_key
-
-        thread = threading.Thread(target=triton_key)
-    thread.start()
-    return thread
-
-
-def compiled_by_inductor(
-    graph: Any, arguments: list[Any], *, more: Mapping[str, Any], whole_rows: int
-) -> Callable[..., Any]:
-    """Compile `graph` for arguments like these; `more` are options of Inductor.
-
-    A kernel that reduces rows of up to `whole_rows` numbers reads each row once and keeps it.
-    """
-    wait_for_import()
-    from torch._inductor import config  # Slow to import: paid only when compiling.
-    from torch._inductor.utils import fresh_cache
+def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
+    """Compile `graph` for arguments like these."""
+    from torch._inductor import compile, config  # slow to import: paid only when compiling
 
     # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
     # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
     # micro-batches of 8) by 2 ms of 132.
-    # Inductor's cache key includes its options, but none of the choices below. This option is for
-    # exported models, and does nothing here.
-    ours = {"wholebatch": f"rows of {whole_rows}, parts in place, padded by rule"}
-    options = {"triton.mix_order_reduction": False, "aot_inductor.metadata": ours, **more}
-    of_this_version = vars(config)["_config"]
-    known = {name: value for name, value in options.items() if name in of_this_version}
-    choices = _whole_rows(whole_rows), _parts_written_in_place(), _products_padded_by_rule()
+    # The last option is part of Inductor's cache key, does nothing here, and tells code that was
+    # compiled with our choices from code that was not.
+    options = {
+        "triton.mix_order_reduction": False,
+        "aot_inductor.metadata": {"wholebatch": "products padded by rule"},
+    }
+    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
-        for context in (torch.no_grad(), config.patch(known), *choices, _keys_of_all_programs()):
+        for context in (torch.no_grad(), config.patch(known), *_choices()):
             stack.enter_context(context)
-        try:
-            return _compiled(deepcopy(graph), arguments)
-        except Exception as problem:  # A compiler may raise anything.
-            if not _may_be_the_cache(problem):
-                raise
-            reason = f"{type(problem).__name__}: {str(problem)[:200]}"
-        _LOG.warning("the disk cache cannot be used (%s); compiling without it", reason)
-        with fresh_cache(delete=False):
-            return _compiled(graph, arguments)
+        compiled: Callable[..., Any] = compile(graph, arguments)
+        return compiled
 
 
-def _compiled(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = import_module("torch._inductor").compile(graph, arguments)
-    return compiled
-
-
-_OF_FILES = (OSError, EOFError, UnpicklingError, SyntaxError, AttributeError, NameError)
-"""Errors by which a file shows that is damaged, foreign, or cannot be written."""
-
-
-def _may_be_the_cache(problem: BaseException | None) -> bool:
-    """True if a damaged, foreign, read-only or full cache may be the cause."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    while problem is not None:
-        if cache_dir() in str(problem):
-            return True
-        inner = getattr(problem, "inner_exception", None)
-        if isinstance(problem, _OF_FILES) or isinstance(inner, _OF_FILES):
-            return True
-        problem = problem.__cause__ or problem.__context__
-    return False
-
-
-@contextmanager
-def _keys_of_all_programs() -> Iterator[None]:
-    """Within this context, Inductor's cache keys do not depend on the program that compiles.
-
-    A memory format is pickled into a key under the name of the first module that has imported
-    torch: that of the user's own package, for example. A worker would look for another key.
-    """
-    kind = torch.memory_format
-    before = copyreg.dispatch_table.get(kind)
-    copyreg.pickle(kind, _by_name)
-    try:
-        yield
-    finally:
-        del copyreg.dispatch_table[kind]
-        if before is not None:
-            copyreg.dispatch_table[kind] = before
+def _choices() -> list[AbstractContextManager[None]]:
+    """Return the choices of Inductor that are ours within these contexts."""
+    return [_persistent_rows(), _parts_written_in_place(), _products_padded_by_rule()]
 
 
 def _products_padded_by_rule() -> AbstractContextManager[None]:
     """Within this context, Inductor decides by the shapes which products it pads.
 
-    By itself it measures both ways, which takes time, needs the device, and can give another answer
-    in another process: then the code that a worker has compiled would not be found.
+    By itself it measures both ways, which takes time, and can give another answer in another
+    process. It must not pad a product whose memory is read by strides (`reads_memory`).
     """
     from torch._inductor.fx_passes import pad_mm
 
@@ -231,17 +100,11 @@ def _known(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
-def _by_name(one: torch.memory_format) -> tuple[Callable[[str], Any], tuple[str]]:
-    return memory_format, (str(one).removeprefix("torch."),)
+_PERSISTENT_ROWS = 4096
 
 
-def memory_format(name: str) -> Any:
-    """Return the memory format of this name."""
-    return getattr(torch, name)
-
-
-def _whole_rows(longest: int) -> AbstractContextManager[None]:
-    """Raise Inductor's limit for persistent reductions from 1024 to `longest` within this context.
+def _persistent_rows() -> AbstractContextManager[None]:
+    """Raise Inductor's limit for persistent reductions from 1024 to 4096 within this context.
 
     Longer rows are read two or three times.
     """
@@ -257,7 +120,9 @@ def _whole_rows(longest: int) -> AbstractContextManager[None]:
             return True
         if features.get_reduction_hint() != ReductionHint.INNER:
             return False
-        return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
+        return bool(
+            V.graph.sizevars.statically_known_leq(features.reduction_numel, _PERSISTENT_ROWS)
+        )
 
     return _replaced_if_there(InductorChoices, name, staticmethod(decide))
 

@@ -7,44 +7,21 @@ seeds. Its outputs are the totals and units, which stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from importlib.util import find_spec
-from pickle import PicklingError
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from wholebatch.compile.biased_attention import can_fuse_attention
-from wholebatch.compile.compile_workers import Job, check_of, job_of
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
-from wholebatch.compile.fake_results import fake_mode
 from wholebatch.compile.fused_weight_grad import can_add_products
-from wholebatch.compile.fusion import collection_paused, is_checked
-from wholebatch.compile.gelu import can_fuse_gelu
 from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
-from wholebatch.compile.layer_norm import NORMS, can_fuse_norms
-from wholebatch.compile.repeated_blocks import BlockPlan, BlockProgram, Blocks, calls_other_graphs
+from wholebatch.compile.repeated_blocks import BlockProgram, Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
-
-aten = torch.ops.aten
-_KERNELS: dict[str, tuple[set[Any], Callable[[torch.device], bool]]] = {
-    "entropy": ({aten._log_softmax_backward_data.default}, can_fuse_entropy),
-    "norms": (NORMS, can_fuse_norms),
-    "gelu_sums": ({aten.gelu_backward.default}, can_fuse_gelu),
-    "attention": (
-        {aten._scaled_dot_product_efficient_attention_backward.default},
-        can_fuse_attention,
-    ),
-}
-"""The operations that each kernel of ours replaces, and its check on the device."""
-_wrong: set[str] = set()
-"""The kernels that have failed their check."""
 
 
 class JointStep:
@@ -52,37 +29,17 @@ class JointStep:
 
     Its signature is `(tensors, seeds) -> (totals, units)`.
     It adds the gradients, times the seeds, into the buffers of `used`.
-    `compiled`: it is rewritten for a compiler, and must be loaded before it runs (`loading`).
+    `compiled`: it is rewritten for a compiler, and `compile()` must run before its first call.
     """
 
     fusions: ClassVar[Fusions] = Fusions(
-        products=True,
-        products_in_full=True,
-        entropy=True,
-        norms=True,
-        gelu_sums=True,
-        attention=True,
-        shared_inputs=True,
-        gelu=True,
+        products=True, products_in_full=True, entropy=True, shared_inputs=True, gelu=True
     )
     """The fusions to use where the device has them; measurements switch some off."""
 
     blocks: ClassVar[bool] = True
     """Compile layers that are alike once; measurements switch it off."""
 
-    whole_rows = 4096
-    """Rows up to this length stay in registers while a kernel reduces them."""
-
-    loaded = False
-    """True once it is compiled."""
-
-    distance = 0.0
-    """The distance of its results from those of eager code."""
-
-    inductor: ClassVar[dict[str, Any]] = {}
-    """More options of Inductor, for measurements."""
-
-    @collection_paused()
     def __init__(
         self,
         traced: Traced,
@@ -103,148 +60,58 @@ class JointStep:
         """The number of runs, replays included; the trial run counts."""
         self.hold(state)
         device = self._trained[0].device
-        fusions = self._possible_fusions(device, {node.target for node in traced.graph.graph.nodes})
-        rewritten, self._tail = _rewritten(traced, len(self._trained), gradients, casts, fusions)
+        rewritten, self._tail = _rewritten(
+            traced, len(self._trained), gradients, casts, self._possible_fusions(device)
+        )
         self.fused = rewritten.fused
-        self._casts, self._joined = rewritten.casts, rewritten.joined
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
-        self._gradients = gradients
         self._run: Callable[..., Any] = rewritten.graph
-        arguments: list[Any]
         if self.sizes is None:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
-            arguments = self._arguments(example, seeds)
+            self._examples = self._arguments(example, seeds)
         else:
             tail = map(self.sizes.alike, self._tail)
-            arguments = [*self.sizes.symbols, *self.sizes.flat, *tail]
+            self._examples = [*self.sizes.symbols, *self.sizes.flat, *tail]
+        self._blocks: Blocks | None = None
         self.to_compile = self.operations
         """The number of operations that a compiler has to compile: layers that are alike once."""
-        self._whole: list[Any] | None = None
-        self._blocks: Blocks | None = None
-        self._plan: BlockPlan | None = None
-        self._keeps = False
-        if calls_other_graphs(rewritten.graph):
-            self._whole = arguments if compiled else None
-            return
-        blocks = Blocks(rewritten.graph, arguments, repeats=self.blocks)
-        self.to_compile = blocks.operations
-        if compiled:
-            self._blocks, self._plan = blocks, blocks.plan()
-            self._keeps = not (blocks.constants or traced.sources or self.random or self.sizes)
+        if not calls_other_graphs(rewritten.graph):
+            blocks = Blocks(rewritten.graph, self._examples, repeats=self.blocks)
+            self.to_compile = blocks.operations
+            self._blocks = blocks if compiled else None
+        if not compiled:
+            self._examples = []
 
-    def kept(self) -> KeptStep | None:
-        """Return it as plain data for another process; None if it holds tensors of this one.
+    def compile(self) -> None:
+        """Compile it by Inductor, here or in a thread of its own.
 
-        A graph that draws random numbers is not kept: nothing could be compared with eager code.
+        A kernel is tuned when it first runs. So each piece runs once here, on zeros.
         """
-        if self._plan is None or not self._keeps:
-            return None
-        return KeptStep(
-            self._plan,
-            self.form,
-            self.used,
-            self.sixteen_bit,
-            self._casts,
-            self._joined,
-            dict(self.fused),
-            self.operations,
-            self.to_compile,
-            tuple(self._kernels),
-            self.distance,
-        )
-
-    @classmethod
-    def of_kept(
-        cls, kept: KeptStep, form: Form, state: State, gradients: Gradients, casts: Casts
-    ) -> JointStep | None:
-        """Return the step of another process, to be compiled; None if it does not fit here."""
-        tail = _tail(kept.casts, kept.joined, kept.used, gradients, casts)
-        if tail is None or kept.form != form or not _wrong.isdisjoint(kept.kernels):
-            return None
-        step = cls.__new__(cls)
-        step.form, step.used, step.sixteen_bit = form, kept.used, kept.sixteen_bit
-        step.random, step.sizes, step.compiled, step.runs = False, None, True, 1
-        step.hold(state)
-        step.fused, step.operations, step.to_compile = kept.fused, kept.operations, kept.to_compile
-        step._gradients, step._tail, step._kernels = gradients, tail, list(kept.kernels)
-        step._blocks, step._plan, step._whole, step._keeps = None, kept.plan, None, False
-        step.distance = kept.distance
-        return step
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"more": self.inductor, "whole_rows": self.whole_rows}
-
-    def jobs(self) -> list[Job]:
-        """Return its pieces for compile workers; raise PicklingError if they are not plain data."""
-        if self._plan is None:
-            raise PicklingError("it calls other graphs")
-        device = self._trained[0].device
-        checks = [check_of(_KERNELS[name][1], device) for name in self._kernels]
-        return [*checks, *(job_of(one, self._options) for one in self._plan.programs)]
-
-    def kernels_hold(self) -> Iterator[bool]:
-        """Check each kernel that it uses. If one fails, another step of this kind does without."""
-        device = self._trained[0].device
-        for name in self._kernels:
-            holds = _KERNELS[name][1](device)
-            if not holds:
-                _wrong.add(name)
-            yield holds
-
-    def loading(self) -> Iterator[None]:
-        """Check and compile it, one kernel or piece at a time; then it is `loaded`.
-
-        What compile workers have compiled is loaded from the disk cache. A piece tunes its kernels
-        when it first runs, so each runs once here: the first run of all would take seconds.
-        """
-        for holds in self.kernels_hold():
-            if not holds:
-                return
-            yield
-        compile_graph: Any = collection_paused()(partial(compiled_by_inductor, **self._options))
-        if self._plan is None:
-            self._run = compile_graph(self._run, self._whole or [])
+        if self._blocks is None:
+            self._run = compiled_by_inductor(self._run, self._examples)
         else:
-            runs = []
-            mode = fake_mode() if self._blocks is None else self._blocks.mode
-            # Generators would notice a run on zeros.
+            plan = self._blocks.plan()
             tunes = not self.random and self._trained[0].is_cuda and self.sizes is None
-            made = self._plan.compiled(compile_graph, mode)
-            for program, run in zip(self._plan.programs, made, strict=True):
+            runs = []
+            made = plan.compiled(compiled_by_inductor, self._blocks.mode)
+            for program, run in zip(plan.programs, made, strict=True):
                 runs.append(run)
-                yield
                 if tunes and program.is_safe:
                     program.try_out(run)
-                    yield
-            constants = () if self._blocks is None else self._blocks.constants
-            self._run = BlockProgram(self._plan, runs, constants)
-        self._blocks = self._whole = None
-        self.loaded = True
+            self._run = BlockProgram(plan, runs, self._blocks.constants)
+        self._blocks, self._examples = None, []
 
-    def _possible_fusions(self, device: torch.device, targets: set[Any]) -> Fusions:
-        """Return the fusions that this device has and that pay for this way of running.
-
-        A kernel is compiled and checked only if the graph has operations (`targets`) for it: while
-        the graph is compiled (`kernels_hold`). A graph that runs as traced does not wait for that.
-        """
+    def _possible_fusions(self, device: torch.device) -> Fusions:
+        """Return the fusions that this device has and that pay for this way of running."""
         wanted = self.fusions
-        later = self.compiled and device.type == "cuda" and find_spec("triton") is not None
-        by_kernel = {
-            name: getattr(wanted, name)
-            and not fused.isdisjoint(targets)
-            and (name not in _wrong if later else is_checked(has_kernel, device))
-            for name, (fused, has_kernel) in _KERNELS.items()
-        }
-        self._kernels = [name for name, used in by_kernel.items() if used and later]
         products = wanted.products and can_add_products(device)
         return replace(
             wanted,
             products=products,
             shared_inputs=wanted.shared_inputs and products,
             products_in_full=wanted.products_in_full and not self.compiled,
+            entropy=wanted.entropy and can_fuse_entropy(device),
             gelu=wanted.gelu and self.compiled and device.type == "cuda",
-            **by_kernel,
         )
 
     def hold(self, state: State) -> None:
@@ -297,24 +164,6 @@ def _tail(
             return None
         tail.append(one)
     return tail
-
-
-@dataclass(frozen=True)
-class KeptStep:
-    """A joint step as plain data, for another process with the same code, values and kinds."""
-
-    plan: BlockPlan
-    form: Form
-    used: tuple[int, ...]
-    sixteen_bit: bool
-    casts: tuple[Cast, ...]
-    joined: tuple[tuple[int, ...], ...]
-    fused: dict[str, int]
-    operations: int
-    to_compile: int
-    kernels: tuple[str, ...]
-    distance: float
-    """The distance of its results from those of eager code."""
 
 
 @dataclass(frozen=True)

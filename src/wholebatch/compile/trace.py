@@ -9,7 +9,6 @@ must not be (a side effect in Python).
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,19 +24,11 @@ from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.grouped_products import grouped
 from wholebatch.compile.host_constants import lift_host_constants
-from wholebatch.compile.inductor import wait_for_import
-from wholebatch.compile.patched_calls import (
-    refuse_recurrent_dropout,
-    symbolic_lengths,
-    traceable_calls,
-)
-from wholebatch.compile.recorder import recorded, without_memory
+from wholebatch.compile.patched_calls import refuse_recurrent_layers, traceable_calls
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import ValueReads, draws
 from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss
-from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT, Precision
 
 if TYPE_CHECKING:
@@ -50,7 +41,6 @@ _READS = (
     "DynamicOutputShapeException",
 )
 """Errors of torch for a decision by a value, or for a shape that depends on one."""
-_LOG = logging.getLogger("wholebatch.compile")
 _TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
@@ -236,9 +226,7 @@ class _MicroStep:
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what the trace records in place of this operation, or NotImplemented."""
-        answer = grouped(func, args, kwargs)
-        if answer is NotImplemented:
-            answer = self.repeated.answer(func, args, kwargs)
+        answer = self.repeated.answer(func, args, kwargs)
         return self.reads.answer(func, args) if answer is NotImplemented else answer
 
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
@@ -260,8 +248,6 @@ class _MicroStep:
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> list[Tensor]:
         drawn = self.repeated.number
-        for leaf in leaves:
-            leaf.register_hook(without_memory)
         totals = [term.total for term in terms]
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
         self.draws_again = self.repeated.number != drawn
@@ -326,7 +312,7 @@ def trace(
     With `sizes` it is valid for all shapes for which the model's Python takes the same path.
     """
     refuse_hooks(model)
-    refuse_recurrent_dropout(model)
+    refuse_recurrent_layers(model)
     step = _MicroStep(model, loss, precision, state, inputs, form, single, sizes)
     device = next(iter(state.trained.values())).device
     tensors = [
@@ -335,11 +321,10 @@ def trace(
     ]
     seeds = [torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes]
     if sizes is None:
-        step, graph = _recorded(step, [*tensors, *inputs.tensors, *seeds])
+        graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
     else:
         sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
-        with symbolic_lengths():
-            graph = _written_down(step, sizes.flat)
+        graph = _written_down(step, sizes.flat)
         if not sizes.any_open:
             raise CannotTrace("its code asks for the sizes themselves")
     if step.draws_again:
@@ -352,22 +337,6 @@ def trace(
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
-@collection_paused()
-def _recorded(step: _MicroStep, flat: list[Tensor]) -> tuple[_MicroStep, fx.GraphModule]:
-    """Run the step on these tensors, or on fake ones if a real run might hide something."""
-    try:
-        with ForwardState(step.model), only_reads(step.model, step.loss), torch.no_grad():
-            graph = recorded(step, flat, step.model.buffers(), step.answer)
-    except Exception as problem:  # Whatever it is, the run on fake tensors says what it means.
-        _LOG.debug("traced with fake tensors: %s", reason_of(problem))
-        step = replace(step, reads=ValueReads(), repeated=RepeatedDraws())
-        return step, _written_down(step, flat)
-    finally:
-        torch.clear_autocast_cache()
-    step.reads.drop_from(graph.graph)
-    return step, graph
-
-
 _NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
 """Nodes need not know which function of torch they come from."""
 
@@ -375,7 +344,6 @@ _NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
 @collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
-    wait_for_import()  # make_fx imports parts of Inductor.
     # These modules are slow to import: paid only when tracing.
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx

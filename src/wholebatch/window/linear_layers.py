@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,18 +157,10 @@ def product(
     return (sums * left_scales * right_scales.t()).to(dtype)
 
 
-class AddsProducts(Protocol):
-    """Adds the gradient of a weight into its `.grad`, or returns it for autograd to add."""
-
-    def weight_gradient(self, weight: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-        """Return `left @ right`, or None if it is added already."""
-
-
 class Linear(torch.autograd.Function):
     """`linear(x, w, b)`, where `w` and `b` are the weight and bias in the dtype of `x`.
 
-    If `w` is quantised, so is `rows`, the input by token. `adding` may add the weight's gradient by
-    the matrix product itself.
+    If `w` is quantised, so is `rows`, the input by token.
     """
 
     @staticmethod
@@ -180,10 +172,9 @@ class Linear(torch.autograd.Function):
         w: Tensor | Quantised,
         b: Tensor | None,
         rows: tuple[Tensor, Tensor] | None,
-        adding: AddsProducts | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.w, ctx.adding = w, adding
+        ctx.w = w
         ctx.bias_dtype = None if bias is None else bias.dtype
         if isinstance(w, Tensor):
             return functional.linear(x, w, b)
@@ -201,11 +192,7 @@ class Linear(torch.autograd.Function):
         if wants_x:
             dx = torch.matmul(dy, w) if isinstance(w, Tensor) else w.input_gradient(dy)
         if wants_weight:
-            left, right = rows_of(dy).t(), rows_of(x)
-            if ctx.adding is None:
-                dw = torch.mm(left, right).to(weight.dtype)
-            else:
-                dw = ctx.adding.weight_gradient(weight, left, right)
+            dw = torch.mm(rows_of(dy).t(), rows_of(x)).to(weight.dtype)
         if wants_bias:
             db = rows_of(dy).sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None

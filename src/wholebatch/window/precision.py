@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.linear_layers import (
-    AddsProducts,
     Linear,
     Quantised,
     quantise,
@@ -53,21 +52,12 @@ class Precision(ABC):
         """Return the weight in this dtype, outside the autograd graph."""
         return weight.detach().to(dtype)
 
-    def forward_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """Return the forward that replaces this layer's own; None if it runs as written."""
-        return None
-
-    def linear(
-        self, layer: nn.Linear, x: Tensor, dtype: torch.dtype, adding: AddsProducts | None
-    ) -> Tensor:
-        """Return the output of a linear layer that computes in this dtype.
-
-        `adding` may add the weight's gradient without autograd.
-        """
+    def linear(self, layer: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the output of a linear layer that computes in this dtype."""
         weight, bias = layer.weight, layer.bias
         w, rows = self._factors(layer, x, dtype)
         b = None if bias is None else self.copy_of(bias, dtype)
-        y: Tensor = Linear.apply(x.to(dtype), weight, bias, w, b, rows, adding)  # type: ignore[no-untyped-call]
+        y: Tensor = Linear.apply(x.to(dtype), weight, bias, w, b, rows)  # type: ignore[no-untyped-call]
         return y
 
     def _factors(
@@ -210,16 +200,13 @@ class Fp8(Autocast):
             return plain
         # Autocast leaves float64 alone.
         dtype = x.dtype if x.dtype is torch.float64 else self._dtype
-        return self.linear(layer, x, dtype, None)
+        return self.linear(layer, x, dtype)
 
     def _is_on(self) -> bool:
         return (
             torch.is_autocast_enabled(self._device_type)
             and not torch._C._are_functorch_transforms_active()
         )
-
-    def forward_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        return self.layers.get(id(layer), (None, None))[1]
 
     def _factors(
         self, layer: nn.Linear, x: Tensor, dtype: torch.dtype

@@ -451,6 +451,12 @@ class Window:
         return self.open is not None
 
     @property
+    def is_test_window(self) -> bool:
+        """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
+        number = self.updates + self.skipped + 1
+        return number > 1 and number & (number - 1) == 0
+
+    @property
     def current(self) -> OpenWindow:
         """The open window, where there must be one."""
         assert self.open is not None, "no window is open"

@@ -16,8 +16,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from wholebatch.cli.report.text_lines import command_lines
-
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -161,13 +159,8 @@ def say(console: Console, text: str | Text, *, style: str = "", indent: int = 0)
 
 
 def say_command(console: Console, label: str, line: str) -> None:
-    """Print a command line for copying, with a shell's continuation where it is too long."""
-    if not console.is_terminal:
-        console.print(f"{label} {line}", highlight=False, soft_wrap=True, markup=False)
-        return
-    console.print(label, highlight=False)
-    for part in command_lines(line, console.width):
-        console.print(part, highlight=False, markup=False, style="bold", soft_wrap=True)
+    """Print a command line for copying."""
+    console.print(f"{label} {line}", highlight=False, soft_wrap=True, markup=False)
 
 
 def panel(title: str, body: Iterable[RenderableType], style: str = "none") -> Panel:

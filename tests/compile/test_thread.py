@@ -1,0 +1,117 @@
+"""A thread compiles while the graph runs as traced; the next window switches."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import wholebatch as wb
+from tests.compile.nets import mode_of, traced
+from tests.support import Whole, mlp, samples, sgd
+from wholebatch.compile import ExecuteWarning, joint_graph
+from wholebatch.compile.compile_thread import CompileThread
+from wholebatch.compile.execute_mode import ExecutePlan
+
+
+def auto(model: Any) -> wb.WholeBatch:
+    """A run on a CPU that decides as "auto" does on a CUDA device, but captures nothing."""
+    train = traced(model)
+    train._runner.executor._plan = ExecutePlan(
+        eager=False, compiles=True, captures=False, auto=True
+    )
+    train._runner.executor._plan.started -= 10.0
+    return train
+
+
+def test_windows_go_on_while_the_compiler_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, threads = threading.Event(), []
+
+    def slow(graph: Any, arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert release.wait(60)
+        return graph
+
+    monkeypatch.setattr(joint_graph, "compiled_by_inductor", slow)
+    model = mlp()
+    whole, train = Whole(model), auto(model)
+    for _ in range(4):
+        whole.step(samples(8))
+        train.step(samples(8))
+    assert mode_of(train) == "operations"
+    assert train.compiling == "compiling beside the run"
+    release.set()
+    [slot] = train._runner.executor._slots.values()
+    assert slot.thread is not None
+    slot.thread.result()
+    assert train.compiling is None
+    for _ in range(2):
+        whole.step(samples(8))
+        train.step(samples(8))
+    assert mode_of(train) == "compile"
+    assert threading.main_thread() not in threads
+    whole.assert_same(model)
+
+
+def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(joint_graph, "compiled_by_inductor", broken)
+    model = mlp()
+    whole, train = Whole(model), auto(model)
+
+    def windows() -> None:
+        for _ in range(5):
+            whole.step(samples(8))
+            train.step(samples(8))
+            for slot in train._runner.executor._slots.values():
+                if slot.thread is not None:
+                    slot.thread._thread.join()
+
+    with pytest.warns(ExecuteWarning, match=r"cannot be compiled \(RuntimeError: no compiler here"):
+        windows()
+    assert mode_of(train) == "eager"
+    whole.assert_same(model)
+
+
+def test_what_the_thread_raises_is_raised_where_it_is_asked_for() -> None:
+    def fails() -> Any:
+        raise ValueError("mine")
+
+    thread = CompileThread(None, fails, torch.device("cpu"))
+    with pytest.raises(ValueError, match="mine"):
+        thread.result()
+    assert thread.done
+
+
+def test_a_graph_that_went_stale_is_found_and_made_again(tmp_path: Any) -> None:
+    """The loss reads a file, which no walk over Python state sees."""
+    path = tmp_path / "weight.txt"
+    path.write_text("1.0")
+
+    def weighed(model: Any, micro: Any) -> wb.Loss:
+        plain = wb.cross_entropy(model(micro["x"]), micro["y"])
+        return wb.Loss(plain.total * float(path.read_text()), plain.units)
+
+    model = mlp()
+    train = traced(model, sgd(model), loss=weighed, audit=False)
+    for _ in range(5):
+        train.step(samples(8))
+    assert mode_of(train) == "operations"
+    path.write_text("3.0")
+    for _ in range(2):
+        train.step(samples(8))
+    with pytest.warns(ExecuteWarning, match="out of date at update 8") as said:
+        train.step(samples(8))
+    assert "may have used the old value" in str(said[0].message)
+    reference = mlp()
+    reference.load_state_dict(model.state_dict())
+    eager = wb.WholeBatch(
+        reference, sgd(reference), loss=weighed, micro_batch=4, execute="eager", audit=False
+    )
+    for _ in range(3):
+        assert train.step(samples(8)).loss == pytest.approx(eager.step(samples(8)).loss, rel=1e-12)
+    assert mode_of(train) == "operations"
