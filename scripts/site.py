@@ -62,8 +62,6 @@ TITLES = {
     "index.md": "Home",
     "benchmarks/speed.md": "Speed on an H200",
     "benchmarks/speed-cpu.md": "Speed on a CPU",
-    "benchmarks/look.md": "Cost of the first look, CPU",
-    "benchmarks/look-cuda.md": "Cost of the first look, H200",
     "benchmarks/gradient_memory.md": "Memory by category",
     "reference/memory.md": "Memory prediction",
 }

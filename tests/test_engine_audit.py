@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, distance, mean, samples, sgd
+from wholebatch.coupled import audit as audits
 
 
 class Centred(nn.Module):
@@ -77,19 +78,24 @@ def test_the_probe_leaves_no_trace(inside: nn.Module) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in models[0].modules())
 
 
-def test_the_look_costs_less_than_two_micro_batches_once() -> None:
+def test_what_the_test_runs() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     calls = []
 
-    model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    model.register_forward_pre_hook(
+        lambda _, args: calls.append((len(args[0]), torch.is_grad_enabled()))
+    )
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=10)
-    train.step(samples(20))
-    # Four samples beside their halves, with backwards but for the last; four of other labels; then,
-    # without backwards, as many as a micro-batch has, and their halves.
-    assert calls == [4, 2, 2, 2, 4, 2, 2, 10, 5, 5, 10, 10]
-    calls.clear()
-    train.step(samples(20))
-    assert calls == [10, 10]
+    window = [(10, True), (10, True)]
+    for number in range(1, 9):
+        calls.clear()
+        train.step(samples(20))
+        if number == 1:  # the whole, both parts, and the second part from the state at the start
+            assert calls == [(8, True), (3, True), (5, True), (5, True), *window]
+        elif number in (2, 4, 8):  # a whole micro-batch, forward only
+            assert calls == [(10, False), (4, False), (6, False), (6, False), *window]
+        else:
+            assert calls == window
 
 
 def centred(model: nn.Module, micro: Any) -> wb.Loss:
@@ -201,6 +207,6 @@ def test_spectral_normalisation_is_told(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, logger="wholebatch"):
         wb.WholeBatch(layer, sgd(layer), loss=loss, micro_batch=4)
     assert "one power iteration for every forward" in caplog.text
-    assert [f.kind for f in wb.audit(layer).findings] == ["spectral"]
+    assert [f.kind for f in audits.audit(layer).findings] == ["spectral"]
     old = nn.utils.spectral_norm(nn.Linear(5, 3))
-    assert [f.kind for f in wb.audit(old).findings] == ["spectral"]
+    assert [f.kind for f in audits.audit(old).findings] == ["spectral"]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from wholebatch.batch import split as split
     from wholebatch.batch import tokens as tokens
     from wholebatch.batch.lookahead_loader import unpadded as unpadded
-    from wholebatch.coupled.audit import audit as audit
     from wholebatch.coupled.contrastive.losses import Coupled as Coupled
     from wholebatch.coupled.moe import moe_loss as moe_loss
     from wholebatch.losses.loss import Loss as Loss
@@ -56,7 +55,6 @@ _NAMES = {
     "accumulator": "Accumulator by_epoch over",
     "batch": "split tokens",
     "batch.lookahead_loader": "unpadded",
-    "coupled.audit": "audit",
     "coupled.contrastive.losses": "Coupled",
     "coupled.moe": "moe_loss",
     "errors": "errors",

@@ -236,7 +236,6 @@ class Accumulator(Stream):
         self._begin_backward(last)
         now = self._window.now
         if len(now.owners) == isinstance(total, AddedLoss):  # its first backward
-            self._look.begin_window()
             self._watch(self._size)
         is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
         if last is not None:
@@ -251,22 +250,17 @@ class Accumulator(Stream):
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             if isinstance(total, Terms) and now.known is not None:
-                if self._look.active:
-                    where: dict[str, Any] = {"in_parts": self._in_parts, "steps": self._size}
-                    self._look.at_backward(total, **where)
+                self._checks.check(total, in_parts=self._in_parts, steps=self._size)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                place = now.owners.count(now.micro_batches)
-                where = {"in_parts": self._in_parts, "place": place, "steps": self._size}
-                given.look_at(self._look, **where)
+                given.check(self._checks, in_parts=self._in_parts, steps=self._size)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             self._untouched.remember()
         if more:
             self._window.now.more_of_micro_batch = True
             return None
-        if self._look.active:
-            self._look.done()
+        self._checks.end_micro_batch()
         if self._counts:
             self._window.micro_batch_done()
         self._places += 1
@@ -348,7 +342,7 @@ class Accumulator(Stream):
     # ------------------------------------------------- compiled loss functions
 
     @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+    def micro_step(self, modules: nn.Module) -> Iterator[None]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
         self.pending.refuse()
         self._begin_backward()
@@ -359,8 +353,8 @@ class Accumulator(Stream):
                 "announce() with a compiled loss function, which has one total and its units: "
                 "give backward() the wb.Loss.terms(...) of a function that is not compiled"
             )
-        with super().micro_step(modules) as may_compile:
-            yield may_compile
+        with super().micro_step(modules):
+            yield
 
     def _add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss by eager code."""
@@ -377,11 +371,11 @@ class Accumulator(Stream):
         return self._size
 
     def _watch(self, size: int) -> None:
-        """Let the look see the forwards of a window in parts; not those with collectives."""
+        """Check the forwards of a first window in parts; not those with collectives."""
         sync = self._window.sync
         alone = not sync.counts_must_agree and not sync.grows_own_graph
-        if alone and not self._look.over and (size > 1 or sync.ranks > 1):
-            self._look.watch()
+        if alone and (size > 1 or sync.ranks > 1):
+            self._checks.watch()
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
@@ -399,8 +393,8 @@ class Accumulator(Stream):
 
     def _close(self) -> Step:
         self._untouched.check()
-        if self._look.active:
-            self._look.end_window(self._window.now.micro_batches)
+        if self._in_parts:
+            self._checks.end_window(self._window.now.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
@@ -430,6 +424,7 @@ class Accumulator(Stream):
     def _open_place(self) -> None:
         """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
+        self._checks.begin_window(self._window.updates + 1)
         self._watch(self._size)
         for policy in self._refusing:
             policy.begin_window()
@@ -438,9 +433,6 @@ class Accumulator(Stream):
         """Enter the place of the current item, at the pace of this rank."""
         if self._places == 0:
             self._open_place()
-        if self._look.active:
-            samples = getattr(getattr(feed.loader, "batch_sampler", None), "batch_size", None)
-            self._look.begin_micro_batch(feed.current, samples)
         full = self._places + 1 >= self._size
         more = shared and full and feed.has_next()
         self._enter_place(is_last=full or not feed.has_next(), has_more=more)
@@ -602,7 +594,6 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
             accumulator._beside = {}
             accumulator._unguard()
             accumulator._stand_in(False)
-            accumulator._look.leave_loop()
             accumulator._window.sync.restore()
             for model in accumulator._window.target.models:
                 _driven.discard(model)

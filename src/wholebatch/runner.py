@@ -25,7 +25,8 @@ from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import SplitGuard, check_padding
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
+from wholebatch.coupled.audit import check_padding, refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
@@ -35,6 +36,8 @@ from wholebatch.coupled.contrastive.two_pass import (
     gather_rows,
 )
 from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    refuse_new_norms,
     running_buffers,
     uses_whole_batch,
     whole_batch_norms,
@@ -104,9 +107,14 @@ class Runner:
         self._norms = whole_batch_norms(root)
         self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         self._untouched = Untouched(window, by="the loss function")
-        looks = audit and not window.sync.counts_must_agree
         read = loss.stand_in if isinstance(loss, Coupled) else loss
-        self._guard = SplitGuard(root, window.sync, looks=looks, loss=read)
+        refuse_lazy_parameters(root)
+        warn_of_spectral_norms(root)
+        self._known_norms = {module for _, module in batchnorms(root)}
+        shares = window.sync.counts_must_agree
+        self._test = AdditivityTest(
+            root, window.sync, enabled=audit, shares_forwards=shares, loss=read
+        )
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
         self.executor = Executor(
@@ -133,27 +141,22 @@ class Runner:
             raise OptionError(f'execute="{execute}": not possible here: {why}; use "auto"')
         return execute if why is None else "eager"
 
-    # --------------------------------------------------------------- the look
+    # --------------------------------------------------------------- the test
 
-    @property
-    def is_checked(self) -> bool:
-        """True if no look is to come."""
-        return not self._guard.pending
-
-    def look_at(
+    def test_window(
         self,
         batch: Any,
         micros: Sequence[Any],
         layout: Mapping[str, Any],
         steps: Collection[int] = (),
     ) -> None:
-        """Refuse what does not add up, before the first window that is split."""
-        guard = self._guard
-        guard.begin_window(self.executor.changed())
+        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         sync = self._window.sync
-        # A batch that is whole now may be cut when memory runs out: `run` looks then.
+        # A batch that is whole now may be cut when memory runs out: `run` tests it then.
         self._undivided = layout if len(micros) == 1 else None
-        if not guard.pending or (len(micros) == 1 and sync.ranks == 1):
+        if len(micros) == 1 and sync.ranks == 1:
+            return
+        if not self._test.begin_window(self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
@@ -164,8 +167,14 @@ class Runner:
             with self._precision.look():
                 return function(self.model, to_device(few, self._device))
 
+        refuse_new_norms([self._root], self._known_norms)
         name = getattr(function, "__name__", "a function")
-        guard.look(run, batch, micros, **layout, outputs=encodes, name=name, steps=steps)
+        self._test.test(run, WindowData(batch, micros, layout, steps), outputs=encodes, name=name)
+
+    @property
+    def is_tested(self) -> bool:
+        """True if the next window is not one of those that are tested."""
+        return not self._test.is_next_due
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -180,10 +189,10 @@ class Runner:
         models = self._window.target.models
         self._looked_at_padding = check_padding(run, layout_of(batch, **layout), by, models)
 
-    def join_look(self) -> None:
-        """Take part in the other ranks' look, without a sample."""
-        if self._guard.pending:
-            self._guard.join()
+    def join_test(self) -> None:
+        """Take part in the other ranks' test, without a sample."""
+        if self._test.begin_window():
+            self._test.join()
 
     # ------------------------------------------------------------ the windows
 
@@ -235,7 +244,8 @@ class Runner:
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
-            self.look_at(micros[0], micros, {**(self._undivided or {}), "batch_size": None})
+            layout = {**(self._undivided or {}), "batch_size": None}
+            self.test_window(micros[0], micros, layout, steps=[len(micros)])
 
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""

@@ -1,7 +1,7 @@
 """Windows in a loop whose forwards are not ours: what `Accumulator` and the adapters share.
 
 Such a loop gives its losses one by one. So BatchNorm cannot be exact, what cannot be the update of
-the whole batch is looked for in the first window, and nobody else may write the open window.
+the whole batch is checked for in the first window, and nobody else may write the open window.
 
 `compile` turns a loss function of the loop into a `CompiledLoss`. A call of it makes the whole
 micro-step as one graph (forward, backward and addition), because the seed of the window is known by
@@ -26,9 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.compile import Execute, check_execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.coupled.stream_look import StreamLook
+from wholebatch.coupled.contrastive.losses import refuse_in_parts
+from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
     SINGLE,
@@ -48,8 +50,6 @@ from wholebatch.window.precision import Full, Precision, choose
 from wholebatch.window.window import HasWindow, Step, Window
 
 _log = logging.getLogger("wholebatch")
-
-_MOST_SHAPES = 64
 
 
 @dataclass(frozen=True)
@@ -108,34 +108,15 @@ class GivenLoss:
             refuse_lost_mean(mean)
         return given
 
-    def look_at(self, look: StreamLook, *, in_parts: bool, place: int = 0, steps: int = 0) -> None:
-        """Refuse a loss whose graph shows that micro-batches do not add up to the whole batch.
+    def check(self, checks: LoopChecks, *, in_parts: bool, steps: int = 0) -> None:
+        """Refuse a loss with one of the mistakes that a loop is tested for.
 
-        After the first window only losses of other shapes or units are looked at. `steps` is the
-        number of micro-batches of the window, if it is known.
+        `steps` is the number of micro-batches of the window, if it is known.
         """
-        units = None if isinstance(self.units, Tensor) else self.units
-        shapes = (place, self.is_mean, units, self._reduced_from())
-        is_known = shapes in look.shapes or len(look.shapes) >= _MOST_SHAPES
-        if is_known and not look.active and type(self.whole) in (Loss, type(None)):
-            return
-        where: dict[str, Any] = {"in_parts": in_parts, "place": place, "steps": steps}
         if self.is_mean:
-            look.at_backward(mean=self.loss, units=self.units, **where)
+            checks.check(mean=self.loss, units=self.units, in_parts=in_parts, steps=steps)
         else:
-            look.at_backward(self.whole or self.loss, self.units, **where)
-        look.shapes.add(shapes)
-
-    def _reduced_from(self) -> tuple[Any, ...]:
-        """Return the shapes that the loss was reduced from, without reading a number."""
-        found: list[Any] = []
-        waiting = [getattr(self.loss, "grad_fn", None)]
-        for _ in range(_MOST_SHAPES):
-            for child, place in getattr(waiting.pop(), "next_functions", ()) if waiting else ():
-                given = getattr(child, "_input_metadata", ())
-                shape = given[place].shape if given else ()
-                (found if len(shape) else waiting).append(str(shape) if len(shape) else child)
-        return tuple(found)
+            checks.check(self.whole or self.loss, self.units, in_parts=in_parts, steps=steps)
 
     @property
     def summed(self) -> Tensor:
@@ -157,7 +138,8 @@ class Stream(HasWindow):
         for model in target.models:
             warn_of_spectral_norms(model)
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
-        self._look = StreamLook(target.models, audit=audit)
+        self._checks = LoopChecks(target.models, audit=audit)
+        self.audits = audit
         self.pending = Pending()
         self._counts = True  # False while a micro-batch only takes part in others' collectives
 
@@ -238,8 +220,8 @@ class Stream(HasWindow):
         return CompiledLoss(loss, self, execute, reads, precision)
 
     @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
-        """Return the context of a compiled function's micro-step; False if only eager code may.
+    def micro_step(self, modules: nn.Module) -> Iterator[None]:
+        """Return the context of a compiled function's micro-step.
 
         `modules` holds all modules that the function uses.
         """
@@ -247,22 +229,16 @@ class Stream(HasWindow):
         if self._window.open is not None:
             self._window.open.refuse_broken()
         self._untouched.check()
-        yield not self._look.active
+        yield
         self._untouched.remember()
-
-    def _look_at_function(self, model: nn.Module, call: Callable[..., Any], micro: Any) -> None:
-        """Refuse a loss function whose micro-batches do not add up to the whole batch."""
-        if self._in_parts and self._window.sync.ranks == 1:
-            given = {"args": micro["args"], "kwargs": micro["kwargs"]}
-            self._look.at_function(model, lambda few: call(None, {**micro, **few}), given)
 
     def _add_eagerly(self, loss: Loss | Terms) -> None:
         """Make the backward of a compiled function's loss; refuse several terms.
 
         Another backward may follow, so that the close reduces.
         """
-        if self._look.active and isinstance(loss, Loss):
-            self._look.at_backward(loss, in_parts=self._in_parts, steps=self._planned_steps)
+        if self._in_parts and self.audits:
+            refuse_in_parts(loss)
         self._window.add_loss(loss, counts=self._counts)
 
     @property
@@ -285,7 +261,7 @@ class Stream(HasWindow):
         self._window.discard()
         self._untouched.forget()
         self.pending.loss = None
-        self._look.done()
+        self._checks.end_micro_batch()
 
     def _close_window(self, **how: Any) -> Step:
         """Close the window."""
@@ -408,8 +384,15 @@ class CompiledLoss:
         self._loss, self._door, self._window, self._device = loss, door, window, device
         self._precision = _precision_of(precision, window)
         self._given: Any = None
+        door._checks.stop()  # The function itself is tested, and hooks on models stop a graph.
         self._call = _on_micro_batch(loss, models, reads or loss)
         self._modules = _all_modules(models, reads or loss)
+        sync = window.sync
+        shares = sync.counts_must_agree or sync.grows_own_graph
+        # Ranks may have different numbers of micro-batches, so each tests alone.
+        self._test = AdditivityTest(
+            self._modules, None, enabled=door.audits, shares_forwards=shares, loss=self._call
+        )
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
         self.executor = Executor(
@@ -442,22 +425,17 @@ class CompiledLoss:
         self._given = micro
         try:
             with (
-                self._door.micro_step(self._modules) as may_compile,
+                self._door.micro_step(self._modules),
                 torch.autocast(kind, enabled=False) if is_on else nullcontext(),
             ):
-                added = self._added(micro, may_compile)
+                added = self._added(micro)
         finally:
             self._given = None
         self._door.pending.loss = added
         return added
 
-    def _added(self, micro: Any, may_compile: bool) -> AddedLoss:
-        if not may_compile:
-            with self._precision.look():
-                self._door._look_at_function(self._modules, self._call, micro)
-            loss = self._eager_step(micro, self._call)
-            extras = {name: extra.detach() for name, extra in loss.extras.items()}
-            return AddedLoss(loss.total.detach(), loss.units, extras, self._door)
+    def _added(self, micro: Any) -> AddedLoss:
+        self._test_window(micro)
         entered = len(self._window.now.owners)
         try:
             made = self.executor.micro_step(micro)
@@ -466,6 +444,19 @@ class CompiledLoss:
                 self._door._mark_broken()
             raise
         return AddedLoss(made.totals[SINGLE], made.units[SINGLE], made.extras, self._door)
+
+    def _test_window(self, micro: Any) -> None:
+        """Refuse a loss that does not add up, at the start of windows 1, 2, 4, 8, ..."""
+        door = self._door
+        if self._window.now.owners or not door._in_parts or not self._test.begin_window():
+            return
+        given = {"args": micro["args"], "kwargs": micro["kwargs"]}
+
+        def run(few: Any) -> Any:
+            return self._call(None, {**micro, **few})
+
+        with self._precision.look():
+            self._test.test(run, WindowData(given, [given], steps=[door._planned_steps]))
 
     def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
         """Run the micro-step on the arguments as they were given: some may belong on the host."""

@@ -247,7 +247,7 @@ class WholeBatch(HasWindow):
                 "call it outside of them, or under torch.enable_grad()"
             )
         micros = self._fitting.split(batch)
-        self._look(batch, micros)
+        self._test(batch, micros)
         window = self._window
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
@@ -266,12 +266,12 @@ class WholeBatch(HasWindow):
                 window.discard()
             self._runner.discard_window()
 
-    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
-        """Refuse what does not add up, before the first window that is split."""
+    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
+        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
-        self._runner.look_at(like, micros, self._layout, steps=self._step_counts(micros))
+        self._runner.test_window(like, micros, self._layout, steps=self._step_counts(micros))
 
     def _step_counts(self, micros: Sequence[Any]) -> set[int]:
         """Return the numbers that a loop may call its accumulation steps."""
@@ -382,7 +382,7 @@ class WholeBatch(HasWindow):
                 f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
-        self._runner.join_look()
+        self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
         known = None if self._count is None else self._count([])

@@ -8,19 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import Console
 
 from tests.cli.helpers import EXACT, command_line, environment_of
 from tests.cli.screens import screen_of, terminal
 from wholebatch import verification
-from wholebatch.cli import main, plan_command
+from wholebatch.cli import main
 from wholebatch.cli.app import COMMANDS, load
 from wholebatch.cli.command_options import Command
 from wholebatch.memory import plan
@@ -142,46 +139,6 @@ def test_no_word_is_split_and_no_line_is_too_wide(name: str, folder: Path) -> No
         assert text.count("…") == 0 or "--help" in name
         helps = "--help" in name  # argparse wraps
         assert measured or helps or not words_of(lines) - known, text
-
-
-def hardware(console: Console) -> None:
-    """What `plan` says of a model that does not fit: GPUs that would do, with their price."""
-    sharding = "FSDP2 (sync every), offload to the host"
-    rows = [
-        SimpleNamespace(
-            gpu=g, gpus=8, sharding=sharding, precision="bf16", peak=4e10, host=1e12, price=p
-        )
-        for g, p in (("A100 40GB", None), ("here", 12.0))
-    ]
-    largest = [SimpleNamespace(blocks=112, parameters=97.9e9, how=f"{sharding}, checkpointed")]
-    answer = SimpleNamespace(hardware=rows, largest=largest)
-    plan_command._show_answer(console, cast(Any, SimpleNamespace(answer=answer, sync="every")))
-
-
-@pytest.mark.parametrize("show", [hardware])
-def test_wide_tables_become_lines(show: Callable[[Console], None]) -> None:
-    """The widest tables, drawn from results: measuring them takes minutes."""
-
-    def lines(width: int) -> list[str]:
-        console = Console(width=width, force_terminal=True, color_system=None, file=StringIO())
-        show(console)
-        return cast(StringIO, console.file).getvalue().split("\n")
-
-    known = words_of(lines(WIDE))
-    for width in WIDTHS:
-        assert [line for line in lines(width) if cell_len(line) > width] == []
-        assert words_of(lines(width)) <= known
-
-
-def test_the_hardware_that_would_do_is_a_table_of_80_columns() -> None:
-    console = Console(width=80, force_terminal=True, color_system=None, file=StringIO())
-    hardware(console)
-    shown = cast(StringIO, console.file).getvalue()
-    head = ["GPUs", "of", "sharding", "precision", "per", "GPU", "offloaded", "price/h"]
-    rows = [line.split() for line in shown.splitlines()]
-    assert head in rows
-    row = ["8", "these", "FSDP2", "(sync", "every)", "bf16", "37.25", "GiB", "931.32", "GiB"]
-    assert [*row, "12.00"] in rows, shown
 
 
 def test_a_screen_is_what_is_left_on_it() -> None:

@@ -251,24 +251,6 @@ def test_a_batch_that_memory_cuts_is_looked_at_when_it_is_cut() -> None:
     assert train.updates == 0
 
 
-def test_without_memory_for_a_graph_the_forwards_are_looked_at() -> None:
-    def greedy(gradient: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("tried to allocate")
-
-    for loss, refused in ((contrast, True), (centred_gradient, False)):
-
-        def without(model: Any, few: Any, loss: Any = loss) -> wb.Loss:
-            made: wb.Loss = loss(model, few)
-            made.total.register_hook(greedy)
-            return made
-
-        model = mlp()
-        look = check_adds_up(
-            model, lambda few, m=model, w=without: w(m, few), layout_of(samples(8))
-        )
-        assert bool(look.findings) is refused
-
-
 def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
     def loss(model: nn.Module, micro: Any) -> wb.Loss:
         return wb.cross_entropy(model(micro["x"]) - model(micro["x"]).mean(0), micro["y"])
@@ -282,7 +264,7 @@ def test_samples_without_units_are_looked_at_in_a_later_window() -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [5, 20])
-@pytest.mark.parametrize("ignored", [[0, 1, 2, 13], [0, 5, 17, 18], [19], range(11)])
+@pytest.mark.parametrize("ignored", [[0, 1, 2, 13], [0, 5, 17, 18], [6], range(11)])
 def test_a_mean_over_other_units_is_found_wherever_the_ignored_labels_are(
     micro_batch: int, ignored: Sequence[int]
 ) -> None:
@@ -294,8 +276,11 @@ def test_a_mean_over_other_units_is_found_wherever_the_ignored_labels_are(
     batch = {"x": batch["x"].double(), "y": batch["y"].clone()}
     batch["y"][list(ignored)] = -100
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch)
+    start = copy.deepcopy(model.state_dict())
     with pytest.raises(wb.errors.UnsupportedError, match="a mean over other units"):
-        train.step(batch)
+        for _ in range(8):  # Later windows are tested on whole micro-batches.
+            train.step(batch)
+    model.load_state_dict(start)
     right = partial(loss, units=lambda labels: int((labels != -100).sum()))
     whole = copy.deepcopy(model)
     F.cross_entropy(whole(batch["x"]), batch["y"]).backward()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
+from wholebatch.coupled import audit as audits
 
 
 def loss(model: Any, micro: Any) -> wb.Loss:
@@ -98,18 +99,6 @@ class WarmUp(Net):
         return x * min(1.0, self.calls / 1000)
 
 
-class Switched(Net):
-    """Reads its counter, and will do something else only in hundreds of forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.tensor(0))
-
-    def moved(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return 2 * x if self.calls > 500 else x
-
-
 class PowerIteration(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -183,12 +172,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "codebook": (Codebook, r"codes \(Codebook\): moves once per micro-batch"),
     "observer": (Observed, rf"quantise.scale \(FakeQuantize\): .*{ACTS}"),
     "warm-up": (WarmUp, rf"calls \(WarmUp\): .*\(0 → 1 in one forward\), and {ACTS}"),
-    "switch": (Switched, r"calls \(Switched\): .*, and the forward reads it"),
     "power iteration": (PowerIteration, rf"u \(PowerIteration\): .*{ACTS}"),
     "queue": (Queue, rf"queue \(Queue\): .*{ACTS}"),
     "momentum encoder": (MomentumEncoder, r"slow.weight \(Parameter\): a forward changes this"),
     "initialisation": (ActNorm, r"ready \(ActNorm\): .* run that batch through the model before"),
-    "for evaluation": (EvalMean, r"mean \(EvalMean\): .* two halves leave another value"),
+    "for evaluation": (EvalMean, r"mean \(EvalMean\): .* two parts leave another value"),
 }
 
 
@@ -281,7 +269,7 @@ def test_the_audit_names_it_too_and_leaves_the_model(name: str) -> None:
     """Its runs begin from the same state, so that no drift hides in their noise."""
     model = REFUSED[name][0]().double()
     before = copy.deepcopy(model.state_dict())
-    report = wb.audit(model, samples(8), forward=loss)
+    report = audits.audit(model, samples(8), forward=loss)
     assert "state" in {finding.kind for finding in report.findings}  # a mean couples as well
     assert "micro-batches do not add up to the whole batch" in str(report)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -291,7 +279,7 @@ def test_the_audit_puts_back_what_is_replaced() -> None:
     model = Harmless().double()
     model(samples(16)["x"])
     seen, logged = model.seen_again, list(model.logged)
-    assert not wb.audit(model, samples(8), forward=loss)
+    assert not audits.audit(model, samples(8), forward=loss)
     assert model.seen_again is seen
     assert (int(model.seen_again), int(model.seen), model.samples) == (16, 16, 16)
     assert model.logged == logged

@@ -27,7 +27,6 @@ from tests.distributed.problem import (
     loss,
     micro,
 )
-from tests.distributed.zero_memory import measured_peaks
 from tests.support import Whole, distance, sgd
 
 
@@ -414,7 +413,6 @@ def main() -> None:
     for stage in (2, 3) if only in ("", "bf16") else ():
         bf16[f"{stage}"] = in_bf16(stage)
         bf16[f"{stage} offloaded"] = in_bf16(stage, **copy.deepcopy(OFFLOAD))
-    memory = measured_peaks() if only in ("", "memory") else {}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
     if dist.get_rank() == 0:
@@ -423,7 +421,7 @@ def main() -> None:
             for name in results
         }
         with open(sys.argv[1], "w", encoding="utf-8") as file:
-            found = {"errors": worst, "refused": said, "advice": advice, "memory": memory}
+            found = {"errors": worst, "refused": said, "advice": advice}
             found["bf16"] = bf16
             json.dump(found, file)
     dist.destroy_process_group()

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import zero_memory
 from tests.distributed.launch import reports
-from wholebatch.memory import zero_stages
 
 pytestmark = [
     pytest.mark.distributed,
@@ -111,13 +109,3 @@ def test_what_is_advised_to_several_engines_and_other_orders(report: dict[str, A
 )
 def test_refused(report: dict[str, Any], case: str, said: str) -> None:
     assert report["refused"][case].startswith(said)
-
-
-def test_the_memory_of_every_stage_is_predicted(
-    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zero_stages, "BUCKET", zero_memory.BUCKET)
-    predicted = zero_memory.predicted_peaks()
-    off = {case: predicted[case] / peak - 1 for case, peak in report["memory"].items()}
-    assert len(off) == 6
-    assert max(map(abs, off.values())) < 0.05, off

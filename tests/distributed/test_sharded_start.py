@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed.launch import torchrun
-from wholebatch.cli.sharded_start import _Constants, _Recorder
+from wholebatch.cli.sharded_start import _Recorder
 from wholebatch.errors import RecipeError
 
 
@@ -22,6 +22,7 @@ class Own(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 6))
         self.scale = nn.Parameter(torch.full((4,), 0.5) * torch.arange(4))
         self.register_buffer("mask", torch.ones(3, 3).tril())
+        self.turn = nn.Parameter(nn.init.orthogonal_(torch.empty(4, 4)))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
@@ -32,7 +33,7 @@ class Own(nn.Module):
 
 def test_operations_of_a_constructor_are_run_again() -> None:
     recorder = _Recorder()
-    with recorder, torch.device("meta"), _Constants():
+    with recorder.watching():
         meta = Own()
     found = {}
     for name, tensor in [*meta.named_parameters(), *meta.named_buffers()]:
@@ -43,6 +44,8 @@ def test_operations_of_a_constructor_are_run_again() -> None:
     assert torch.equal(found["mask"], torch.ones(3, 3).tril().double())
     assert found["layers.0.bias"].tolist() == [0.25] * 4
     assert 0 < float(found["layers.0.weight"].std()) < 0.05
+    turn = found["turn"]
+    assert torch.allclose(turn @ turn.T, torch.eye(4).double(), atol=1e-6)
     assert found["layers.1.num_batches_tracked"].item() == 0
     assert found["layers.1.running_var"].tolist() == [1.0] * 4
     assert found["embedding.weight"][2].abs().sum() == 0  # the row of the padding

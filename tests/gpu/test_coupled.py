@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.coupled.audit import audit
 from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
@@ -117,7 +118,7 @@ def test_the_probe_finds_what_couples_and_leaves_no_trace() -> None:
 
     model = Centred().cuda()
     before = torch.cuda.get_rng_state()
-    report = wb.audit(model, batch(dtype=torch.float32)["image"])
+    report = audit(model, batch(dtype=torch.float32)["image"])
     assert [finding.kind for finding in report.findings] == ["probe"]
     assert torch.equal(torch.cuda.get_rng_state(), before)
 

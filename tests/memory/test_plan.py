@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.cli.plan_command import plan
@@ -21,10 +20,9 @@ from wholebatch.errors import (
     UnsupportedError,
     WholebatchError,
 )
-from wholebatch.memory import predict
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
-from wholebatch.memory.predict import Prediction, Predictor, find_alike_blocks, predict_peak
+from wholebatch.memory.predict import predict_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -62,7 +60,6 @@ def test_recommends_even_micro_batches() -> None:
         budget=budget,
         ranks=2,
         optimizer=optimizer,
-        variants=False,
     )
     assert made.micro_batch is not None
     assert made.largest is not None
@@ -75,7 +72,6 @@ def test_recommends_even_micro_batches() -> None:
     by_size = {point.micro_batch: point for point in made.points}
     assert by_size[made.micro_batch].fits
     assert by_size[made.largest].peak <= budget
-    assert not max(made.points, key=lambda point: point.micro_batch).fits
     assert all(sum(point.by_category.values()) == point.peak for point in made.points)
 
 
@@ -92,7 +88,6 @@ def test_data_parallel_ranks_need_their_buckets() -> None:
             budget=10**7,
             ranks=ranks,
             optimizer=optimizer,
-            variants=False,
         )
         for ranks in (1, 2)
     )
@@ -102,19 +97,8 @@ def test_data_parallel_ranks_need_their_buckets() -> None:
     assert beside.peak > alone.peak
 
 
-def test_shows_what_precision_and_checkpointing_would_change() -> None:
-    model = GPT(layers=3)
-    budget = predict_peak(model, loss, tokens(8)).peak
-    made = make_plan(model, loss, tokens(2), batch_size=32, budget=budget)
-    settings = {(v.precision, v.checkpointing): v for v in made.variants}
-    assert set(settings) == {(p, c) for p in ("full", "bf16") for c in (False, True)}
-    assert settings["full", True].peak < settings["full", False].peak
-    assert settings["full", True].about > settings["full", False].about >= 7
-    assert not made.rungs
-
-
 def test_nothing_fits() -> None:
-    made = make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000, variants=False)
+    made = make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000)
     assert (made.micro_batch, made.steps) == (None, 0)
     assert made.arithmetic() == "no micro-batch fits"
     assert made.rungs[0].what == "as it is"
@@ -125,15 +109,13 @@ def test_nothing_fits() -> None:
 
 
 def test_samples_that_ranks_do_not_share_evenly() -> None:
-    made = make_plan(mlp(), loss, vectors(2), batch_size=7, budget=2**30, ranks=4, variants=False)
+    made = make_plan(mlp(), loss, vectors(2), batch_size=7, budget=2**30, ranks=4)
     expected = "micro-batch 2 × 1 step × 4 ranks = 7 samples; 2 or 1 on a rank"
     assert made.arithmetic() == expected
 
 
 def test_command_shows_a_table_and_a_picture() -> None:
-    result = command(
-        "digits-cnn", "--batch-size", "512", "--gpu-memory", "80MiB", "--gpus", "2", "--quick"
-    )
+    result = command("digits-cnn", "--batch-size", "512", "--gpu-memory", "80MiB", "--gpus", "2")
     assert result.exit_code == 0
     text = result.output
     assert "2 × 80.00 MiB of GPU memory" in text
@@ -149,17 +131,16 @@ def test_command_prints_json() -> None:
     assert found["batch_size"] == 64
     assert found["micro_batch"] * found["steps"] >= 64
     assert {"parameters", "activations"} <= found["points"][0]["by_category"].keys()
-    assert len(found["variants"]) >= 2
 
 
 def test_command_says_what_would_help_and_fails() -> None:
-    result = command("digits-cnn", "--gpu-memory", "1MiB", "--quick")
+    result = command("digits-cnn", "--gpu-memory", "1MiB")
     assert result.exit_code == 1
     assert "a micro-batch of one sample needs" in result.output
 
 
 def test_command_plans_for_this_machine() -> None:
-    result = command("digits-cnn", "--batch-size", "8", "--quick")
+    result = command("digits-cnn", "--batch-size", "8")
     assert result.exit_code == 0
     assert "micro-batch 8 × 1 step × 1 rank = 8 samples" in result.output
 
@@ -216,7 +197,6 @@ def test_command_reads_hugging_face_configurations(tmp_path: Path, kind: str) ->
         "8",
         "--gpu-memory",
         "1GiB",
-        "--quick",
         "--json",
     )
     found = json.loads(result.output)
@@ -229,7 +209,7 @@ def test_command_reads_classifiers_of_images(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     small = {**SMALL, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
     path.write_text(json.dumps({"model_type": "vit", **small}))
-    result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5", "--quick")
+    result = command(f"hf:{tmp_path}", "--gpu-memory", "1GiB", "--batch-size", "5")
     assert result.exit_code == 0
     assert f"{tmp_path.name} (vit)" in result.output
     assert "images of 32 × 32" in result.output
@@ -250,17 +230,6 @@ def test_command_says_what_is_wrong_with_a_configuration(tmp_path: Path) -> None
         assert said in str(error)
         assert len(str(error)) < 250 + len(str(path))
         assert "\n" not in str(error)
-
-
-def test_sixteen_bit_weights_and_optimizer_state_on_the_host(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps({"model_type": "qwen2", "dtype": "bfloat16", **CONFIGURATIONS["qwen2"]})
-    )
-    result = command(f"hf:{path}", "--seq", "16", "--batch-size", "4", "--gpu-memory", "1GiB")
-    assert "optimizer state" in result.output
-    assert "host" in result.output
 
 
 def test_command_refuses_what_is_no_configuration(tmp_path: Path) -> None:
@@ -313,57 +282,6 @@ def test_plans_a_sharded_model() -> None:
     )
     assert made.arithmetic() == "micro-batch 1 × 1 step × 4 ranks = 4 samples"
     assert made.sync == "every"
-    ways = ["every", "every", "hold", "every, offload"]
-    assert [row.sync for row in made.variants] == ways
-    assert made.variants[-1].peak < made.variants[0].peak
-    assert made.variants[0].peak == made.points[0].peak
-
-
-def test_answers_what_would_fit() -> None:
-    """In whole machines of 8, sharded, with and without offload."""
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    made = make_plan(
-        model,
-        loss,
-        vectors(1),
-        batch_size=8,
-        budget=2**20,
-        ranks=2,
-        optimizer=optimizer,
-        device="cuda",
-        variants=False,
-        kinds={"small": 2**30, "large": 2**31},
-        prices={"here": 1.5, "small": 4.0},
-    )
-    assert made.micro_batch is None
-    assert made.price == 3.0
-    plain, offloaded = made.answer.hardware  # "large" would do as well, but is larger
-    assert (plain.gpu, plain.gpus, plain.host, plain.price) == ("small", 8, 0, 32.0)
-    assert offloaded.peak < plain.peak <= plain.memory
-    assert offloaded.host == 16 * sum(p.numel() for p in model.parameters())
-
-
-def test_a_deep_model_is_predicted_from_a_shallow_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte, by category; a model whose blocks differ is simulated as a whole."""
-    model, deeper = GPT(layers=8), GPT(layers=10)
-
-    def adam(of: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(of.parameters())
-
-    monkeypatch.setattr(predict, "DEEP", 8)
-    for way in ({}, {"micro_batches": 1, "precision": "bf16"}):
-        short = Predictor(model, loss, optimizer=adam(model))
-        found: list[Prediction] = [short.peak(tokens(2), depth=d, **way) for d in (None, 10)]
-        assert short.elements(10) == sum(p.numel() for p in deeper.parameters())
-        with monkeypatch.context() as patch:
-            patch.setattr(predict, "DEEP", 99)
-            for one, of in zip(found, (model, deeper), strict=True):
-                whole = predict_peak(of, loss, tokens(2), optimizer=adam(of), **way)
-                assert one.by_category == whole.by_category, way
-    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential))
-    blocks[3].requires_grad_(False)
-    assert find_alike_blocks(model) is None
 
 
 def test_refuses_what_cannot_be_sharded() -> None:
@@ -392,7 +310,6 @@ def test_the_command_shards() -> None:
         "fsdp2",
         "--gpu-memory",
         "1GiB",
-        "--quick",
     ]
     assert "sharded by FSDP2 (sync hold)" in command(*sharded, "--batch-size", "2").output
     assert "--parallel zero: must be one of ddp, fsdp2" in str(refused("--parallel", "zero"))

@@ -17,7 +17,6 @@ from wholebatch.losses.loss import Loss, cross_entropy
 from wholebatch.memory import MemoryMeter, predict_peak, resize_batch
 from wholebatch.memory.fake_tensors import map_tensors
 from wholebatch.memory.plain_window import PlainWindow
-from wholebatch.memory.predict import Predictor
 
 # Linear layers in bf16 on a CPU without bf16 instructions say once that they will be slow.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -243,25 +242,6 @@ def test_the_peak_grows_with_the_micro_batch() -> None:
     model = cnn()
     peaks = [predict_peak(model, loss, CASES["cnn"].batch(n)).peak for n in (1, 2, 4, 8)]
     assert peaks == sorted(peaks)
-
-
-def test_what_one_prediction_has_found_serves_the_next() -> None:
-    """In any order of sizes, precisions and places of the state: what a fresh one says."""
-    model = GPT(layers=3, dropout=0.1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    shared = Predictor(model, loss, optimizer=optimizer)
-    for samples, options in (
-        (4, {}),
-        (1, {"precision": "bf16"}),
-        (4, {"optimizer_state": "host"}),
-        (4, {"micro_batches": 1}),
-        (2, {"first": True}),
-        (4, {}),
-    ):
-        found = shared.peak(tokens(samples), **options)
-        fresh = predict_peak(model, loss, tokens(samples), optimizer=optimizer, **options)
-        assert (found.peak, found.by_category) == (fresh.peak, fresh.by_category), options
-        assert found.largest == fresh.largest
 
 
 @pytest.mark.slow

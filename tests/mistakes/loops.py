@@ -164,11 +164,6 @@ def batchnorm_over_three_updates() -> float:
 
 
 @loop
-def gradients_summed_on_the_host() -> float:
-    return several("diffusion", {"gradients": "host"})
-
-
-@loop
 def windows_with_a_short_tail() -> float:
     """Seven uneven micro-batches in windows of three: the last window has one."""
     made, twin = task("tied language model", 4, 21), task("tied language model", 4, 21)

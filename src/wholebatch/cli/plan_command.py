@@ -12,7 +12,6 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from wholebatch.cli.command_options import (
@@ -25,7 +24,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.report.terminal_output import Spinner, console_of, fitting, plain_table, say
+from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
 from wholebatch.cli.run_settings import like_train
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 from wholebatch.plain_files import load_json
@@ -33,27 +32,6 @@ from wholebatch.readable_sizes import bytes_said
 
 if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
-
-
-GPUS = {"RTX 4090": 23.5, "A100 40GB": 39.4, "L40S": 44.4, "H100 80GB": 79.1, "H200": 139.8}
-"""The GiB that a program can use of GPUs in wide use."""
-
-
-def _prices(value: str, label: str) -> dict[str, float]:
-    """Return the prices by GPU; a plain number is that of the GPUs that are planned for."""
-    found = {}
-    for part in value.split(","):
-        name, _, number = part.rpartition("=")
-        name = name.strip() or "here"
-        try:
-            found[name] = float(number)
-        except ValueError:
-            found[name] = -1.0
-        if not found[name] >= 0 or name not in ("here", *GPUS):
-            raise OptionError(
-                f"{label} {part}: must be a price, or NAME=price with a name of {', '.join(GPUS)}"
-            )
-    return found
 
 
 @dataclass(frozen=True)
@@ -77,24 +55,8 @@ class PlanOptions:
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
     parallel: str = choice(
-        "ddp|fsdp2|deepspeed",
-        "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block. deepspeed: "
-        "ZeRO, see --zero.",
-    )
-    zero: int | None = option(
-        None,
-        "1|2|3",
-        "ZeRO stage of deepspeed: shards optimizer state (1), gradients too (2), parameters too "
-        "(3). Default: 2.",
-        check=must_be("1, 2 or 3", lambda value: value in (1, 2, 3)),
-    )
-    offload: bool = switch("With fsdp2 or deepspeed: keep sharded state in host memory.")
-    price: dict[str, float] | None = option(
-        None,
-        "PRICE",
-        'Price of a GPU for an hour: a number for this one, or by name: H200=3.5,"H100 80GB"=2.',
-        typed=str | None,
-        check=_prices,
+        "ddp|fsdp2",
+        "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block.",
     )
     sync: str | None = choice(
         "hold|every",
@@ -114,7 +76,6 @@ class PlanOptions:
         "Sequence length, for hf: models.",
         check=must_be("a number of tokens, at least 1", lambda value: value >= 1),
     )
-    quick: bool = switch("Leave out the comparison with other settings.")
     as_json: bool = switch("Print the plan as JSON.", flag="--json")
 
 
@@ -155,12 +116,9 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     sharding = None
     if options.parallel == "fsdp2":
         sync = sync or choose_sync(subject.model, ranks=gpus, budget=budget)
-        sharding = Sharding(gpus, sync, offload=options.offload)  # type: ignore[arg-type]
-    elif options.parallel == "deepspeed":
-        zero = options.zero or 2
-        sharding = Sharding(gpus, "every", zero, options.offload)  # type: ignore[arg-type]
+        sharding = Sharding(gpus, sync)  # type: ignore[arg-type]
     if not options.as_json:
-        over = "" if sharding is None else f", sharded by {sharding.said()}"
+        over = "" if sharding is None else f", sharded by FSDP2 (sync {sharding.sync})"
         about = f": {subject.parameters:,} parameters, {subject.sample}; {gpus} × {where}{over}"
         say(doing.console, Text.assemble((subject.name, "bold"), about))
     doing("predicting the memory of each micro-batch")
@@ -176,10 +134,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             optimizer=subject.optimizer,
             precision="full" if precision == "fp32" else precision,
             device=device,
-            variants=not options.quick,
             sharding=sharding,
-            kinds={name: int(size * 2**30) for name, size in GPUS.items()},
-            prices=options.price,
         )
     if options.as_json:
         described = {"subject": subject.name, "parameters": subject.parameters, "device": device}
@@ -191,10 +146,6 @@ def _check_sharding(options: PlanOptions) -> None:
     parallel, sync = options.parallel, options.sync
     if sync is not None and parallel != "fsdp2":
         raise OptionError(f"--sync {sync}: belongs to --parallel fsdp2")
-    if options.zero is not None and parallel != "deepspeed":
-        raise OptionError(f"--zero {options.zero}: belongs to --parallel deepspeed")
-    if options.offload and parallel == "ddp":
-        raise OptionError("--offload: belongs to --parallel fsdp2 or deepspeed")
     if parallel != "ddp" and options.gpus < 2:
         raise OptionError(
             f"--parallel {parallel} with --gpus {options.gpus}: give the number of GPUs, from 2"
@@ -418,7 +369,7 @@ _NUMBERS = 36  # columns that stand before a bar
 
 
 def _show(console: Console, plan: Plan) -> None:
-    """Print the table of sizes, the choice, and what other settings would change."""
+    """Print the table of sizes, and the choice."""
     room = min(_BAR, console.width - _NUMBERS)
     has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
     scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
@@ -441,46 +392,12 @@ def _show(console: Console, plan: Plan) -> None:
     if plan.micro_batch is None:
         from wholebatch.memory.make_it_fit import refusal
 
-        text = refusal(list(plan.rungs), plan.budget, advises=not plan.answer.hardware)
         console.print()
-        say(console, text, style="red")
-        _show_answer(console, plan)
+        say(console, refusal(list(plan.rungs), plan.budget), style="red")
     else:
         larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
         console.print()
         say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
-        if plan.price is not None:
-            say(console, f"price: {plan.price:,.2f} an hour for {plan.ranks} GPUs")
-    if plan.variants:
-        console.print(fitting(_variants(plan), console.width))
-
-
-def _show_answer(console: Console, plan: Plan) -> None:
-    """Print the hardware on which one sample would fit, and the largest model that fits here."""
-    if plan.answer.hardware:
-        has_prices = any(one.price is not None for one in plan.answer.hardware)
-        table = plain_table(
-            *(">GPUs", "of", "sharding", "precision", ">per GPU", ">offloaded"),
-            *([">price/h"] * has_prices),
-            padding=(0, 2, 0, 0),
-            header_style="bold",
-            title="\nWhat would do, with checkpointed blocks and one sample at a time",
-        )
-        for one in plan.answer.hardware:
-            gpu = "these" if one.gpu == "here" else one.gpu
-            price = "" if one.price is None else f"{one.price:,.2f}"
-            table.add_row(
-                *(str(one.gpus), gpu, one.sharding.partition(",")[0], one.precision),
-                *(bytes_said(one.peak), bytes_said(one.host) if one.host else "-"),
-                *([price] * has_prices),
-            )
-        console.print(fitting(table, console.width))
-    elif plan.sync is None:
-        say(console, "With --parallel fsdp2 --gpus 8 this command also tells which GPUs would do.")
-    for found in plan.answer.largest:
-        blocks = "1 block" if found.blocks == 1 else f"{found.blocks} blocks"
-        size = f"{found.parameters / 1e9:.3g} B parameters in {blocks} like these"
-        say(console, f"Largest model that fits here, {found.how}: {size}")
 
 
 def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
@@ -503,23 +420,3 @@ def _legend(plan: Plan) -> list[Text]:
         for name, color in _COLORS.items()
         if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points)
     ]
-
-
-def _variants(plan: Plan) -> Table:
-    size = plan.variants[0].micro_batch
-    table = plain_table(
-        *("precision", "checkpointing", "sharding" if plan.sync else "optimizer state"),
-        *(f">peak at {size}", ">largest (estimate)"),
-        padding=(0, 2, 0, 0),
-        header_style="bold",
-        title="\nOther settings",
-    )
-    for variant in plan.variants:
-        table.add_row(
-            variant.precision,
-            "per block" if variant.checkpointing else "no",
-            variant.sync or variant.optimizer_state,
-            bytes_said(variant.peak),
-            str(variant.about) if variant.about else "not even 1",
-        )
-    return table

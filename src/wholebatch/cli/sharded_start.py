@@ -7,7 +7,10 @@ made one parameter are run again for that parameter alone, on the CPU, and the r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -31,7 +34,7 @@ def build_sharded(
     """Return the model in shards without values, and a function that gives it its first values."""
     recorder = _Recorder()
     try:
-        with recorder, torch.device("meta"), _Constants():
+        with recorder.watching():
             model = build()
     except (NotImplementedError, RuntimeError) as error:
         raise RecipeError(
@@ -57,6 +60,19 @@ def build_sharded(
                     tensor.copy_(whole)
 
     return model, initialise
+
+
+# Functions of torch.nn.init that return at once for a meta tensor: their calls are recorded.
+_SKIPPED: dict[CodeType, Callable[..., Any]] = {
+    function.__code__: function
+    for function in (
+        nn.init.dirac_,
+        nn.init.eye_,
+        nn.init.orthogonal_,
+        nn.init.sparse_,
+        nn.init.trunc_normal_,
+    )
+}
 
 
 class _Constants(TorchFunctionMode):
@@ -87,6 +103,26 @@ class _Recorder(TorchDispatchMode):
         if writes - reads or in_place:  # else it is a view
             self._operations.append((func, given, made, reads, writes))
         return result
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record everything that makes tensors, on the meta device."""
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            function = _SKIPPED.get(frame.f_code) if event == "call" else None
+            if function is not None:
+                given = tree_map(_alias, ((), dict(frame.f_locals)))
+                tensor = given[1]["tensor"]
+                place = {_storage(tensor)}
+                self._operations.append((function, given, [tensor], place, place))
+
+        before = sys.getprofile()
+        with self, torch.device("meta"), _Constants():
+            sys.setprofile(profile)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
 
     def replay(self, wanted: Tensor, name: str) -> Tensor:
         """Run the operations that made this meta tensor again, on the CPU."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,29 +21,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.micro_batches import lengths_of, without_padding
 from wholebatch.batch.packing import alone
-from wholebatch.batch.samples import BatchSize, Layout, Static, readable_layout
-from wholebatch.compile.captured_state import Fingerprint, LookAgain
-from wholebatch.coupled.adds_up import SAMPLES, LookResult, check_adds_up
+from wholebatch.batch.samples import Layout, readable_layout
+from wholebatch.coupled.adds_up import SAMPLES, check_adds_up
 from wholebatch.coupled.causes import AuditFinding, layers_that_couple
-from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
     is_spectral_norm,
-    known_norms,
-    refuse_new_norms,
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.sample_runs import CalledModules, FirstSamples, local_collectives
-from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, UnsupportedError, WholebatchError
+from wholebatch.coupled.sample_runs import CalledModules, FirstSamples
+from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.losses.loss import Loss, Terms, terms_of
 from wholebatch.window.forward_state import ForwardState
 
 _log = logging.getLogger("wholebatch")
 
-_TRIES = 8
 _POLICIES = (
     'WholeBatch(batchnorm="exact") is exact; Accumulator needs "freeze" or "allow", or GroupNorm'
 )
@@ -101,37 +95,23 @@ class Audit:
 
 
 def audit(
-    model: nn.Module,
-    batch: Any = None,
-    *,
-    forward: Callable[[Any, Any], Any] | None = None,
-    batch_size: BatchSize = None,
-    static: Static = (),
+    model: nn.Module, batch: Any = None, *, forward: Callable[[Any, Any], Any] | None = None
 ) -> Audit:
     """Return what keeps micro-batches of `model` from the update of the whole batch.
 
-    Layers are judged in their current mode: a BatchNorm in evaluation mode is not reported. The
-    model, its gradients and buffers, and the random generators are left as found.
+    Layers are judged by their type, in their current mode. With a batch, its first 8 samples are
+    run with one sample changed, to find layers that mix samples, and in two parts. `forward(model,
+    batch)` calls the model; it may return a loss. The model and the random generators are left as
+    found.
 
     >>> import torch
     >>> print(audit(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), torch.randn(4, 2)))
     no layer couples the samples of a batch (by type and by changing one sample)
-
-    Args:
-        model: The model to look at.
-        batch: Run the model on the first samples of this batch (8 at most): with one sample
-            changed, to find layers that mix samples, and in halves, to test that the outputs and
-            gradients add up. Without a batch, layers are judged by their type only.
-        forward: A function `forward(model, batch)` that calls the model. With a loss function, a
-            loss that compares samples or returns a mean as a sum is found too. Default: call the
-            model with the batch, or with its items.
-        batch_size: The number of samples, or a function that returns it, as for `split`.
-        static: Leaves that are passed on whole, as for `split`.
     """
     findings = tuple(_by_type(model))
     if batch is None:
         return Audit(findings, probed=False)
-    layout = readable_layout(batch, batch_size, static)
+    layout = readable_layout(batch, None, ())
     if layout is None or layout.size < 2:
         return Audit(findings, probed=True)
     first = next(model.parameters(), None)
@@ -142,15 +122,15 @@ def audit(
 
     name = getattr(forward, "__name__", "a function")
     known = {finding.name for finding in findings if finding.kind in _BY_TYPE}
-    samples = FirstSamples(model, run, layout, 2, graph=False, name=name)
-    with samples.looking():
-        layers = layers_that_couple(samples, min(layout.size, SAMPLES), known)
-    given: dict[str, Any] = {"name": name, "micro_batch": min(layout.size, SAMPLES)}
+    count = min(layout.size, SAMPLES)
+    samples = FirstSamples(model, run, layout, count, graph=False, name=name)
+    with samples.testing():
+        layers = layers_that_couple(samples, count, known)
     try:
-        look = check_adds_up(model, run, layout, outputs=forward is None, **given)
+        result = check_adds_up(model, run, layout, outputs=forward is None, name=name)
     except LossError:  # not a loss: outputs
-        look = check_adds_up(model, run, layout, outputs=True, **given)
-    found = look.findings
+        result = check_adds_up(model, run, layout, outputs=True, name=name)
+    found = result.findings
     if layers:  # Then nothing adds up: that is no news.
         found = (*layers, *(f for f in found if f.kind in ("state", "outside")))
     return Audit((*findings, *found), probed=True)
@@ -200,201 +180,13 @@ def warn_of_spectral_norms(model: nn.Module) -> None:
             _log.warning("%s", finding)
 
 
-class LossLook:
-    """Looks whether a loss adds up (`check_adds_up`), all ranks together.
-
-    A batch whose first samples have no units tells nothing; in one process the next one is looked
-    at then. There it also looks again after the model, or what `loss` reads, has changed.
-    `off` is how a user of this door trains all the same.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        sync: Sync,
-        *,
-        looks: bool,
-        off: str = "audit=False",
-        loss: Callable[..., Any] = _call,
-    ) -> None:
-        self._model, self._sync, self._off, self._loss = model, sync, off, loss
-        self._tries = _TRIES if looks else 0
-        self._again = LookAgain()
-
-    @property
-    def pending(self) -> bool:
-        return self._tries > 0
-
-    def begin_window(self, changed: bool | None = None) -> None:
-        """Look again if anything that the code reads is not as it was (see `LookAgain`)."""
-        if self._again.is_due(changed):
-            self._tries = 1
-
-    def look_at(
-        self,
-        run: Callable[[Any], Any],
-        samples: Callable[[], tuple[Layout | None, int | None]],
-        steps: Collection[int] = (),
-        **options: Any,
-    ) -> bool:
-        """Refuse what does not add up, and layers that cannot by their type; True if it does.
-
-        `samples()` returns the batch and how many of it a micro-batch has. `steps` are the numbers
-        that a loop may call its accumulation steps: a mean that is divided by one is refused. The
-        other options are those of `check_adds_up`.
-        """
-        division = _ReadDivision(run, steps)
-        result, layout, known = LookResult(), None, refused_by_type(self._model)
-        try:
-            layout, size = samples()
-            with local_collectives():
-                checked = division.run if steps else run
-                result = check_adds_up(self._model, checked, layout, micro_batch=size, **options)
-        except torch.OutOfMemoryError:
-            _log.warning("no memory to test if micro-batches add up to the whole batch")
-            result = LookResult(checked=False)
-        except Exception as error:  # most often the loss's own, and the step will raise it
-            _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
-            known += self._failed(error, run, layout)
-            result = LookResult(checked=False)
-        known += division.findings()
-        again = self._sync.ranks == 1 and not result.conclusive
-        self._tries = self._tries - 1 if again else 0
-        self._refuse((*known, *result.findings))
-        if not self._tries and self._sync.ranks == 1:
-            self._again.seen = [Fingerprint(self._model, self._loss)]
-        return result == LookResult()
-
-    def _failed(
-        self, error: Exception, run: Callable[[Any], Any], layout: Layout | None
-    ) -> Iterable[AuditFinding]:
-        """Return what to say of a look that has failed; nothing if the step will fail too."""
-        return ()
-
-    def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
-        on_another = bool(self._sync.sum([float(len(found))])[0])
-        LookResult(found).refuse(self._off, on_another_rank=on_another)
-
-
-class _ReadDivision:
-    """Runs a loss function, and reads if its first loss is divided by the number of steps."""
-
-    def __init__(self, run: Callable[[Any], Any], steps: Collection[int]) -> None:
-        self._run, self._steps, self._is_read = run, steps, False
-        self._found: StepDivision | None = None
-
-    def run(self, batch: Any) -> Any:
-        result = self._run(batch)
-        if not self._is_read and isinstance(result, Loss | Terms):
-            self._is_read = True
-            for term in terms_of(result).values():
-                read = find_step_division(last_reductions(term.total), term.units, self._steps)
-                self._found = self._found or read
-        return result
-
-    def findings(self) -> list[AuditFinding]:
-        """Return a division that is sure; warn of one that is not."""
-        if self._found is None:
-            return []
-        if not self._found.is_sure:
-            self._found.report()
-            return []
-        name = "(the loss function)"
-        return [AuditFinding(name, "division by the steps", "divided", self._found.message)]
-
-
-class SplitGuard(LossLook):
-    """Audits a model by type when it is made, and by a look at the first batch that is split.
-
-    The look is left out where forwards run collectives of their own.
-    """
-
-    def __init__(
-        self, model: nn.Module, sync: Sync, *, looks: bool, loss: Callable[..., Any]
-    ) -> None:
-        super().__init__(model, sync, looks=looks, loss=loss)
-        self._micros: Sequence[Any] = ()
-        self._norms = {module for _, module in batchnorms(model)}
-        known_norms.update(self._norms)
-        for name, parameter in model.named_parameters():
-            if nn.parameter.is_lazy(parameter):
-                raise UnsupportedError(
-                    f"{name!r} is lazy and has no weights yet: run one batch through the model "
-                    "first"
-                )
-        warn_of_spectral_norms(model)
-
-    def look(
-        self,
-        run: Callable[[Any], Any],
-        batch: Any,
-        micros: Sequence[Any],
-        *,
-        batch_size: BatchSize,
-        static: Static,
-        **options: Any,
-    ) -> bool:
-        """Refuse what does not add up; `micros` is what the batch is split into."""
-
-        def samples() -> tuple[Layout | None, int]:
-            return _samples(readable_layout(batch, batch_size, static), micros, static)
-
-        # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
-        self._micros = () if isinstance(batch, list) else micros
-        refuse_new_norms([self._model], self._norms)
-        adds_up = self.look_at(run, samples, **options)
-        self._micros = ()
-        return adds_up
-
-    @torch.no_grad()
-    def _failed(
-        self, error: Exception, run: Callable[[Any], Any], layout: Layout | None
-    ) -> Iterable[AuditFinding]:
-        if isinstance(error, WholebatchError) or layout is None:
-            return ()
-        if not self._micros or not self._runs(run, self._micros[0]):
-            return ()  # The step will say why.
-        counts = [count for count in (1, 2, 4, 8) if count <= layout.size]
-        if all(self._runs(run, layout.take(list(range(count)))) for count in counts):
-            return ()  # The number of samples is not the reason.
-        text = (
-            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so that "
-            "nothing tells whether micro-batches add up. If the batch has a leaf that is not a "
-            "value per sample, name it: micro_batch=wb.samples(8, static=...)"
-        )
-        return (AuditFinding("(the loss function)", type(error).__name__, "loss", text),)
-
-    def _runs(self, run: Callable[[Any], Any], batch: Any) -> bool:
-        try:
-            with ForwardState(self._model), local_collectives():
-                run(batch)
-        except Exception:
-            return False
-        return True
-
-    def join(self) -> None:
-        """Take part in the other ranks' look, without a sample of one's own."""
-        if self.pending:
-            self._tries = 0
-            self._refuse(())
-
-
-def _samples(
-    whole: Layout | None, micros: Sequence[Any], static: Static
-) -> tuple[Layout | None, int]:
-    """Return the samples for a first look, and how many a micro-batch has.
-
-    Those of the batch, unless micro-batches differ in size: made by a budget of tokens, the first
-    one holds samples that belong together.
-    """
-    made = [readable_layout(micro, None, static) for micro in micros]
-    sizes = [1 if one is None else one.size for one in made]
-    if whole is not None and sum(sizes) != whole.size:
-        # Few samples may read otherwise than many: three images as three parts of a batch.
-        return whole, -(-whole.size // len(micros))
-    if len(set(sizes[:-1])) > 1 and sizes[0] > 1:
-        return made[0], sizes[0]
-    return whole, sizes[0]
+def refuse_lazy_parameters(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no weights yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(
+                f"{name!r} is lazy and has no weights yet: run one batch through the model first"
+            )
 
 
 _SEQUENCES = 4
@@ -434,7 +226,7 @@ def check_padding(
         ones, together = [pair[0]], pair[1]
         given, why = "with their padding", _TRIMMED
     called = CalledModules(nn.ModuleList(models))
-    with ForwardState(*models), evaluation_mode(*models), called, local_collectives():
+    with ForwardState(*models), evaluation_mode(*models), called:
         apart, packed = _sums(map(run, ones)), _sums([run(together)])
     rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
     allowed = 1e-2 if called.sixteen_bit else rounding

@@ -1,4 +1,4 @@
-"""Name the reason why the loss of some samples is not that of their halves, and the way out.
+"""Name the reason why the loss of some samples is not that of their parts, and the way out.
 
 The numbers of a few runs tell a mean from a sum, units that do not add up, and a gradient that a
 hook changes. A layer that lets samples act on each other is found by changing one sample.
@@ -62,14 +62,19 @@ def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
     return AuditFinding(where, name, "loss", text)
 
 
-def loss_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:
-    """Return why the totals of the whole and its halves do not add up, as far as numbers tell."""
+def loss_cause(
+    samples: FirstSamples, runs: Sequence[SampleRun], *, may_run: bool = True
+) -> AuditFinding:
+    """Return why the totals of the whole and its parts do not add up, as far as numbers tell.
+
+    `may_run`: the samples may run once more, to tell what is added once per micro-batch.
+    """
     whole, first, second = runs
     tolerance = samples.tolerance
     if not all(run.is_finite for run in runs) or tolerance.adds_up(whole, [first, second]):
         return samples_compared(samples, runs)
     seen = (
-        f"the loss of {samples.count} samples is {whole.total:.6g}, that of their halves "
+        f"the loss of {samples.count} samples is {whole.total:.6g}, that of their parts "
         f"{first.total:.6g} and {second.total:.6g}"
     )
     if _is_mean(samples, runs):
@@ -81,7 +86,7 @@ def loss_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding
     elif not tolerance.units_add_up(whole, [first, second]):
         kind, text = (
             "units",
-            f"the units of {samples.count} samples are {whole.units:.6g}, those of their halves "
+            f"the units of {samples.count} samples are {whole.units:.6g}, those of their parts "
             f"{first.units:.6g} and {second.units:.6g}: units must add up. Count what the total is "
             "a sum over in the micro-batch itself (samples, or labels that are not ignored)",
         )
@@ -91,7 +96,7 @@ def loss_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding
             f"{seen}: a sum given as a mean, so that it is multiplied by the units once more. Give "
             "wb.Loss(total, units) instead of wb.mean_loss",
         )
-    elif (added := _added_once(samples, runs)) is not None:
+    elif may_run and (added := _added_once(samples, runs)) is not None:
         kind, text = (
             "added",
             f"{seen}: {added:.6g} is added once per micro-batch (a regulariser, a penalty on the "
@@ -110,12 +115,12 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
     apart = (first.total + second.total) / (first.units + second.units or math.nan)
     gap = abs(mean - apart) / max(abs(mean), abs(apart), 1e-300)
     text = (
-        f"the loss of some samples is {mean:.6g}, of the same in two halves {apart:.6g} (relative "
+        f"the loss of some samples is {mean:.6g}, of the same in two parts {apart:.6g} (relative "
         f"difference {gap:.0e}). {_COUPLES}"
     )
     if all(run.units for run in runs):
-        halves = [half.total / half.units for half in (first, second)]
-        if min(halves) < mean < max(halves):
+        parts = [half.total / half.units for half in (first, second)]
+        if min(parts) < mean < max(parts):
             text += (
                 ". If the loss is a mean, its units may be others than what it is the mean over "
                 "(padding that is counted): count those"
@@ -124,10 +129,10 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
 
 
 def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
-    """True if the total is the mean of the halves' totals, by units or by samples."""
+    """True if the total is the mean of the parts' totals, by units or by samples."""
     whole, first, second = runs
     size = max(abs(run.total) for run in runs)
-    half = samples.half
+    half = samples.cut
     for a, b in ((first.units, second.units), (float(half), float(samples.count - half))):
         mean = (first.total * a + second.total * b) / (a + b) if a + b else math.nan
         if math.isfinite(mean) and samples.tolerance.near(whole.total, mean, size, 0.0):
@@ -147,7 +152,7 @@ def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> boo
 def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | None:
     """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
-    half = samples.half
+    half = samples.cut
     if half < 2:
         return None
     try:
@@ -166,7 +171,7 @@ def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFin
     """Return why the gradients do not add up although the totals do."""
     gap = samples.tolerance.gradient_gap(runs[0], runs[1:])
     assert gap is not None
-    half = samples.half
+    half = samples.cut
     large, small = (samples.part(0, half, backward=True, scale=s) for s in (SCALE, 1 / SCALE))
     why = (
         "The loss compares its samples by a statistic of them that is detached "
@@ -181,7 +186,7 @@ def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFin
             "normalises, or adds)"
         )
     text = (
-        f"the loss of {samples.count} samples is that of their halves, its gradient is not: at "
+        f"the loss of {samples.count} samples is that of their parts, its gradient is not: at "
         f"parameter {samples.parameters[gap[0]][0]} it differs by {gap[1]:.0e} of its norm. {why}. "
         "Do that once per update, on the whole gradient: a hook on the parameter "
         "(parameter.register_hook) runs so"

@@ -181,8 +181,11 @@ def _scale_by(
             continue  # mean * count / number: a sum, divided by the features of a sample
         if term.kind == "mean" or (term.kind == "sum" and divided_below):
             return "of a mean"
-        counts = (*term.sizes, term.count, float(units or 0))
-        if units is not None and place == 0 and not any(_close(number, one) for one in counts):
+        divided_above = any(one.operation == "divided" for one in term.scales[:place])
+        is_a_size = any(_close(number, size) for size in (*term.sizes, term.count))
+        if term.kind == "sum" and divided_above and not is_a_size:
+            return "of a mean"  # sum / steps / units
+        if units is not None and place == 0 and not (is_a_size or _close(number, float(units))):
             found = "of a sum"
     return found
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,9 +14,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.window.forward_state import replaced_attributes
-
-known_norms: WeakSet[nn.Module] = WeakSet()
-"""The BatchNorms of all models that this package trains."""
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:

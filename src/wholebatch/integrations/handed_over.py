@@ -57,7 +57,7 @@ class HandedOver(Accumulator):
     `scaled_by` has the library's GradScaler as its attribute `scaler`, if there is one.
     """
 
-    by = "the host"
+    by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
     """What closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True
@@ -147,7 +147,7 @@ class HandedOver(Accumulator):
         while self._step_hooks:
             self._step_hooks.pop().remove()
         self._window.hooks.give_back()
-        self._look.end_window()
+        self._checks.stop()
         for policy in self._batchnorms:
             policy.detach()
         for model in self._window.target.models:

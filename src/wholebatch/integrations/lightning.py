@@ -23,9 +23,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch.samples import readable_layout
 from wholebatch.compile import Execute
-from wholebatch.coupled.audit import LossLook
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
 from wholebatch.integrations.handed_over import HandedOver
 from wholebatch.losses.loss import Loss, Units, mean_loss
@@ -137,10 +136,10 @@ class FabricAccumulator(HandedOver):
         return 0  # not known before the window's end
 
     @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[bool]:
+    def micro_step(self, modules: nn.Module) -> Iterator[None]:
         """Return the context of a compiled function's micro-step; see `Stream`."""
-        with _in_fabric_backward(), super().micro_step(modules) as may_compile:
-            yield may_compile
+        with _in_fabric_backward(), super().micro_step(modules):
+            yield
 
 
 def _in_fabric_backward() -> AbstractContextManager[None]:
@@ -318,9 +317,13 @@ class TrainingStep:
         self._inner_step = module.optimizer_step
         self._compiled = CompiledStep(module, windows, units_of, execute, precision)
         sync = windows._window.sync
-        looks = windows.audit and not sync.grows_own_graph and not sync.counts_must_agree
-        off = "ExactAccumulation(..., audit=False)"
-        self._look = LossLook(module, sync, looks=looks, off=off)
+        self._test = AdditivityTest(
+            module,
+            sync,
+            enabled=windows.audit and not self._compiled.runs,  # a compiled step tests itself
+            shares_forwards=sync.grows_own_graph or sync.counts_must_agree,
+            off="ExactAccumulation(..., audit=False)",
+        )
         self._given: tuple[Tensor, Units] | AddedLoss | None = None
         self._is_last = False
 
@@ -338,7 +341,7 @@ class TrainingStep:
         name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
         ranks = windows._window.sync.ranks
         if (trainer.accumulate_grad_batches > 1 or ranks > 1) and not windows.is_open:
-            self._test_first(name, batch, args, kwargs)
+            self._test_window(name, batch, args, kwargs)
         if self._compiled.runs:
             if not windows.is_open:
                 for optimizer in trainer.optimizers:  # Lightning would do it too late
@@ -356,10 +359,9 @@ class TrainingStep:
             self._given = mean, self._units_of(output, batch)
         return output
 
-    def _test_first(self, name: str | None, batch: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a training_step that does not add up, on the first samples of the batch."""
-        self._look.begin_window()
-        if not self._look.pending:
+    def _test_window(self, name: str | None, batch: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a training_step that does not add up, in windows 1, 2, 4, 8, ..."""
+        if not self._test.begin_window():
             return
 
         def run(few: Any) -> Loss:
@@ -370,9 +372,8 @@ class TrainingStep:
         silent = replaced_attributes(self._module, log=_log_nothing, log_dict=_log_nothing)
         try:
             with silent, attributes_restored(self._host):
-                layout = functools.partial(readable_layout, batch, None, ())
                 steps = [self._trainer.accumulate_grad_batches]
-                self._look.look_at(run, lambda: (layout(), None), steps=steps, name="the loss")
+                self._test.test(run, WindowData(batch, [batch], steps=steps), name="the loss")
         finally:
             self._windows.discard()  # what BatchNorm policies have recorded of the runs
 

@@ -1,11 +1,10 @@
-"""Memory: measure it, predict it, choose what fits, and recover when it runs out."""
+"""Memory: measure it, choose what fits, recover when it runs out, and predict it for a plan."""
 
 from wholebatch.memory.activation_checkpointing import repeated_blocks, with_checkpoints
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plan import make_plan
 from wholebatch.memory.predict import predict_peak
-from wholebatch.memory.trial_step import try_out
 
 __all__ = [
     "MemoryMeter",
@@ -14,6 +13,5 @@ __all__ = [
     "predict_peak",
     "repeated_blocks",
     "resize_batch",
-    "try_out",
     "with_checkpoints",
 ]

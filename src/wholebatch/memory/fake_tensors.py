@@ -2,8 +2,7 @@
 
 Fake tensors have a shape, a dtype, strides and a device, and operations on them compute only
 those. The real model is read (its shapes), never written. Where torch's shape functions differ from
-the real kernels, or code behaves differently because it cannot read a fake tensor (attention masks
-of transformers), this module makes them agree.
+the real kernels, this module makes them agree.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode:
             mode: FakeTensorMode = tensor.fake_mode
             return mode
     # Constants that the loss reaches through a closure (class weights) are real and may be used.
-    made = FakeTensorMode(allow_non_fake_inputs=True)
-    made.cache_enabled = False  # `fake_meter` has a faster cache of its own
-    return made
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_tensor(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from wholebatch.memory.activation_checkpointing import repeated_blocks
 
 @dataclass(frozen=True)
 class Sharding:
-    """FSDP2 over this many ranks (each repeated block, then the rest), or DeepSpeed's ZeRO."""
+    """FSDP2 over this many ranks: each repeated block, then the rest."""
 
     ranks: int
     sync: Literal["hold", "every"] = "hold"
@@ -29,24 +29,6 @@ class Sharding:
 
     "hold" keeps whole gradients until then; "every" keeps slices.
     """
-    zero: Literal[0, 1, 2, 3] = 0
-    """The stage of DeepSpeed's ZeRO; 0 for FSDP2."""
-    offload: bool = False
-    """True if optimizer state, slices of gradients and shards of parameters are in host memory."""
-
-    @property
-    def shards_parameters(self) -> bool:
-        """True if no rank holds all parameters."""
-        return self.zero in (0, 3)
-
-    def said(self) -> str:
-        """Return the sharding in words.
-
-        >>> Sharding(8, "every", offload=True).said(), Sharding(8, zero=2).said()
-        ('FSDP2 (sync every), offload to the host', 'DeepSpeed ZeRO 2')
-        """
-        name = f"DeepSpeed ZeRO {self.zero}" if self.zero else f"FSDP2 (sync {self.sync})"
-        return name + (", offload to the host" if self.offload else "")
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -86,11 +68,6 @@ def pretended_ranks(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def group_now() -> object:
-    """Return the current process group: a model sharded over another one cannot be used."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def shard(

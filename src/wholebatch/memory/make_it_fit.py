@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
-from wholebatch.memory.choose_micro_batch import needed
 from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.predict import Prediction, Predictor
 from wholebatch.readable_sizes import bytes_said
@@ -44,14 +43,12 @@ def ladder(
     device: torch.device | str | None = None,
     lowers: bool = True,
     sharding: Sharding | None = None,
-    predictor: Predictor | None = None,
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
-    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding. A
-    `predictor` of the same model need not simulate again what it has.
+    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
     """
-    predictor = predictor or Predictor(model, loss, optimizer=optimizer, device=device)
+    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     blocks = blocks_to_checkpoint(model)
 
     def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:
@@ -59,7 +56,7 @@ def ladder(
             return predictor.peak(sample, precision=precision, sharding=sharding, **options)
 
     def fits(found: Prediction) -> bool:
-        return needed(found, predictor.device) <= budget
+        return found.needed(predictor.device) <= budget
 
     best = as_is = predict(precision)
     rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
@@ -87,7 +84,7 @@ def ladder(
     return rungs
 
 
-def refusal(rungs: list[Rung], budget: int, *, advises: bool = True) -> str:
+def refusal(rungs: list[Rung], budget: int) -> str:
     """Return the error message for a budget that one sample does not fit."""
     first, *others = rungs
     said = [
@@ -96,11 +93,8 @@ def refusal(rungs: list[Rung], budget: int, *, advises: bool = True) -> str:
     would = f"; with {', '.join(said)}" if said else ""
     helps = any(rung.fits for rung in others)
     last = ""
-    if advises and not helps:
-        last = (
-            "; use a smaller model, shorter samples, or a larger device: wholebatch plan --gpus 8"
-        )
-        last += " --parallel fsdp2 tells which would do"
+    if not helps:
+        last = "; use a smaller model, shorter samples, a larger device, or a sharded model"
     return (
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
         f" {bytes_said(first.peak)}{would}{last}"

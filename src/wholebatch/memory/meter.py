@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.readable_sizes import CATEGORIES
+from wholebatch.window.forward_state import in_backward
 
 
 class Record:
@@ -242,8 +243,8 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         return self._counted(func, args, kwargs or {})
 
     def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        in_backward = torch._C._current_graph_task_id() != -1
-        self._follow(in_backward=in_backward, recomputing=in_backward and torch.is_grad_enabled())
+        backward = in_backward()
+        self._follow(in_backward=backward, recomputing=backward and torch.is_grad_enabled())
         self._see(args, "inputs")
         if kwargs:
             self._see(kwargs.values(), "inputs")

@@ -19,12 +19,14 @@ from wholebatch.batch.samples import readable_layout
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
-from wholebatch.memory.choose_micro_batch import Choice, resize_batch
+from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
-from wholebatch.memory.trial_step import choose_on_device, held_bytes, measure_step, try_out
+from wholebatch.memory.predict import state_bytes
+from wholebatch.memory.trial_step import TrialSteps, held_bytes, measure_step
 from wholebatch.memory.undivided_batch import UndividedBatch
+from wholebatch.readable_sizes import bytes_said
 from wholebatch.window.precision import LossScale
 
 _STEP_UP = 1.25
@@ -95,11 +97,11 @@ _log = logging.getLogger("wholebatch")
 
 
 class Fitting:
-    """Sizes of micro-batches: as given, or the largest that the memory is predicted to hold.
+    """Sizes of micro-batches: as given, or the largest that is measured to fit.
 
-    `micro_batch="auto"` chooses when the first batch is there: by prediction on CUDA or where a
-    budget was given (`memory="20GiB"`, `0.5`, `"free"`), else the whole batch. One trial step,
-    whose effects are undone, shows that it fits. A window that runs out of memory all the same
+    `micro_batch="auto"` chooses when the first batch is there: by real steps whose effects are
+    undone on CUDA or where a budget was given (`memory="20GiB"`, `0.5`, `"free"`), else it takes
+    the whole batch. A window that runs out of memory all the same
     begins again with smaller micro-batches. Later windows begin with those: "auto" grows again when
     there is room, a size that was given does not. With `micro_batch=None` each batch is one
     micro-batch, unless it does not fit.
@@ -443,42 +445,59 @@ class Fitting:
         return chosen
 
     def _choose(self, batch: Any, samples: int) -> int:
-        predicts = self._budget is not None or self._device.type == "cuda"
-        if not predicts:
+        """Measure real steps of 1, 2, 4, … samples, and return the largest size that fits."""
+        on_cuda = self._device.type == "cuda"
+        if self._budget is None and not on_cuda:
             return samples
-        budget = self._budget or self._bytes("free")
-        self._chosen_for = budget
-        args, options = (self._model, self._loss, batch), self._how()
-        if self._device.type == "cuda":  # in force from here on, for the trial step too
+        self._chosen_for = budget = self._budget or self._bytes("free")
+        if on_cuda:  # in force from here on, for the trial steps too
             within(self._budget, model=self._model)
-        try:
-            choice = choose_on_device(
-                *args, budget=budget, optimizer_state=self._optimizer_state, **options
-            )
-            if self._optimizer_state == "device":  # a trial step would keep it there
-                choice = try_out(*args, choice, **options)
-            if not choice.fits:
-                raise self._refused(batch, choice)
-        except UnsupportedError as error:
-            _log.warning("memory cannot be predicted, so the whole batch is tried: %s", error)
-            return samples
+        on_device = self._optimizer_state == "device"
+        trial = TrialSteps(
+            self._model,
+            self._loss,
+            self._optimizer if on_device else None,
+            self._precision,
+            budget,
+            self._missing_state() if on_device else 0,
+        )
+        static = self._layout["static"]
+
+        def peak(size: int) -> int | None:
+            micro = resize_batch(batch, size, static=static)
+            return trial.peak(micro, micro_batches=1 if size == samples else 2)
+
+        choice = choose_micro_batch(peak, budget=budget, most=samples)
+        if choice is None:
+            raise OptionError(self._refusal(batch, budget))
         self.said = choice.summary()
         _log.info("%s", self.said)
         return choice.micro_batch
 
-    def _refused(self, batch: Any, choice: Choice) -> OptionError:
-        how = self._how()
-        sample = resize_batch(batch, 1, static=how.pop("static"))
-        rungs = ladder(self._model, self._loss, sample, budget=choice.budget, **how)
-        return OptionError(refusal(rungs, choice.budget))
+    def _missing_state(self) -> int:
+        """Return the bytes of optimizer state that the first update will create."""
+        there = held_bytes(self._model, self._optimizer) - held_bytes(self._model)
+        try:
+            return max(0, state_bytes(self._model, self._optimizer) - there)
+        except Exception:  # An optimizer may do anything. Most have at most two moments.
+            weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+            return max(0, 2 * weights - there)
 
-    def _how(self) -> dict[str, Any]:
-        """Return the options of every prediction and trial."""
-        return {
-            "optimizer": self._optimizer,
-            "precision": self._precision,
-            "static": self._layout["static"],
-        }
+    def _refusal(self, batch: Any, budget: int) -> str:
+        """Return why nothing fits, and what would, as far as that can be predicted."""
+        sample = resize_batch(batch, 1, static=self._layout["static"])
+        try:
+            rungs = ladder(
+                self._model,
+                self._loss,
+                sample,
+                budget=budget,
+                optimizer=self._optimizer,
+                precision=self._precision,
+            )
+        except UnsupportedError:
+            return f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit"
+        return refusal(rungs, budget)
 
 
 def _share_left(recovered: Sequence[Recovered]) -> float:

@@ -63,6 +63,8 @@ class Column:
     shared_over: Sequence[float] = ()
     others: Sequence[Sequence[float]] = ()
     """The units of other terms."""
+    is_alone: bool = True
+    """False if another term is made in the same way: a loss per image."""
     nominal: int = 0
     """The whole number of 3 or more that the loss is divided by, if it is not the steps."""
 
@@ -116,7 +118,7 @@ class Column:
         for units in candidates:
             yield units, units, None
         for by in over:  # a mean over what is counted in each micro-batch: a detector's positives
-            if not _same(by):
+            if self.is_alone and not _same(by):
                 yield list(by), [1.0] * len(by), by
 
     def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
@@ -154,7 +156,8 @@ class Column:
             by = one[0]
             is_shared = _take(shared_over, by)
             is_of_terms = columns > 1 and close(by, columns)
-            if is_of_terms and (columns != self.window.count or len(over) > 1):
+            again = sum(_same(one) and close(one[0], by) for one in over) > 1
+            if is_of_terms and (columns != self.window.count or again):
                 own, columns = own / by, 1
             elif self.window.is_total(by, units) or (
                 is_shared and self.window.is_of_the_loop(by, units)
@@ -234,7 +237,11 @@ def read_columns(losses: Sequence[Sequence[LossTerm]], window: WindowNumbers) ->
     times = [_constants(column, "times") for column in columns]
     over = [_constants(column, "over") for column in columns]
     means = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
-    return [Column(column, window, _in_all(times), _in_all(over), means) for column in columns]
+    made = [(column[0].node, column[0].kind) for column in columns]
+    return [
+        Column(column, window, _in_all(times), _in_all(over), means, made.count(one) == 1)
+        for column, one in zip(columns, made, strict=True)
+    ]
 
 
 def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:

@@ -180,6 +180,8 @@ class Watch:
         recorder = self._recorder
         if recorder.stepped_inside:
             return "an optimizer steps inside the backward, on one parameter after the other"
+        if recorder.steps_on_copies:
+            return "the optimizer steps on copies of the parameters: use wb.verify"
         if left:
             number = f"{left} backward{'' if left == 1 else 's'}"
             return (

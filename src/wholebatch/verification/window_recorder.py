@@ -112,9 +112,9 @@ class RecordedBackward:
     """True if an optimizer has stepped on a gradient of it."""
 
     @property
-    def signature(self) -> tuple[tuple[str, str, int, int], ...]:
+    def signature(self) -> tuple[tuple[str, str, int], ...]:
         """Return how its loss is made: backwards of another purpose differ in it."""
-        return tuple((t.node, t.kind, len(t.times), len(t.over)) for t in self.terms)
+        return tuple((t.node, t.kind, len(t.over)) for t in self.terms)
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,7 @@ class WindowRecorder:
         self.skipped_steps = self.lost_steps = 0
         """Steps that a loss scaler has skipped, and steps without a backward."""
         self.stepped_twice = self.stepped_inside = self.sharded = self.hooked_by_loop = False
+        self.steps_on_copies = False
         self.after_step: Tensor | None = None
         self.loader_restarted = False
         self.is_light = False
@@ -800,7 +801,10 @@ class WindowRecorder:
         modules = {id(p) for call in self._calls for p in call.module.parameters()}
         is_other = any(id(parameter) in modules for parameter in owned)
         is_first = not self._stepped_on or id(optimizer) in self._optimizers
-        if not is_other and self.pending and is_first:
+        self.steps_on_copies |= (
+            not is_other and bool(self.pending) and "deepspeed" not in sys.modules
+        )
+        if not is_other and self.pending and is_first and not self.steps_on_copies:
             self._keep(self._window(optimizer, frozenset(range(len(self.parameters))), None))
 
     def _know(self, optimizer: torch.optim.Optimizer) -> int:

@@ -23,8 +23,8 @@ from wholebatch.window.window import Step
 class GivenWindows(WholeBatch):
     """A WholeBatch whose window is a list of batches; the trainer clips, steps and clears.
 
-    A run of the loss may change attributes of `host`, such as a trainer's metrics; after the first
-    look, numbers and small containers among them are put back.
+    A run of the loss may change attributes of `host`, such as a trainer's metrics; after a
+    test, numbers and small containers among them are put back.
 
     >>> import wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -77,11 +77,11 @@ class GivenWindows(WholeBatch):
     def _known(self, micros: Sequence[Any]) -> dict[str, float]:
         return self._counted(micros) if self._announced is None else self._announced
 
-    def _look(self, batch: Any, micros: Sequence[Any]) -> None:
+    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         in_parts = len(micros) > 1 or self._window.sync.ranks > 1
-        runs = in_parts and self._host is not None and not self._runner.is_checked
+        runs = in_parts and self._host is not None and not self._runner.is_tested
         with attributes_restored(self._host) if runs else nullcontext():
-            super()._look(batch, micros)
+            super()._test(batch, micros)
 
     def _step_counts(self, micros: Sequence[Any]) -> set[int]:
         return {len(micros), self._batches}

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wholebatch.batch.samples import readable_layout
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import LossLook
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.distributed import Single
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
 from wholebatch.window.forward_state import attributes_restored, replaced_attributes
@@ -72,9 +70,13 @@ class WeightedLoss:
         self._check_dtypes(engine)
         norms = "refuse" if trainer.batchnorm == "exact" else trainer.batchnorm
         self._batchnorm = choose_batchnorm(norms, self._model)
-        # An engine that shards has collectives in its forwards: no test of few samples runs there.
-        looks = trainer.audit and engine == "replicated"
-        self._look = LossLook(self._model, Single(), looks=looks, off="exact(..., audit=False)")
+        self._test = AdditivityTest(
+            self._model,
+            None,
+            enabled=trainer.audit,
+            shares_forwards=engine != "replicated",
+            off="exact(..., audit=False)",
+        )
         # DeepSpeed's engine divides by itself, and shows no gradient before its step.
         self._is_deepspeed = engine == "deepspeed"
         self._knows_start = self._is_deepspeed or not trainer.audit
@@ -112,8 +114,9 @@ class WeightedLoss:
         """Make the forward and backward of one batch by `run(model, inputs)`."""
         if window.place == 0 and isinstance(self._batchnorm, Refuse):
             self._batchnorm.begin_window()
-        if window.size > 1 or self._trainer.accelerator.num_processes > 1:
-            self._test_first(inputs, window.size)
+        in_parts = window.size > 1 or self._trainer.accelerator.num_processes > 1
+        if window.place == 0 and in_parts and self._test.begin_window():
+            self._test_window(inputs, window.size)
         with self._weighing(window):
             share: Tensor = run(model, inputs)
         if window.is_last and not math.isclose(window.weighted, window.counted_here, rel_tol=1e-9):
@@ -124,11 +127,9 @@ class WeightedLoss:
             )
         return share
 
-    def _test_first(self, inputs: Any, steps: int) -> None:
-        """Refuse a loss that does not add up, before the first window in parts."""
+    def _test_window(self, inputs: Any, steps: int) -> None:
+        """Refuse a loss that does not add up, in windows 1, 2, 4, 8, ..."""
         trainer = self._trainer
-        if not self._look.pending:
-            return
 
         def run(few: Any) -> Loss:
             with trainer.compute_loss_context_manager():  # which may take the labels out of them
@@ -137,12 +138,7 @@ class WeightedLoss:
 
         batch = trainer._prepared(inputs)
         with attributes_restored(trainer):
-            self._look.look_at(
-                run,
-                lambda: (readable_layout(batch, None, ()), None),
-                steps=[steps],
-                name="the loss",
-            )
+            self._test.test(run, WindowData(batch, [batch], steps=[steps]), name="the loss")
 
     def _weighing(self, window: TrainerWindow) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.

@@ -1,10 +1,10 @@
-"""Measure what the look before the first split window costs, beside one micro-batch.
+"""Measure what the tests that a loss adds up cost in a run of 1,000 windows.
 
-    python benchmarks/look.py [--cuda] [--json PATH] [--markdown PATH]
+    python benchmarks/additivity.py [--cuda] [--json PATH] [--markdown PATH]
 
-The look runs once per training run. It is timed by itself, on the first micro-batch of each model,
-after a window that has warmed everything up; the micro-batch is timed as eager code, forward and
-backward.
+Windows 1, 2, 4, ..., 512 are tested: the first on 8 samples with gradients, the others on a whole
+micro-batch, forward only. Each test is timed by itself, beside one micro-batch of eager code,
+forward and backward. A window has 8 micro-batches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 import wholebatch as wb
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
+from wholebatch.window.tested_windows import is_tested_window
 
 ROUNDS = 5
+WINDOWS, MICRO_BATCHES = 1000, 8
 
 
 class Block(nn.Module):
@@ -120,24 +123,34 @@ def measured(name: str, make: Callable[[], tuple[nn.Module, Any]], device: str) 
         (made.total / 1000).backward()
         model.zero_grad()
 
-    def look() -> None:
-        check_adds_up(model, lambda few: loss(model, few), layout_of(micro)).refuse()
+    def test(gradients: bool) -> None:
+        run = partial(loss, model)
+        check_adds_up(model, run, layout_of(micro), gradients=gradients).refuse()
 
     step = seconds(micro_step, device)
-    looked = seconds(look, device)
-    return {"case": name, "micro_ms": step * 1e3, "look_ms": looked * 1e3, "ratio": looked / step}
+    first, later = (seconds(partial(test, gradients), device) for gradients in (True, False))
+    tests = first + later * sum(map(is_tested_window, range(2, WINDOWS + 1)))
+    return {
+        "case": name,
+        "micro_ms": step * 1e3,
+        "first_ms": first * 1e3,
+        "later_ms": later * 1e3,
+        "share": tests / (step * WINDOWS * MICRO_BATCHES),
+    }
 
 
 def table(rows: list[dict[str, Any]], where: str) -> str:
     lines = [
-        "# The cost of the look before the first split window\n",
-        f"Once per run; `python benchmarks/look.py`, {date.today()}, {where}, torch "
-        f"{torch.__version__}. Micro-batches: eager, forward and backward. Medians of {ROUNDS}.\n",
-        "| model | one micro-batch, ms | the look, ms | ratio |",
-        "|---|---:|---:|---:|",
+        "# The cost of testing that the loss adds up\n",
+        f"`python benchmarks/additivity.py`, {date.today()}, {where}, torch {torch.__version__}. "
+        f"Micro-batches: eager, forward and backward. Medians of {ROUNDS}. All tests: of "
+        f"{WINDOWS:,} windows of {MICRO_BATCHES} micro-batches.\n",
+        "| model | one micro-batch, ms | first test, ms | a later test, ms | all tests |",
+        "|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['case']} | {row['micro_ms']:.1f} | {row['look_ms']:.1f} | {row['ratio']:.2f} |"
+        f"| {row['case']} | {row['micro_ms']:.1f} | {row['first_ms']:.1f} | {row['later_ms']:.1f} "
+        f"| {row['share']:.2%} |"
         for row in rows
     ]
     return "\n".join(lines) + "\n"
@@ -158,7 +171,7 @@ def main() -> None:
     rows = []
     for name, make in (ON_CUDA if options.cuda else ON_CPU).items():
         rows.append(measured(name, make, device))
-        print(f"{name}: {rows[-1]['look_ms']:.1f} ms, {rows[-1]['ratio']:.2f} micro-batches")
+        print(f"{name}: all tests {rows[-1]['share']:.2%}")
     print(table(rows, where))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

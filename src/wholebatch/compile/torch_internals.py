@@ -1,0 +1,76 @@
+"""Private parts of torch that the engine uses: what each buys, and what happens when it is gone.
+
+`missing()` tries each. A test runs it, so that a new torch fails with a sentence. Wherever a trace
+or a compilation fails for another reason, micro-steps run eagerly, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from operator import attrgetter
+from typing import NamedTuple
+
+
+class Internal(NamedTuple):
+    """A private name, its module, what the engine gets by it, and what happens without it."""
+
+    module: str
+    name: str
+    buys: str
+    without: str
+
+
+_TRACE, _SHAPES = "no graphs: eager code", "a graph for each size"
+_CHOICES, _FAKE = "torch._inductor.choices", "torch._subclasses.fake_tensor"
+
+INTERNALS = (
+    Internal("torch.fx.experimental.proxy_tensor", "make_fx", "the trace of a micro-step", _TRACE),
+    Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _TRACE),
+    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _TRACE),
+    Internal("torch.utils._python_dispatch", "TorchDispatchMode", "reads of values", _TRACE),
+    Internal("torch.utils._python_dispatch", "_disable_current_modes", "causal masks", _TRACE),
+    Internal("torch.utils._pytree", "tree_leaves", "the tensors of an operation", _TRACE),
+    Internal("torch._ops", "OpOverload", "schemas: what an operation writes", _TRACE),
+    Internal("torch.fx._lazy_graph_module", "_LazyGraphModule", "no code is generated", _TRACE),
+    Internal(
+        "torch", "_check_tensor_all_with", "assertions of transformers", "those models eagerly"
+    ),
+    Internal("torch.nn", "Module._apply", "module.to() in a forward", "those models eagerly"),
+    Internal("torch.fx.experimental.symbolic_shapes", "ShapeEnv", "dynamic sizes", _SHAPES),
+    Internal("torch.fx.experimental.symbolic_shapes", "DimDynamic", "dynamic sizes", _SHAPES),
+    Internal("torch._dynamo.source", "ConstantSource", "dynamic sizes", _SHAPES),
+    Internal("torch._functorch.config", "patch", "dynamic sizes", _SHAPES),
+    Internal("torch._inductor", "compile", "compiled kernels", "graphs as traced"),
+    Internal("torch._inductor.config", "patch", "options of Inductor", "graphs as traced"),
+    Internal("torch._inductor.fx_passes.pad_mm", "_should_pad", "padded products", "GPT-2 eagerly"),
+    Internal(
+        _CHOICES,
+        "InductorChoices.should_use_persistent_reduction",
+        "rows read once",
+        "slower norms",
+    ),
+    Internal("torch._inductor.lowering", "pointwise_cat", "joined products", "slower backward"),
+    Internal("torch._inductor.virtualized", "V", "both of these", "slower"),
+    Internal("torch", "_foreach_zero_", "buffers zeroed by one kernel", "an error in tests"),
+    Internal("torch", "_foreach_copy_", "weights cast by one kernel", "an error in tests"),
+    Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
+    Internal(
+        "torch.optim.optimizer",
+        "Optimizer.register_step_post_hook",
+        "_optimizer_step_post_hooks: hooks run once, not per bucket",
+        "optimizer_state='host' fails",
+    ),
+)
+
+
+def missing() -> list[Internal]:
+    """Return the parts that this torch does not have."""
+    return [one for one in INTERNALS if not _is_there(one)]
+
+
+def _is_there(internal: Internal) -> bool:
+    try:
+        attrgetter(internal.name)(import_module(internal.module))
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""When the additivity of a loss is tested, on which samples, and with which ranks.
+
+Entry points that own the forward make one `AdditivityTest`, and ask it before every window that is
+split. See `adds_up` for the test itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.batch.samples import Layout, readable_layout
+from wholebatch.compile.captured_state import Fingerprint, LookAgain
+from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
+from wholebatch.coupled.audit import refused_by_type
+from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
+from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.errors import WholebatchError
+from wholebatch.losses.loss import Loss, OfTheBatch, Terms, terms_of
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.tested_windows import is_tested_window
+
+_log = logging.getLogger("wholebatch")
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class WindowData:
+    """The data of one window that is about to run: its batch, and its micro-batches."""
+
+    batch: Any
+    micros: Sequence[Any] = ()
+    layout: Mapping[str, Any] = field(default_factory=lambda: {"batch_size": None, "static": ()})
+    steps: Collection[int] = ()
+    """Numbers that a loop may call its accumulation steps: no mean may be divided by them."""
+
+    def first_samples(self) -> Layout | None:
+        """Return the batch; its first samples are tested."""
+        whole = readable_layout(self.batch, **self.layout)
+        made = [readable_layout(micro, None, self.layout["static"]) for micro in self.micros]
+        sizes = [1 if one is None else one.size for one in made]
+        # Micro-batches of different sizes, by a budget of tokens: the first holds samples that
+        # belong together.
+        if whole is not None and sum(sizes) == whole.size and len(set(sizes[:-1])) > 1:
+            return made[0] if sizes[0] > 1 else whole
+        return whole
+
+    def micro_batch(self, turn: int) -> Layout | None:
+        """Return a whole micro-batch, another one at each turn."""
+        if not self.micros:
+            return self.first_samples()
+        return readable_layout(self.micros[turn % len(self.micros)], None, self.layout["static"])
+
+
+class AdditivityTest:
+    """Tests in windows 1, 2, 4, 8, ... that the loss adds up over micro-batches.
+
+    The first test takes up to 8 samples with their gradient. Later ones take a whole micro-batch,
+    forward only: couplings among many samples show there, and so do mistakes that depend on later
+    data or weights. After a change of the model, or of what `loss` reads, the first test is made
+    again. A batch whose samples have no units tells nothing: the next window is tested then.
+
+    All ranks test the same windows; what one finds, all refuse. `sync=None`: this rank tests alone.
+    `shares_forwards`: a forward meets the other ranks (FSDP, DeepSpeed), so that every rank makes
+    the same runs, and no gradient is compared. `off` is how a user trains all the same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: Sync | None,
+        *,
+        enabled: bool,
+        shares_forwards: bool = False,
+        off: str = "audit=False",
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model, self._sync, self._off, self._loss = model, sync, off, loss
+        self._ranks = 1 if sync is None else sync.ranks
+        self._enabled, self._shares_forwards = enabled, shares_forwards
+        self._windows = self._tests = 0
+        self._tries = _TRIES  # of the first test
+        self._changes = LookAgain()
+        self._is_due = False
+
+    def begin_window(self, changed: bool | None = None) -> bool:
+        """Count a window that is split; return True if it is to be tested."""
+        self._windows += 1
+        if self._ranks == 1 and self._changes.is_due(changed):
+            self._tries = 1
+        due = self._tries > 0 or is_tested_window(self._windows)
+        self._is_due = self._enabled and due
+        return self._is_due
+
+    @property
+    def is_next_due(self) -> bool:
+        """True if the next window is to be tested, unless the model changes before it."""
+        return self._enabled and (self._tries > 0 or is_tested_window(self._windows + 1))
+
+    @property
+    def is_due(self) -> bool:
+        """True if the window that has begun is to be tested, and was not yet."""
+        return self._is_due
+
+    def test(
+        self,
+        run: Callable[[Any], Any],
+        samples: WindowData,
+        *,
+        outputs: bool = False,
+        name: str = "the loss function",
+    ) -> None:
+        """Refuse what does not add up, and layers that cannot by their type, on all ranks.
+
+        `run`, `outputs` and `name` are those of `check_adds_up`.
+        """
+        self._is_due, is_first = False, self._tries > 0
+        division = _ReadDivision(run, samples.steps)
+        found = refused_by_type(self._model)
+        layout = samples.first_samples() if is_first else samples.micro_batch(self._tests)
+        result = AdditivityResult(conclusive=False)
+        self._tests += 1
+        if self._all(layout is not None and layout.size > 1):
+            try:
+                check = partial(
+                    check_adds_up,
+                    self._model,
+                    division.run if is_first else run,
+                    names_layers=self._ranks == 1 and not self._shares_forwards,
+                    outputs=outputs,
+                    name=name,
+                )
+                result = check(layout, gradients=is_first and not self._shares_forwards)
+                if is_first and not (result.conclusive or result.findings) and self._ranks == 1:
+                    # Eight samples may have no units, where a micro-batch has some.
+                    result = check(samples.micro_batch(0), gradients=False)
+            except torch.OutOfMemoryError:
+                _log.warning("no memory to test if micro-batches add up to the whole batch")
+            except Exception as error:  # most often the loss's own, and the step will raise it
+                _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
+                found += self._not_testable(error, run, samples)
+        self._tries = 0 if result.conclusive else self._tries - 1
+        self._refuse((*found, *division.findings(), *result.findings))
+        if not self._tries and self._ranks == 1 and self._loss is not None:
+            self._changes.seen = [Fingerprint(self._model, self._loss)]
+
+    def join(self) -> None:
+        """Take part in the other ranks' test, without a sample of one's own."""
+        if self._is_due:
+            self._is_due = False
+            self._all(False)
+            self._refuse(())
+
+    def _all(self, is_true: bool) -> bool:
+        """True if this is so on every rank: a loss may meet the other ranks."""
+        if self._sync is None or self._ranks == 1:
+            return is_true
+        return self._sync.sum([float(is_true)])[0] == self._ranks
+
+    def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
+        elsewhere = self._sync is not None and bool(self._sync.sum([float(len(found))])[0])
+        AdditivityResult(found).refuse(self._off, on_another_rank=elsewhere)
+
+    @torch.no_grad()
+    def _not_testable(
+        self, error: Exception, run: Callable[[Any], Any], samples: WindowData
+    ) -> list[AuditFinding]:
+        """Refuse a loss that runs on a micro-batch, but not on a part of it."""
+        # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
+        if isinstance(error, WholebatchError) or isinstance(samples.batch, list):
+            return []
+        if self._ranks > 1 or not samples.micros:
+            return []
+        try:
+            with ForwardState(self._model):
+                run(samples.micros[0])
+        except Exception:
+            return []  # The step will raise it.
+        text = (
+            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so that "
+            "nothing tells whether micro-batches add up. If the batch has a leaf that is not a "
+            "value per sample, name it: micro_batch=wb.samples(8, static=...)"
+        )
+        return [AuditFinding("(the loss function)", type(error).__name__, "loss", text)]
+
+
+class _ReadDivision:
+    """Runs a loss function, and reads if its first loss is divided by the number of steps."""
+
+    def __init__(self, run: Callable[[Any], Any], steps: Collection[int]) -> None:
+        self._run, self._steps, self._is_read = run, steps, False
+        self._found: StepDivision | None = None
+
+    def run(self, batch: Any) -> Any:
+        result = self._run(batch)
+        is_loss = isinstance(result, Loss | Terms) and not isinstance(result, OfTheBatch)
+        if is_loss and not self._is_read:
+            self._is_read = True
+            for term in terms_of(result).values():
+                read = find_step_division(last_reductions(term.total), term.units, self._steps)
+                self._found = self._found or read
+        return result
+
+    def findings(self) -> list[AuditFinding]:
+        """Return a division that is sure; warn of one that is not."""
+        if self._found is None:
+            return []
+        if not self._found.is_sure:
+            self._found.report()
+            return []
+        name = "(the loss function)"
+        return [AuditFinding(name, "division by the steps", "divided", self._found.message)]
