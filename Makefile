@@ -76,7 +76,6 @@ bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/gpu_speed.py --cpu
-	$(BIN)/wholebatch report docs/benchmarks/*.json --title 'wholebatch: benchmarks' --out build/benchmarks.html
 
 compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py

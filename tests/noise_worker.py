@@ -1,4 +1,4 @@
-"""One rank of the noise scale's test: what DDP and FSDP2 measure, and that no bit changes."""
+"""One rank of the noise scale's test: what DDP measures, and that no bit changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -24,23 +23,20 @@ def loss(model: torch.nn.Module, x: torch.Tensor) -> Loss:
     return Loss(losses.sum(), len(x))
 
 
-def made(kind: str, rate: float, micro_batch: int, noise: int | None) -> wb.WholeBatch:
-    """A model under DDP, or under FSDP2 that holds its gradients back or reduces every time."""
+def made(rate: float, micro_batch: int, noise: int | None) -> wb.WholeBatch:
     model = Quadratic()
-    whole = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
     return measured(
-        whole,
+        DistributedDataParallel(model),
         torch.optim.SGD(model.parameters(), lr=rate),
         loss=loss,
         micro_batch=micro_batch,
         noise=noise,
-        sync="auto" if kind == "ddp" else kind,
     )
 
 
-def run(kind: str, shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
+def run(shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
     rank = dist.get_rank()
-    train = made(kind, 0.0, micro_batch, 1)
+    train = made(0.0, micro_batch, 1)
     long_memory(train)
     for seed in range(WINDOWS):
         x = gaussian(sum(shares), gradient=GRADIENT, spread=SPREAD, seed=seed)
@@ -52,25 +48,22 @@ def run(kind: str, shares: tuple[int, int], micro_batch: int) -> wb.WholeBatch:
     return train
 
 
-def updated(kind: str, noise: int | None) -> torch.Tensor:
-    train = made(kind, 0.1, 5, noise)
+def updated(noise: int | None) -> torch.Tensor:
+    train = made(0.1, 5, noise)
     for seed in range(4):
         train.step(gaussian(17 + dist.get_rank(), gradient=1.0, spread=SPREAD, seed=seed))
-    first = next(train.model.parameters()).detach()
-    return (first.to_local() if kind != "ddp" else first).clone()
+    return next(train.model.parameters()).detach().clone()
 
 
 def main(path: Path) -> None:
     dist.init_process_group("gloo")
     found = []
-    for kind, shares, micro_batch in (
-        ("ddp", (105, 75), 15),
-        ("ddp", (128, 128), 128),
-        ("hold", (105, 75), 15),
-        ("every", (105, 75), 15),
+    for shares, micro_batch in (
+        ((105, 75), 15),
+        ((128, 128), 128),
     ):
-        same = torch.equal(updated(kind, None), updated(kind, 1))
-        noise = run(kind, shares, micro_batch).noise
+        same = torch.equal(updated(None), updated(1))
+        noise = run(shares, micro_batch).noise
         assert noise is not None
         estimate = {"spread": noise.spread, "critical": noise.critical}
         found.append({**estimate, "same": same})

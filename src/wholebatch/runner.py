@@ -29,7 +29,7 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.audit import check_padding, refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.contrastive.losses import Coupled, refuse_in_parts
+from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.coupled.contrastive.two_pass import (
     TwoPasses,
     WholeRepresentations,
@@ -44,7 +44,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
-from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, terms_of
+from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
 from wholebatch.stream import execute_here
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched

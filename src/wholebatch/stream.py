@@ -29,7 +29,6 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
@@ -41,6 +40,7 @@ from wholebatch.losses.loss import (
     check_units,
     is_known_to_be_zero,
     mean_loss,
+    refuse_in_parts,
     refuse_lost_mean,
 )
 from wholebatch.window.close import check_terms

@@ -1,14 +1,11 @@
-"""FSDP2 in `wholebatch train`: a model that does not fit one rank starts and trains."""
+"""FSDP2 in `wholebatch train`: the first values of a model that is built on the meta device."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.distributed.launch import torchrun
 from wholebatch.cli.sharded_start import _Recorder
 from wholebatch.errors import RecipeError
 
@@ -58,77 +55,3 @@ def test_values_from_a_list_are_refused() -> None:
         value = torch.tensor([1.0, 2.0])  # without _Constants, as an array would be
     with pytest.raises(RecipeError, match=r"the first values of mean are not known.*torch.arange"):
         recorder.replay(value, "mean")
-
-
-LARGE = """
-import torch
-from torch import nn
-import wholebatch as wb
-
-defaults = {"batch_size": 4, "micro_batch": 1, "updates": 2}
-audit = False
-WIDTH, LAYERS = 1024, 48  # 201 MB
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
-    def forward(self, x):
-        return x + torch.tanh(self.mix(x))
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.mean(1)
-
-def model():
-    return Net()
-
-def data():
-    return [torch.randn(WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(4)]
-
-def loss(model, micro):
-    return wb.Loss(model(micro).square().sum(), len(micro))
-
-def optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-LIMITED = """
-import os, resource, sys
-from pathlib import Path
-
-os.chdir(sys.argv[1])
-import torch.distributed as dist
-from wholebatch.cli import main, train_command, train_loop, training_run  # loaded before the meter
-import torch.distributed.fsdp, torch.distributed.checkpoint, torch._dynamo
-
-dist.init_process_group("gloo")
-parameters = 48 * 1024 * 1024 * 4
-# What the process has now, and for training less than the parameters alone.
-lines = Path("/proc/self/status").read_text().splitlines()
-[held] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")]
-limit = held + int(0.95 * parameters)
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-status = main(["train", "large.py", "--out", "run-" + sys.argv[2], "--parallel", sys.argv[2]])
-Path(f"{sys.argv[2]}-{dist.get_rank()}.txt").write_text(str(status))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.timeout(400)
-def test_a_model_larger_than_the_memory_of_a_rank_trains(tmp_path: Path) -> None:
-    """Every rank may allocate 95% of the parameters' bytes; DDP fails with that, FSDP2 trains."""
-    (tmp_path / "large.py").write_text(LARGE, encoding="utf-8")
-    script = tmp_path / "limited.py"
-    script.write_text(LIMITED, encoding="utf-8")
-    torchrun(script, 4, str(tmp_path), "fsdp2", timeout=300)
-    assert [(tmp_path / f"fsdp2-{rank}.txt").read_text() for rank in range(4)] == ["0"] * 4
-    metrics = (tmp_path / "run-fsdp2/metrics.jsonl").read_text()
-    assert metrics.count("\\n") == 2
-    whole = torchrun(script, 4, str(tmp_path), "ddp", timeout=300, check=False)
-    assert whole.returncode != 0

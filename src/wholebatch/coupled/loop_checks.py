@@ -34,11 +34,10 @@ from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
 from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.contrastive.losses import refuse_in_parts
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
-from wholebatch.losses.loss import Loss, Terms, Units, check_units, terms_of
+from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.tested_windows import is_tested_window
 from wholebatch.window.window import graph_nodes, transforms_active

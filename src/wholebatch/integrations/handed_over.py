@@ -57,7 +57,7 @@ class HandedOver(Accumulator):
     `scaled_by` has the library's GradScaler as its attribute `scaler`, if there is one.
     """
 
-    by = "the host"
+    by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
     """What closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True

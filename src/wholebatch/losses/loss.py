@@ -396,3 +396,16 @@ def _takes_keywords(model: Any) -> bool:
     return "input_ids" in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
+
+
+def refuse_in_parts(loss: object) -> None:
+    """Refuse an `OfTheBatch` loss, for a micro-batch that is not the whole batch."""
+    terms = loss.by_name.values() if isinstance(loss, Terms) else ()
+    if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
+        raise LossError(
+            "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
+            "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
+            "loss=wb.Coupled(encode, loss) (plain models and DDP), where encode(model, micro) "
+            "returns the representations and loss(all) is given those of the whole batch "
+            "(audit=False: accept it of each micro-batch by itself)"
+        )

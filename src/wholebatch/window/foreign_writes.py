@@ -107,9 +107,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 _WHY = {
     "gradient": (
-        "the gradient of {} has changed since the window's last backward. A window makes, clips "
-        "and clears its gradients itself: remove zero_grad(), loss.backward() and gradient "
-        "clipping from {by} (clip_norm= clips)"
+        "the gradient of {} has changed since the window's last backward. A window makes its "
+        "gradients itself: remove zero_grad(), loss.backward() and gradient "
+        "clipping from {by}{clips}"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
@@ -187,7 +187,8 @@ class Untouched:
             self._watch.warn_of_rates()
             return
         parameter, what = found
-        why = _WHY[what].format(window.target.name_of(parameter), by=self._by)
+        clips = " (clip_norm= clips)" if self._by == "the loop" else ""
+        why = _WHY[what].format(window.target.name_of(parameter), by=self._by, clips=clips)
         held = (
             f"discard() drops the {window.now.micro_batches} micro-batches that this window holds"
         )

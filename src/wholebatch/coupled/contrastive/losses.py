@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from wholebatch.batch.samples import flatten
-from wholebatch.errors import LossError, OptionError
-from wholebatch.losses.loss import Loss, OfTheBatch, Terms
+from wholebatch.errors import OptionError
+from wholebatch.losses.loss import Loss, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,3 @@ class Coupled:
         made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
         total = sum((t.float().square().sum() for t in made), torch.zeros(()))
         return Loss(total, 1)
-
-
-def refuse_in_parts(loss: object) -> None:
-    """Refuse an `OfTheBatch` loss, for a micro-batch that is not the whole batch."""
-    terms = loss.by_name.values() if isinstance(loss, Terms) else ()
-    if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
-        raise LossError(
-            "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
-            "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
-            "loss=wb.Coupled(encode, loss) (plain models and DDP), where encode(model, micro) "
-            "returns the representations and loss(all) is given those of the whole batch "
-            "(audit=False: accept it of each micro-batch by itself)"
-        )

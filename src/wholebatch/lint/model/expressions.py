@@ -57,7 +57,13 @@ def last_part(node: ast.AST) -> str:
 
 def text(node: ast.AST | None) -> str:
     """Return the expression as normalised source, so that spacing does not matter; "" for None."""
-    return "" if node is None else ast.unparse(node)
+    if node is None:
+        return ""
+    known: str | None = node.__dict__.get("source_text")
+    if known is None:
+        # Kept on the node: the same expression is compared many times, and nodes never change.
+        known = node.__dict__["source_text"] = ast.unparse(node)
+    return known
 
 
 def without_marks(spelled: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -42,7 +43,8 @@ _COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 class Scope:
     """The functions and methods that can be called by name here."""
 
-    functions: dict[str, FunctionNode]
+    # Functions of the file, under those that are defined inside the function that is walked.
+    functions: ChainMap[str, FunctionNode]
     methods: dict[str, FunctionNode] = field(default_factory=dict)
     # Attributes of self that each method changes: counters kept between calls.
     changed: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -322,7 +324,7 @@ class Walker:
         is_method = helper.name in scope.methods
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
         given = arguments(call, helper, env, _loops(path))
-        inside = replace(scope, functions=dict(scope.functions))
+        inside = replace(scope, functions=scope.functions.new_child())
         inner = Env({**seen, **given})
         caller_stmt = self._stmt
         self._stack.append(helper)
@@ -407,20 +409,23 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     relevant = frozenset(facts.relevant)
     if not relevant and not facts.called & {"loss_scaler", *_BACKWARD}:
         return walker
-    walker.block(tree.body, env, (), Scope(dict(facts.functions), relevant=relevant))
+    walker.block(tree.body, env, (), Scope(ChainMap({}, facts.functions), relevant=relevant))
     # Functions can rely on the module's names that are set once, outside loops.
     settled = Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
     roots = [
-        (function, settled, Scope(dict(facts.functions), relevant=relevant))
+        (function, settled, Scope(ChainMap({}, facts.functions), relevant=relevant))
         for function in facts.functions.values()
     ]
     for owner in facts.classes:
         inner = class_env(owner, settled)
         for method in owner.methods.values():
-            scope = Scope(dict(facts.functions), dict(owner.methods), owner.changed, relevant)
+            scope = Scope(
+                ChainMap({}, facts.functions), dict(owner.methods), owner.changed, relevant
+            )
             roots.append((method, inner, scope))
     # A function that the file calls is followed from its caller: begin with the others.
-    uncalled = [root for root in roots if root[0].name not in {*facts.called, "__init__"}]
+    called = {*facts.called, "__init__"}
+    uncalled = [root for root in roots if root[0].name not in called]
     for function, seen, scope in chain(uncalled, roots):
         if function not in walker.covered and function in relevant:
             _walk_root(walker, function, seen, scope)

@@ -24,11 +24,12 @@ def check(file: File) -> Iterator[Report]:
     if not (file.accumulating or framework_accumulates(file)):
         return
     for call in file.facts.calls:
-        compiled = text(call.args[0]) if call.args else "model"
-        if f"{compiled}.requires_grad_(False)" in file.facts.source:
-            continue  # Frozen: it gets no gradients.
         what = _graphs(call, file)
-        if what and not file.facts.mentions(_MARKED):
+        if not what or file.facts.mentions(_MARKED):
+            continue
+        compiled = text(call.args[0]) if call.args else "model"
+        # A part that is frozen gets no gradients.
+        if f"{compiled}.requires_grad_(False)" not in file.facts.source:
             yield Report(
                 call,
                 f"{what} records CUDA graphs, whose gradients are overwritten by the next replay: "
