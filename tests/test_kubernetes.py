@@ -74,5 +74,5 @@ def test_torchrun_and_the_command_take_their_arguments(
     command, *arguments = parsed.training_script_args
     options = load(command).parse(arguments)
     assert options["batch_size"] == 4096
-    assert options["auto_resume"]
+    assert options["resume"]
     assert str(options["out"]).startswith(container["volumeMounts"][0]["mountPath"])

@@ -320,7 +320,7 @@ class LoopJudge:
             fits = nearest(hypotheses(parts, inputs), gradient, tolerance)
             cause = next((fit for fit in fits if fit.fits and fit.key != RIGHT), None)
         if cause is None and off > self.tolerance:
-            cause = self._of_known_parts(gradient, parts.right)
+            cause = self._of_known_parts(gradient, parts.right) or beside(self.ranks)
         found = RIGHT if off <= self.tolerance else None
         last = self.micros[0][-1].after if self.micros[0] else gradient
         is_added = cause is None and apart(last, parts.right) <= self.tolerance
