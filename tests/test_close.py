@@ -52,6 +52,8 @@ def test_fused_optimizers_take_the_factor_without_a_pass(name: str, clip: float 
     plain = Whole(model, make, clip_norm=clip)
     plain.step(batch)
     optimizer = make(model)
+    if not hasattr(optimizer, "_step_supports_amp_scaling"):
+        pytest.skip(f"{name} of torch {torch.__version__} takes no factor")
     seen = Seen(model, optimizer)
     scales = []
 

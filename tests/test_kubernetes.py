@@ -73,6 +73,6 @@ def test_torchrun_and_the_command_take_their_arguments(
     assert (parsed.module, parsed.training_script) == (True, "wholebatch.cli")
     command, *arguments = parsed.training_script_args
     options = load(command).parse(arguments)
-    assert options["batch_size"] == "4096"
-    assert options["auto_resume"]
+    assert options["batch_size"] == 4096
+    assert options["resume"]
     assert str(options["out"]).startswith(container["volumeMounts"][0]["mountPath"])

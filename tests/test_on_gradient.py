@@ -239,7 +239,7 @@ def test_a_function_that_makes_it_infinite_is_named() -> None:
         on_gradient=lambda named: [p.grad.fill_(math.inf) for _, p in named],  # type: ignore[union-attr, func-returns-value, arg-type]
     )
     before = copy.deepcopy(model)
-    with pytest.raises(NonFiniteError, match="or on_gradient= has made it so"):
+    with pytest.raises(NonFiniteError, match="or on_gradient= has made them so"):
         train.step(samples(20))
     assert changed(model, before) == 0.0
     assert all(p.grad is None for p in model.parameters())

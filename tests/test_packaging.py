@@ -50,8 +50,10 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"## [{wb.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_the_command_line_needs_rich_and_numpy_alone() -> None:
+def test_the_command_line_needs_three_packages() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'^cli = \["rich>=[\d.]+", "numpy>=[\d.]+"\]$', text, flags=re.M)
+    assert re.search(
+        r'^cli = \["rich>=[\d.]+", "shtab>=[\d.]+", "numpy>=[\d.]+"\]$', text, flags=re.M
+    )
     assert "typer" not in text
     assert (ROOT / "src/wholebatch/py.typed").is_file()

@@ -101,7 +101,7 @@ def _statistics(library: str, precision: str, note: str) -> Row:
     own = distance(found(plain, SIZES, "own"), whole)
     ours: float | str
     try:
-        ours: float | str = distance(found(plain, SIZES, "ours"), whole)
+        ours = distance(found(plain, SIZES, "ours"), whole)
     except UnsupportedError:
         ours = "refused"
     return Row(library, "BatchNorm statistics", own, ours, precision, note)

@@ -153,7 +153,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `flattened` as `WholeBatch` and `Accumulator` take them.
 
-    >>> grouped({"clip_norm": 1.0, "optimizer_on": "host"})["memory"].optimizer
+    >>> grouped({"clip_norm": 1.0, "optimizer_state": "host"})["memory"].optimizer_state
     'host'
     """
     rest = dict(options)

@@ -450,10 +450,13 @@ class CompiledLoss:
         door = self._door
         if self._window.now.owners or not door._in_parts or not self._test.begin_window():
             return
-        given = {"args": micro["args"], "kwargs": micro["kwargs"]}
+        # By name, since a tuple of two arguments could be read as a list of two samples.
+        arguments = {str(place): value for place, value in enumerate(micro["args"])}
+        given = {"args": arguments, "kwargs": micro["kwargs"]}
 
         def run(few: Any) -> Any:
-            return self._call(None, {**micro, **few})
+            few_arguments = tuple(few["args"].values())
+            return self._call(None, {**micro, "args": few_arguments, "kwargs": few["kwargs"]})
 
         with self._precision.look():
             self._test.test(run, WindowData(given, [given], steps=[door._planned_steps]))

@@ -16,7 +16,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_leaves_the_bars_out(command: Callable[..., Ran], recipe: Callable[..., Path]) -> None:
-    ran = command("plan", recipe(EXACT), "--quick", "--gpu-memory", "1GiB")
+    ran = command("plan", recipe(EXACT), "--gpu-memory", "1GiB")
     assert ran.status == 0, ran.err
     assert ran.out.split("used")[0].split()[-2:] == ["micro-batch", "peak"]
     assert "▶ 10" in ran.out

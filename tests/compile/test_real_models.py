@@ -152,13 +152,11 @@ def test_a_value_that_may_differ_next_time_is_refused(make: Any, reason: str) ->
     assert mode_of(train) == "eager"
 
 
-def test_a_forward_that_rounds_the_gradients_of_the_window_is_refused() -> None:
+def test_a_forward_that_casts_its_model_is_not_traced() -> None:
     train = traced(Wrapped(casts))
-    with (
-        pytest.warns(ExecuteWarning, match="its forward moves or casts a Sequential"),
-        pytest.raises(wb.errors.WindowError, match="has changed since the window's last backward"),
-    ):
+    with pytest.warns(ExecuteWarning, match="its forward moves or casts a Sequential"):
         train.step(samples(10))
+    assert mode_of(train) == "eager"
 
 
 def test_a_rate_that_is_no_longer_zero_is_not_used_in_silence() -> None:

@@ -249,15 +249,12 @@ def test_accelerate_fsdp() -> None:
     need("accelerate")
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    # The optimizer is made before the model is wrapped: FSDP1 must leave it its parameters.
-    for version, options in ((1, {"use_orig_params": True}), (2, {})):
-        with one_process():
-            with libraries_may_warn():
-                plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
-                trained = accelerated(fsdp_plugin=plugin)
-            found = error(trained, undivided())
-        print(f"  FSDP{version}, one rank, float32: {found:.2e}")
-        assert found <= 2e-5, found  # float32 parameters round more than the update's last digits
+    with one_process():
+        with libraries_may_warn():
+            trained = accelerated(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        found = error(trained, undivided())
+    print(f"  FSDP2, one rank, float32: {found:.2e}")
+    assert found <= 2e-5, found  # float32 parameters round more than the update's last digits
 
 
 def test_lightning_fp16_and_bf16() -> None:
@@ -292,7 +289,7 @@ def test_lightning_fp16_and_bf16() -> None:
 
         class Look(Callback):
             def on_train_batch_end(self, *_: Any, windows: Any = windows, seen: Any = seen) -> None:
-                seen.append(windows._step._loss.executor)
+                seen.append(windows._step._compiled._loss.executor)
 
         with compiler_may_warn() if execute == "graph" else libraries_may_warn():
             Trainer(
@@ -350,12 +347,12 @@ def test_transformers_bf16_and_auto_micro_batch() -> None:
         # The limit counts what the tests before this one have left on the device.
         gc.collect()
         torch.cuda.empty_cache()
-        limit = torch.cuda.memory_allocated() + (200 << 20)
+        limit = torch.cuda.memory_allocated() + (300 << 20)
         whole = {"per_device_train_batch_size": MICRO * STEPS, "gradient_accumulation_steps": 1}
         options = {"micro_batch": "auto", "memory": limit}
         cut = trainer_on(samples(LONG), folder, options, **whole, bf16=True)
         cut.train()
-        torch.cuda.set_per_process_memory_fraction(1.0)  # The limit is the process's, and stays.
+        torch.cuda.set_per_process_memory_fraction(1.0)
         chosen = cut._whole.micro_batch_size
         print(f"  auto: micro-batch {chosen} of {MICRO * STEPS}")
         assert 1 < chosen < MICRO * STEPS

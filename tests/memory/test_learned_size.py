@@ -129,7 +129,7 @@ def test_budgets_of_tokens_are_learned_too() -> None:
 
     model = mlp()
     device = Device(model, 4)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=wb.tokens(96))
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=wb.tokens(96), audit=False)
     whole = Whole(
         mlp(),
         loss=lambda m, b: nn.functional.cross_entropy(m(b["x"]).flatten(0, 1), b["y"].flatten()),

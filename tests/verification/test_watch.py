@@ -38,8 +38,6 @@ NOT_SEEN = {
     "with_a_regulariser",
     "buffers_of_its_own",
     "backwards_in_pairs",
-    "clipped_in_two_calls",
-    "clipped_in_two_imported_calls",
     "an_optimizer_made_inside",
 }
 """Right loops that are not judged: no backward brings the gradients, or a weight is not known."""

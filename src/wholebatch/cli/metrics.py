@@ -56,6 +56,20 @@ class Metrics:
         self.first: dict[str, Any] | None = None
         self._path, self._events = folder / "metrics.jsonl", folder / "tensorboard"
         self._writer: Any = None
+        self._run: Any = None
+        with _told(self._path):
+            self._file = self._path.open("ab+")
+        try:
+            self._cut(windows)
+            self._open_writers(folder, windows=windows, wandb=wandb, settings=settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_writers(
+        self, folder: Path, *, windows: int, wandb: str | None, settings: Mapping[str, Any]
+    ) -> None:
+        """Open TensorBoard, where it is installed, and Weights & Biases, if asked for."""
         if find_spec("tensorboard") is not None:
             with _told(self._events), _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter
@@ -63,24 +77,23 @@ class Metrics:
                 purge = windows + 1 if windows else None  # hides windows beyond the checkpoint
                 self._events.mkdir(exist_ok=True)
                 self._writer = SummaryWriter(str(self._events), purge_step=purge)
-        self._run = None if wandb is None else _wandb_run(wandb, folder, settings)
-        with _told(self._path):
-            self._file = self._path.open("ab+")
-            self._cut(windows)
+        if wandb is not None:
+            self._run = _wandb_run(wandb, folder, settings)
 
     def _cut(self, windows: int) -> None:
         """Keep the lines of the first windows; cut off what comes after."""
-        self._file.seek(0)
         size = 0
-        for line in self._file:
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                record = json.loads(line)
-                if record["window"] <= windows and line.endswith(b"\n"):
-                    self.first = self.first or record
-                    size += len(line)
-                    continue
-            break
-        self._file.truncate(size)
+        with _told(self._path):
+            self._file.seek(0)
+            for line in self._file:
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    record = json.loads(line)
+                    if record["window"] <= windows and line.endswith(b"\n"):
+                        self.first = self.first or record
+                        size += len(line)
+                        continue
+                break
+            self._file.truncate(size)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; its line has reached the operating system when this returns."""

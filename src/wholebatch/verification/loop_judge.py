@@ -76,7 +76,8 @@ def micro_batches(window: RecordedWindow, turns: int = 0) -> RecordedWindow:
         else:
             groups.append([backward])
     if len(groups) == 1 and (parts := _losses_of_calls(groups[0])):
-        return replace(window, backwards=parts)
+        clips = [replace(c, number=len(parts)) if c.number else c for c in window.clips]
+        return replace(window, backwards=parts, clips=clips)
     count = len(groups)
     if not turns:
         kinds = [tuple((b.graph, tuple(t.target for t in b.terms)) for b in g) for g in groups]
@@ -311,7 +312,7 @@ class LoopJudge:
         if off <= self.tolerance and cause is None:
             if coupled and not any(micro.compares for micro in self.every):
                 cause = beside(self.ranks) or MistakeFit("coupled", "a layer mixes samples")
-            cause = cause or self._beside()
+            cause = cause or beside(self.ranks) or self._clipped_early(uncut=True)
         elif cause is None and self.every:
             cause = self._lost(gradient)
         if cause is None and off > self.tolerance:
@@ -319,7 +320,7 @@ class LoopJudge:
             fits = nearest(hypotheses(parts, inputs), gradient, tolerance)
             cause = next((fit for fit in fits if fit.fits and fit.key != RIGHT), None)
         if cause is None and off > self.tolerance:
-            cause = self._of_known_parts(gradient, parts.right)
+            cause = self._of_known_parts(gradient, parts.right) or beside(self.ranks)
         found = RIGHT if off <= self.tolerance else None
         last = self.micros[0][-1].after if self.micros[0] else gradient
         is_added = cause is None and apart(last, parts.right) <= self.tolerance
@@ -441,8 +442,11 @@ class LoopJudge:
                 return found
         return None
 
-    def _clipped_early(self) -> MistakeFit | None:
-        """Return the mistake of clipping before the last backward, if it cuts here or not."""
+    def _clipped_early(self, *, uncut: bool = False) -> MistakeFit | None:
+        """Return the mistake of clipping before the last backward.
+
+        A single clip that has changed nothing in this window counts with `uncut` only.
+        """
         for window in self.ranks:
             count = len(window.backwards)
             clips = [clip for clip in window.clips if clip.limit < _NO_LIMIT]
@@ -454,7 +458,7 @@ class LoopJudge:
             key = "clipped-per-micro-batch" if each else "clipped-too-early"
             variant = f"after micro-batch {', '.join(map(str, sorted(early)))} of {count}"
             if not any(clip.cuts for clip in clips if clip.number < count):
-                if not each:
+                if not each and not uncut:
                     continue
                 variant += ", which has not cut anything in this window"
             return MistakeFit(key, variant)
@@ -755,6 +759,8 @@ def _left_behind(micros: Sequence[RecordedBackward], gradient: Tensor) -> Mistak
 def _cleared(window: RecordedWindow, gradient: Tensor) -> MistakeFit | None:
     """Return the mistake of gradients that are cleared between two backwards."""
     micros, count = window.backwards, len(window.backwards)
+    if len({micro.number for micro in micros}) < count:
+        return None  # one backward for all
     cleared = [
         i for i in range(1, count) if not micros[i].before.any() and micros[i - 1].after.any()
     ]

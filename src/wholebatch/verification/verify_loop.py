@@ -270,7 +270,7 @@ class _CaseTrials:
         handed: nn.Module = model
         if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
-        recorder = WindowRecorder(model, looks=self.looks, stays_full=True)
+        recorder = WindowRecorder(model, optimizer, looks=self.looks, stays_full=True)
         with recorder:
             for _ in range(times):
                 copies = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]

@@ -47,7 +47,7 @@ _log = logging.getLogger("wholebatch")
 
 _REPLACED = {
     "backward": (torch.autograd, "backward"),
-    "clip": (torch.nn.utils, "clip_grad_norm_"),
+    "clip": (torch.nn.utils, "clip_grads_with_norm_"),  # clip_grad_norm_ calls it too
     "clip by value": (torch.nn.utils, "clip_grad_value_"),
     "scale": (torch.amp.GradScaler, "scale"),
     "scaled step": (torch.amp.GradScaler, "step"),
@@ -324,20 +324,21 @@ class WindowRecorder:
             self._undo.pop()()
 
     def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a function, also in modules that imported it by its name."""
+        """Replace a function, also in modules that imported it, by its name or a private one."""
         original = getattr(owner, name)
 
         @wraps(original)
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
-        places = [owner]
+        places = [(owner, name)]
         if not isinstance(owner, type):
-            modules = list(sys.modules.values())
-            places = [m for m in modules if getattr(m, "__dict__", {}).get(name) is original]
-        for place in places:
-            setattr(place, name, replaced)
-            self._undo.append(partial(setattr, place, name, original))
+            modules = [m for m in sys.modules.values() if hasattr(m, "__dict__")]
+            names = (name, f"_{name}")
+            places = [(m, n) for m in modules for n in names if vars(m).get(n) is original]
+        for place, known_as in places:
+            setattr(place, known_as, replaced)
+            self._undo.append(partial(setattr, place, known_as, original))
 
     def _leave_parameters(self) -> None:
         for handle in self._hooked.values():

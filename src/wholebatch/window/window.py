@@ -741,6 +741,8 @@ class Window:
         if scaled and losses_finite:
             return f"gradients not finite at loss scale {window.loss_scale:g}"
         bad, where = "a loss that is not finite", "the losses are finite but the gradients are not"
+        if self.calls_on_gradient:
+            where += " (or on_gradient= has made them so)"
         if culprit is not None:
             on = f" on rank {self.sync.rank}" if self.sync.ranks > 1 else ""
             where = f"micro-batch {culprit + 1} of {window.micro_batches}{on} has {bad}"

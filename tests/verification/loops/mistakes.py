@@ -405,4 +405,4 @@ UNUSUAL_MISTAKES = {
     head_stepped_every_time: "stepped-every-micro-batch",
     decayed_every_time: "moved-in-the-window",
 }
-"""Mistakes that are written in unusual ways, by the key that both doors must tell."""
+"""Mistakes that are written in unusual ways, by the key of each."""

@@ -1,7 +1,8 @@
 """BatchNorm over data-parallel ranks, with the statistics of the global batch.
 
-On GPUs this is torch's `nn.SyncBatchNorm`. It has no CPU kernels, so CPU ranks use the function
-below. With S(v) the sum of v over all values of a channel and over the ranks, and N their number:
+torch's `nn.SyncBatchNorm` computes the same, but has no CPU kernels. One function serves CPUs and
+GPUs here. With S(v) the sum of v over all values of a channel and over the ranks, and N their
+number:
 
     mean = S(x) / N        var = S((x - mean)²) / N        x̂ = (x - mean) / sqrt(var + eps)
 
@@ -52,11 +53,7 @@ def norms_over_ranks(norms: Sequence[tuple[str, nn.Module]], summed: Reduce) -> 
                     "which uses the statistics of one rank: use nn.BatchNorm1d to 3d, or "
                     'batchnorm="freeze"'
                 )
-            forward: Callable[[Tensor], Tensor] = partial(_forward, module, summed)
-            if next(iter((*module.parameters(), *module.buffers()))).device.type == "cuda":
-                # A layer with the same weights and running statistics.
-                forward = nn.SyncBatchNorm.convert_sync_batchnorm(module).train()
-            replace_forward(restored, module, forward)
+            replace_forward(restored, module, partial(_forward, module, summed))
         yield
 
 
