@@ -415,6 +415,7 @@ class CompiledStep:
         self._step: Callable[..., Any] = module.training_step
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
+        self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
         self._loss = windows.compiled(self._run, execute, self._step, precision)
@@ -432,11 +433,13 @@ class CompiledStep:
         """Run training_step; return its output, and its loss, whose gradient is in the window."""
         name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
         self._rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
-        self._ran = False
+        self._ran, self._batch = False, batch
         try:
             added = self._loss(batch, name)
         except _NoLoss as skipped:
             return skipped.output, None
+        finally:
+            self._batch = None
         extras = dict(added.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
@@ -452,13 +455,14 @@ class CompiledStep:
     def _run(self, batch: Any, name: str | None) -> Loss:
         """Run training_step on a batch, and return its loss with everything that it logs."""
         is_traced = bool(torch._C._len_torch_dispatch_stack())
-        self._ran |= not is_traced
+        is_step = batch is self._batch and not is_traced  # neither a graph nor a test of parts
+        self._ran |= is_step
         rest, options = self._rest
         if is_traced:
             rest = tuple(UnusableIndex() if type(value) is int else value for value in rest)
             options = {k: UnusableIndex() if type(v) is int else v for k, v in options.items()}
         logged: dict[str, Tensor] = {}
-        log = self._log_into(logged, is_traced)
+        log = self._log_into(logged, is_traced, is_step)
 
         def log_dict(values: Mapping[str, Any], **given: Any) -> None:
             for key, value in values.items():
@@ -471,13 +475,17 @@ class CompiledStep:
         if not isinstance(mean, Tensor):
             raise _NoLoss(output)
         loss = mean_loss(mean, self._units_of(output, batch))
-        self._output = dict(output) if isinstance(output, Mapping) else {}
-        extras = {f"output {k}": v for k, v in self._output.items() if k not in ("loss", "units")}
+        others = dict(output) if isinstance(output, Mapping) else {}
+        if is_step:
+            self._output = others
+        extras = {f"output {k}": v for k, v in others.items() if k not in ("loss", "units")}
         if not is_traced:
             extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
         return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
 
-    def _log_into(self, logged: dict[str, Tensor], is_traced: bool) -> Callable[..., None]:
+    def _log_into(
+        self, logged: dict[str, Tensor], is_traced: bool, is_step: bool
+    ) -> Callable[..., None]:
         """Return a log that keeps tensors to be logged again; a graph cannot log anything else."""
         plain = self._module.log
 
@@ -487,7 +495,7 @@ class CompiledStep:
                 logged[place], self._logged[place] = value.detach(), (key, options)
             elif is_traced:
                 raise UnsupportedError(f"training_step logs {key!r}, which is not a tensor")
-            if not is_traced:
+            if is_step:
                 plain(key, value, **options)
 
         return log
