@@ -44,13 +44,21 @@ class WindowData:
     def first_samples(self) -> Layout | None:
         """Return the batch; its first samples are tested."""
         whole = readable_layout(self.batch, **self.layout)
-        made = [readable_layout(micro, None, self.layout["static"]) for micro in self.micros]
+        made = self._layouts()
         sizes = [1 if one is None else one.size for one in made]
         # Micro-batches of different sizes, by a budget of tokens: the first holds samples that
         # belong together.
         if whole is not None and sum(sizes) == whole.size and len(set(sizes[:-1])) > 1:
             return made[0] if sizes[0] > 1 else whole
         return whole
+
+    def micro_sizes(self) -> set[int]:
+        """Return the numbers of samples of all micro-batches but the last."""
+        return {one.size for one in self._layouts()[:-1] if one is not None}
+
+    def _layouts(self) -> list[Layout | None]:
+        static = self.layout["static"]
+        return [readable_layout(micro, None, static) for micro in self.micros]
 
     def micro_batch(self, turn: int) -> Layout | None:
         """Return a whole micro-batch, another one at each turn."""
@@ -136,6 +144,7 @@ class AdditivityTest:
                     names_layers=self._ranks == 1 and not self._shares_forwards,
                     outputs=outputs,
                     name=name,
+                    micro_sizes=samples.micro_sizes(),
                 )
                 result = check(layout, gradients=is_first and not self._shares_forwards)
                 if is_first and not (result.conclusive or result.findings) and self._ranks == 1:

@@ -20,7 +20,7 @@ forwards meet stay in step:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,7 @@ def check_adds_up(
     outputs: bool = False,
     names_layers: bool = True,
     name: str = "the loss function",
+    micro_sizes: Collection[int] = (),
 ) -> AdditivityResult:
     """Compare the samples of `layout` with their two parts.
 
@@ -102,7 +103,9 @@ def check_adds_up(
 
     With `gradients`, the gradients of up to 8 samples are compared too. Without, all samples run
     under `torch.no_grad()`. `names_layers=False` makes no run beside the four: a forward that meets
-    other ranks must run equally often on all of them.
+    other ranks must run equally often on all of them. Neighbours that belong together (pairs) may
+    be coupled if the micro-batches hold them whole: `micro_sizes` are the numbers of samples of all
+    micro-batches but the last.
 
     `model` holds all modules that are trained. It is left as found: parameters, gradients, buffers,
     attributes and random generators.
@@ -116,7 +119,7 @@ def check_adds_up(
             samples = FirstSamples(model, run, layout, count, graph=graph, **made)
             try:
                 with samples.testing():
-                    return _Test(samples, names_layers).result()
+                    return _Test(samples, names_layers, micro_sizes).result()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
@@ -136,8 +139,11 @@ def check_adds_up(
 class _Test:
     """Four runs of some samples, and the causes where they do not add up."""
 
-    def __init__(self, samples: FirstSamples, names_layers: bool) -> None:
+    def __init__(
+        self, samples: FirstSamples, names_layers: bool, micro_sizes: Collection[int]
+    ) -> None:
         self._samples, self._names_layers = samples, names_layers
+        self._micro_sizes = micro_sizes
         self._tolerance = samples.tolerance
 
     def result(self) -> AdditivityResult:
@@ -205,6 +211,8 @@ class _Test:
         """
         samples = self._samples
         for size in (2, 4, 8):
+            if any(number % size for number in self._micro_sizes):
+                return False  # A micro-batch cuts such groups, and larger ones.
             cuts = range(size, samples.count, size)
             if samples.count % size == 0 and len(cuts) > 1:
                 ends = [(samples.part(0, c), samples.part(c, samples.count)) for c in cuts[:4]]
