@@ -115,7 +115,7 @@ def test_gkd_is_refused_by_name() -> None:
         pass
 
     for kind in (GKDTrainer, Own):
-        message = r"exact\(GKDTrainer\): it draws the answers .* wb\.distillation_loss"
+        message = r"exact\(GKDTrainer\): it draws the answers .* wb\.losses\.distillation_loss"
         with pytest.raises(wb.errors.UnsupportedError, match=message):
             exact(kind)
 
