@@ -103,7 +103,7 @@ def test_what_is_advised_to_several_engines_and_other_orders(report: dict[str, A
         ("order", "the backwards of this window reached other parameters, or in another order"),
         ("untouched", "True"),
         ("hook", "a parameter has a gradient hook: with ZeRO 1 no rank ever holds the whole"),
-        ("state", "a sharded model holds the gradients of an open window"),
+        ("state", "state_dict() with 1 micro-batches in an open window: save after the Step"),
         ("flush", "a DeepSpeed engine reduces its gradients inside a backward"),
     ],
 )

@@ -194,6 +194,6 @@ def test_a_compiled_loss_in_an_own_loop() -> None:
             acc.backward(compiled({k: v[start : start + 4] for k, v in batch.items()}))
     assert compiled.executor.mode == "graph of compile"
     noise = _distance(whole, full)
-    # The first window runs eagerly, and autograd adds weight gradients that are rounded to bf16.
-    assert _distance(made[0], whole) <= 5e-3
+    # The first window runs eagerly, from a power of two: its 8-bit roundings are other ones.
+    assert _distance(made[0], full) <= 1.25 * noise
     assert _distance(made[-1], full) <= 1.25 * noise

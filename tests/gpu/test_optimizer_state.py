@@ -83,7 +83,7 @@ def test_under_recorded_graphs() -> None:
     ours, _, train = run(
         torch.float32, updates=6, precision="bf16", execute="graph", optimizer_state="host"
     )
-    assert train._runner.executor.mode == "graph"
+    assert train._runner.executor.mode == "graph of compile"
     assert far(ours, plain) <= 1e-4
 
 
