@@ -82,8 +82,9 @@ def sum_or_mean(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding 
         return None
     first, number = terms[0], f"{units:g}"
     if not window.is_mean and all(_is_mean(term, units) for term in terms):
+        made = first.node if first.kind == "mean" else f"a sum that is divided by {number}"
         text = (
-            f"total is a mean ({first.node}), and must be the sum over its units={number}: its "
+            f"total is a mean ({made}), and must be the sum over its units={number}: its "
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
             f"say that it is a mean: backward(mean=..., units={number})"
         )
