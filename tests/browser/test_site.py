@@ -26,7 +26,8 @@ QUESTIONS = {
     "effective batch size": "faq.html", "OOM": "faq.html", "Hugging Face": "faq.html",
     "BatchNorm": "batchnorm.html", "LoRA": "faq.html", "torch.compile": "faq.html",
     "resume": "train.html", "no_sync": "faq.html", "learning rate": "faq.html", "GAN": "faq.html",
-    "gradient checkpointing": "gradient-accumulation.html", "num_items_in_batch": "transformers.html",
+    "gradient checkpointing": "gradient-accumulation.html",
+    "num_items_in_batch": "transformers.html",
     "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",
     "warm-up": "scaling.html", "DPO": "which-mean.html", "fp8": "speed.html",
 }  # fmt: skip
