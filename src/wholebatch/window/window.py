@@ -48,6 +48,7 @@ from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.gradient_store import DeviceStore, Store
 from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
+from wholebatch.window.tested_windows import is_tested_window
 
 _SECOND_BACKWARD = (
     "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
@@ -454,7 +455,7 @@ class Window:
     def is_test_window(self) -> bool:
         """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
         number = self.updates + self.skipped + 1
-        return number > 1 and number & (number - 1) == 0
+        return number > 1 and is_tested_window(number)
 
     @property
     def current(self) -> OpenWindow:
