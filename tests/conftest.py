@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -47,6 +48,27 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with open(path, "a", encoding="utf-8") as file:
         file.write(f"{processor_seconds() - before:8.2f}  {item.nodeid}\n")
     return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which packages were missing, and how to install them."""
+    if missing := missing_packages(terminalreporter):
+        terminalreporter.section("left out", sep="=")
+        terminalreporter.line(f"tests that need {missing}: pip install '.[dev-all]'")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where EVERY_TEST is set, as `make test` does, and a package was missing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("EVERY_TEST") and reporter is not None and missing_packages(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def missing_packages(reporter: pytest.TerminalReporter) -> str:
+    """Return the packages that skipped tests did not find, by the reports of a session."""
+    reasons = " ".join(str(report.longrepr) for report in reporter.stats.get("skipped", ()))
+    found = re.findall(r"could not import '([\w.]+)'|(\w+) is not installed", reasons)
+    return ", ".join(sorted({first or second for first, second in found}))
 
 
 def processor_seconds() -> float:
