@@ -480,7 +480,7 @@ class Accumulator(Stream):
         if self._window.options.zero_units == "raise":
             raise EmptyWindowError(
                 f"none of the {self._size} micro-batches of this window had a backward: nothing "
-                "to update from; pass zero_units='skip' if that may happen"
+                "to update from; pass close=wb.Close(zero_units='skip') if that may happen"
             )
         self._window.skipped += 1
 

@@ -2,7 +2,7 @@
 
 A stream gives its losses and keeps its forwards to itself. So only this is tested:
 
-1. a loss of the whole batch (`wb.info_nce`), by its type;
+1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
 3. a mean given as a sum, or a sum as a mean, by the last reduction of the loss;
 4. a mean that is divided by the number of steps, or scaled by a GradScaler;
@@ -40,7 +40,7 @@ from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.tested_windows import is_tested_window
-from wholebatch.window.window import graph_nodes, transforms_active
+from wholebatch.window.window import graph_nodes, refuse_freed_graph, transforms_active
 
 _log = logging.getLogger("wholebatch")
 
@@ -311,7 +311,11 @@ class LoopChecks:
             given = [(one, units) for one in (total if mean is None else mean,) if one is not None]
         for loss, of in given:
             if loss.grad_fn is not None:  # else no loss at all, which is refused elsewhere
-                self._check(loss, check_units(of), mean is not None, steps)
+                try:
+                    self._check(loss, check_units(of), mean is not None, steps)
+                except RuntimeError as error:
+                    refuse_freed_graph(error)
+                    raise
 
     def _check(self, loss: Tensor, units: Units, is_mean: bool, steps: int) -> None:
         terms = last_reductions(loss)
