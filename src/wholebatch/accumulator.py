@@ -370,7 +370,6 @@ class Accumulator(HasWindow):
             reads=reads,
         )
         self._functions[loss] = function
-        self._checks.stop()  # The function itself is tested, and hooks on models stop a graph.
         return function
 
     def _begin_backward(self, last: bool | None) -> bool:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.compile import Execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
+from wholebatch.coupled.loop_checks import unwatched
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
 from wholebatch.window.forward_state import replaced_attributes
@@ -102,7 +103,8 @@ class RunLoss:
             )
         self._micro, self._place = {"micro": micro, "autocast": autocast}, place
         try:
-            with torch.autocast(self._kind, enabled=False) if is_on else nullcontext():
+            # The function itself is tested, and hooks on models stop a graph.
+            with unwatched(), torch.autocast(self._kind, enabled=False) if is_on else nullcontext():
                 self._test_window()
                 return self._added()
         finally:

@@ -251,7 +251,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(wb.errors.OptionError, match="must be a function of the micro-batch"):
         acc.run(3, micro)  # type: ignore[arg-type]
     with pytest.raises(wb.errors.LossError, match="terms"):
-        acc.run(lambda m: wb.Loss.terms({"size": (model(m["x"]).square().sum(), 3)}), micro)
+        acc.run(lambda m: wb.Loss.terms({"a": (model(m["x"]).sum(), len(m["x"]))}), micro)
     with pytest.raises(wb.errors.OptionError, match="execute='fast'"):
         wb.Accumulator(model, sgd(model), steps=2, execute="fast")  # type: ignore[arg-type]
 

@@ -421,6 +421,7 @@ class CompiledStep:
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
+        windows._checks.stop()  # The whole training_step is tested.
         self.executor = windows._prepare(self._run, reads=self._step).executor
         is_fp8 = windows._precision.name == "fp8"
         ranks = windows._window.sync.ranks
