@@ -102,6 +102,7 @@ def test_a_step_inside_a_window_is_refused_in_accelerate() -> None:
         assert windows.run(loss_of(prepared), samples(3)) is None
     with pytest.raises(wb.errors.WindowError, match="while the window is open"):
         optimizer.optimizer.step()
+    windows.discard()
 
 
 def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
