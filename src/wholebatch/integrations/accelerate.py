@@ -105,7 +105,7 @@ class AccelerateAccumulator(HandedOver):
         self._refuse_loop_without_accumulate()
         if self._window.open is None:
             self.steps = self._accelerator.gradient_accumulation_steps
-        return self._accelerator.sync_gradients
+        return bool(self._accelerator.sync_gradients)
 
     def _refuse_loop_without_accumulate(self) -> None:
         """Refuse windows of one micro-batch because nobody counts the micro-batches."""
