@@ -199,7 +199,7 @@ _PACKED = (
 _TRIMMED = (
     "without it: what was trimmed counts. Mark targets that do not count with -100, sum the loss "
     "over the others and give their number as units; let the model leave out what the mask hides. "
-    "trim={'name': ()} keeps a leaf whole, and micro_batch= a number of samples trims nothing"
+    "micro_batch= a number of samples trims nothing"
 )
 
 
@@ -217,7 +217,7 @@ def check_padding(
     they were.
     """
     if by.pack:
-        ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
+        ones, together = alone(layout, lengths_of(layout, by)[0], _SEQUENCES)
         given, why = "each by itself", _PACKED
     else:
         pair = without_padding(layout, by, _SEQUENCES)
