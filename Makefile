@@ -56,7 +56,7 @@ check: $(VENV)/.dev ## ruff, ruff format, mypy --strict, the import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q tests/repo/test_layers.py
 
 format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .

@@ -11,7 +11,7 @@ import yaml
 
 import wholebatch as wb
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-PAGE = Path(__file__).parents[1] / "docs/kubernetes.md"
+PAGE = Path(__file__).parents[2] / "docs/kubernetes.md"
 
 
 @pytest.fixture(scope="module")
