@@ -24,6 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "Guides": (
         "speed.md",
+        "fp8.md",
         "memory.md",
         "options.md",
         "laws.md",

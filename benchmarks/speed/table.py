@@ -151,19 +151,25 @@ class Results:
         return head
 
     def _profiles(self, model: str) -> list[str]:
-        """Where a window's time goes: the device's kernels by kind, and when it has none to run."""
-        lines: list[str] = []
-        for (its, mode, micro), row in sorted(self._rows.items()):
-            if its != model or "kernels" not in row:
-                continue
-            kinds: dict[str, float] = {}
+        """Write one table of where a window's time goes: kernels by kind, and the idle device."""
+        profiles = {
+            f"{mode}, {micro or 'undivided'}": row
+            for (its, mode, micro), row in sorted(self._rows.items())
+            if its == model and "kernels" in row
+        }
+        if not profiles:
+            return []
+        kinds = {name: dict.fromkeys((*_KINDS.values(), "other kernels"), 0.0) for name in profiles}
+        for name, row in profiles.items():
             for ms, _, kernel in row["kernels"]:
-                kinds[_kind(kernel)] = kinds.get(_kind(kernel), 0.0) + ms
-            kinds["smaller kernels"] = row["kernel_ms"] - sum(kinds.values())
-            kinds["no kernel running"] = max(0.0, row["ms"] - row["kernel_ms"])
-            lines += ["", f"A window of {mode}, micro-batch {micro} ({row['ms']:.1f} ms):", ""]
-            lines += ["| | ms |", "|---|---:|"]
-            lines += [f"| {kind} | {ms:.1f} |" for kind, ms in kinds.items()]
+                kinds[name][_kind(kernel)] += ms
+            kinds[name]["other kernels"] += row["kernel_ms"] - sum(kinds[name].values())
+            kinds[name]["no kernel running"] = max(0.0, row["ms"] - row["kernel_ms"])
+        lines = ["", "Where the ms of a window go:", ""]
+        lines += ["| | " + " | ".join(profiles) + " |", "|---|" + "---:|" * len(profiles)]
+        for kind in next(iter(kinds.values())):
+            cells = " | ".join(f"{found[kind]:.0f}" for found in kinds.values())
+            lines.append(f"| {kind} | {cells} |")
         return lines
 
     def _cell(self, row: dict[str, Any] | None, best: float | None, *, ours: bool) -> str:
@@ -254,19 +260,12 @@ _ON_CPU = [
 ]
 _PEERS = ("loop", "HF Trainer", "Lightning", "Accelerate", "Fabric")
 _KINDS = {
-    "badd": "weight gradients (matrix products that add into fp32)",
-    "nvjet": "other matrix products",
-    "gemm": "other matrix products",
+    "badd": "matrix products",
+    "nvjet": "matrix products",
+    "gemm": "matrix products",
     "sdpa": "attention",
     "flash": "attention",
     "cudnn": "attention",
-    "softmax": "loss and its gradient",
-    "cross_entropy": "loss and its gradient",
-    "gelu": "GELU, forward and backward",
-    "sigmoid": "GELU, forward and backward",
-    "column_sums": "layer norms, residual additions, their gradients",
-    "layer_norm": "layer norms, residual additions, their gradients",
-    "Fused": "optimizer",
 }
 
 
@@ -275,7 +274,7 @@ def _is_variant(mode: str) -> bool:
 
 
 def _kind(kernel: str) -> str:
-    return next((kind for mark, kind in _KINDS.items() if mark in kernel), "other fused kernels")
+    return next((kind for mark, kind in _KINDS.items() if mark in kernel), "other kernels")
 
 
 def _order(mine: dict[tuple[str, int], dict[str, Any]], mode: str, what: str) -> float:

@@ -14,7 +14,7 @@ import wholebatch as wb
 from tests.compile.nets import Micro, loss, mean_of_tokens, tagged
 from tests.integrations.loops import in_transformers
 from tests.support import EXACT, distance, pieces, sgd
-from tests.test_fp8 import Net, emulated, started
+from tests.window.test_fp8 import Net, emulated, started
 
 __all__ = ["emulated"]
 pytestmark = [
