@@ -130,7 +130,7 @@ def audit(
         result = check_adds_up(model, run, layout, outputs=forward is None, name=name)
     except LossError:  # not a loss: outputs
         result = check_adds_up(model, run, layout, outputs=True, name=name)
-    found = result.findings
+    found = tuple(one for one in result.findings if one.kind != "untested")
     if layers:  # Then nothing adds up: that is no news.
         found = (*layers, *(f for f in found if f.kind in ("state", "outside")))
     return Audit((*findings, *found), probed=True)
