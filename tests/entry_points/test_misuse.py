@@ -70,9 +70,9 @@ BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
         r"'x' is a nested \(jagged\) tensor",
     ),
     "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "zero samples"),
-    "nothing": (dict, "no leaf with a batch dimension"),
-    "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no leaf"),
-    "None": (lambda: None, r"the batch \(a NoneType\) has no leaf"),
+    "nothing": (dict, "has no tensor with a first dimension"),
+    "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no tensor"),
+    "None": (lambda: None, r"the batch \(a NoneType\) has no tensor"),
 }
 
 

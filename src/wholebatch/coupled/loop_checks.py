@@ -435,7 +435,11 @@ def parts_of_call(
 
     layout = readable_layout((tuple(args), dict(kwargs)), None, ())
     try:
-        return check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
+        made = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
+        if any(found.kind == "untested" for found in made.findings):
+            # The first dimension may be another one than that of the samples.
+            return AdditivityResult(conclusive=False)
+        return made
     except Exception as error:  # It cannot be called with fewer samples.
         _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
         return AdditivityResult()
