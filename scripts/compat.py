@@ -34,24 +34,37 @@ PACKAGES = (
     "numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "rich", "scikit-learn",
 )  # fmt: skip
 FILES = (
-    "test_loss.py", "test_close.py", "test_accumulator.py", "test_engine.py", "test_precision.py",
-    "test_splitting.py", "test_splitting_tokens.py", "test_splitting_samples.py", "test_state.py",
-    "test_over.py", "test_optimizer_step.py", "test_on_gradient.py", "test_walk.py",
-    "test_target.py", "test_own_step.py", "test_engine_coupled.py", "test_engine_batchnorm.py",
-)  # fmt: skip
+    "batch/test_splitting.py",
+    "batch/test_splitting_samples.py",
+    "batch/test_splitting_tokens.py",
+    "coupled/test_batchnorm_entry_points.py",
+    "coupled/test_coupled_loss.py",
+    "entry_points/test_accumulator.py",
+    "entry_points/test_on_gradient.py",
+    "entry_points/test_over.py",
+    "entry_points/test_own_step.py",
+    "entry_points/test_state.py",
+    "entry_points/test_whole_batch.py",
+    "losses/test_loss.py",
+    "repo/test_walk.py",
+    "window/test_close.py",
+    "window/test_optimizer_step.py",
+    "window/test_precision.py",
+    "window/test_target.py",
+)
 # Tests of what an older torch does not have, by the first version that has it: fp32 sums of 16-bit
 # parameters, and Adagrad's factor inside its fused kernel (the update is the same without it).
 NOT_BEFORE = {
     (2, 11): (
-        "test_precision.py::test_256_micro_batches_of_16_bit_gradients_add_up_in_fp32",
-        "test_precision.py::test_which_optimizers_take_fp32_gradients_of_16_bit_parameters",
-        "test_precision.py::test_a_16_bit_loss_is_not_scaled_by_a_rounded_number",
-        "test_on_gradient.py::test_gradients_of_16_bit_parameters_are_float32",
-        "test_own_step.py::test_gradients_have_the_dtype_of_the_parameters",
+        "window/test_precision.py::test_256_micro_batches_of_16_bit_gradients_add_up_in_fp32",
+        "window/test_precision.py::test_which_optimizers_take_fp32_gradients_of_16_bit_parameters",
+        "window/test_precision.py::test_a_16_bit_loss_is_not_scaled_by_a_rounded_number",
+        "entry_points/test_on_gradient.py::test_gradients_of_16_bit_parameters_are_float32",
+        "entry_points/test_own_step.py::test_gradients_have_the_dtype_of_the_parameters",
     ),
     (2, 13): (
-        "test_close.py::test_fused_optimizers_take_the_factor_without_a_pass[None-Adagrad]",
-        "test_close.py::test_fused_optimizers_take_the_factor_without_a_pass[0.05-Adagrad]",
+        "window/test_close.py::test_fused_optimizers_take_the_factor_without_a_pass[None-Adagrad]",
+        "window/test_close.py::test_fused_optimizers_take_the_factor_without_a_pass[0.05-Adagrad]",
     ),
 }
 

@@ -46,16 +46,15 @@ class Fault:
 
 WINDOW = (
     "tests/window",
-    "tests/test_close.py",
-    "tests/test_accumulator.py",
-    "tests/test_engine.py",
+    "tests/entry_points/test_accumulator.py",
+    "tests/entry_points/test_whole_batch.py",
 )
-LOSS = ("tests/losses", "tests/test_loss.py")
+LOSS = ("tests/losses",)
 RANKS = ("tests/distributed",)
-COMPILE = ("tests/compile", "tests/execute")
-BATCH = ("tests/batch", "tests/test_splitting_tokens.py", "tests/test_splitting.py")
-LOOP = ("tests/test_accumulator.py", "tests/test_over.py", "tests/window")
-COUPLED = ("tests/coupled", "tests/runners", "tests/test_engine_coupled.py")
+COMPILE = ("tests/compile",)
+BATCH = ("tests/batch",)
+LOOP = ("tests/entry_points/test_accumulator.py", "tests/entry_points/test_over.py", "tests/window")
+COUPLED = ("tests/coupled",)
 ADAPTERS = ("tests/integrations",)
 
 FAULTS = (
@@ -133,7 +132,7 @@ FAULTS = (
     Fault(
         "loss-scale-in-norm",
         (("normalise / window.loss_scale, self.hooks", "normalise, self.hooks"),),
-        (*WINDOW, "tests/test_precision.py"),
+        (*WINDOW, "tests/window/test_precision.py"),
     ),
     Fault(
         "two-counts-accepted",
@@ -189,7 +188,7 @@ FAULTS = (
                 "values",
             ),
         ),
-        (*LOSS, "tests/test_precision.py"),
+        (*LOSS, "tests/window/test_precision.py"),
     ),
     # The user's own loop.
     Fault(

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.cli.helpers import EXACT, Ran, assert_same_bits, newest_checkpoint
 from tests.distributed.launch import torchrun
-from tests.test_loading import Trap
+from tests.entry_points.test_loading import Trap
 from wholebatch.cli import checkpoints as module
 from wholebatch.cli.checkpoints import Checkpoints, fill_shards
 from wholebatch.cli.parallel_ranks import World

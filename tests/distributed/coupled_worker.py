@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.coupled.networks import NETWORKS
+from tests.coupled.test_coupled_loss import LOSSES, Clip, batch, encode, mean_of
 from tests.support import Seen, distance
-from tests.test_engine_coupled import LOSSES, Clip, batch, encode, mean_of
 from wholebatch.distributed.ddp import Buckets
 
 Batch = dict[str, Tensor]

@@ -36,8 +36,8 @@ def by_window(kind: str, checkpointing: bool) -> float:
 
 def packed() -> float:
     """The error of packed micro-batches on each rank, against one padded batch."""
-    from tests.test_packing import language_model
-    from tests.test_packing import texts as lengths
+    from tests.batch.test_packing import language_model
+    from tests.batch.test_packing import texts as lengths
 
     batch = lengths(17)
     reference = undivided(language_model(), batch)[1]

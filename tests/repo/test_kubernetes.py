@@ -6,11 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
 
-PAGE = Path(__file__).parents[1] / "docs/kubernetes.md"
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+yaml = pytest.importorskip("yaml")
+
+PAGE = Path(__file__).parents[2] / "docs/kubernetes.md"
 
 
 @pytest.fixture(scope="module")

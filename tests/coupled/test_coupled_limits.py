@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import wholebatch as wb
+from tests.coupled.test_coupled_loss import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
 from tests.support import Whole, adamw, sgd
-from tests.test_engine_coupled import LOSSES, Batch, Clip, batch, coupled, encode, mean_of
 from wholebatch.memory import MemoryMeter
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.compile.nets import mode_of, traced
-from tests.distributed.launch import ROOT, torchrun
+from tests.distributed.launch import torchrun
 from tests.support import measured, mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.noise_scale import (
@@ -358,7 +359,7 @@ def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) ->
 
     A batch that follows the noise grows on both ranks, with the updates of one process.
     """
-    torchrun(ROOT / "tests" / "noise_worker.py", 2, str(tmp_path / "report.json"))
+    torchrun(Path(__file__).with_name("noise_worker.py"), 2, str(tmp_path / "report.json"))
     for case in json.loads((tmp_path / "report.json").read_text()):
         assert case["spread"] == pytest.approx(TRACE, rel=0.05), case
         assert case["critical"] == pytest.approx(CRITICAL, rel=0.1), case

@@ -265,7 +265,7 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs/whole-gradient.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/whole-gradient.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(compile(block, "whole-gradient.md", "exec"), names)

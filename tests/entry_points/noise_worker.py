@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from tests.entry_points.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
 from tests.support import measured
-from tests.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
 from wholebatch.losses.loss import Loss
 
 WINDOWS = 100

@@ -18,7 +18,7 @@ import torch
 
 import wholebatch as wb
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXPORTS = sorted(set(wb.__all__) - {"__version__"})
 
 

@@ -14,7 +14,7 @@ import torch
 from tests.distributed.launch import torchrun
 from tests.support import EXACT
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> ModuleType:

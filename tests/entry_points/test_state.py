@@ -83,7 +83,7 @@ def test_stopped_after_any_window(generator: bool) -> None:
 RESUME = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from tests.test_state import build, train
+from tests.entry_points.test_state import build, train
 model, optimizer, loader, acc = build(12345, False)
 state = torch.load({path!r}, weights_only=False)
 model.load_state_dict(state["m"])
@@ -100,7 +100,7 @@ def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     random.seed(1)
     (tmp_path / "state.pt").write_bytes(train(build(1, False), stop_after=3))
     code = RESUME.format(
-        root=str(Path(__file__).parents[1]),
+        root=str(Path(__file__).parents[2]),
         path=str(tmp_path / "state.pt"),
         out=str(tmp_path / "end.pt"),
     )

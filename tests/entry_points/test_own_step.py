@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 import wholebatch as wb
+from tests.entry_points.test_on_gradient import (
+    SPLITS,
+    changed,
+    make,
+    orthogonal,
+    undivided,
+    whole_batch,
+)
 from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
-from tests.test_on_gradient import SPLITS, changed, make, orthogonal, undivided, whole_batch
 from wholebatch.errors import OptionError, WindowError
 
 
