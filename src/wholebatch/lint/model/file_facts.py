@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import Def, Env
+from .events import Definition, Env
 from .expressions import FunctionNode, assigned_names, dotted, keyword, last_part, number, text
 
 # Calls that make a function a part of training: it is walked, or followed from its caller.
@@ -161,7 +161,7 @@ def flat_env(nodes: Iterable[ast.AST]) -> Env:
     env = Env()
     assigns = [node for node in nodes if isinstance(node, ast.Assign)]
     for node in sorted(assigns, key=lambda a: a.lineno):
-        env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
+        env.bind(dotted(node.targets[0]) or "", (Definition(node.value, env, ()),))
     return env
 
 
@@ -260,5 +260,5 @@ def class_env(facts: ClassFacts, env: Env) -> Env:
     """Return the environment of a method: the module's names and the class's attributes on self."""
     inner = Env(env)
     for name, value in facts.attributes.items():
-        inner.bind(name, (Def(value, env, ()),))
+        inner.bind(name, (Definition(value, env, ()),))
     return inner
