@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import mlp, samples, sgd
+from tests.support import Whole, mlp, samples, sgd
 
 Made = tuple[nn.Module, Callable[[Any, Any], Any]]
 
@@ -286,3 +286,43 @@ def test_compiled_modules_are_looked_at_and_not_compiled_again() -> None:
         train.step(samples(10))
     model(x)
     assert len(graphs) == 1
+
+
+class GroupDeviation(nn.Module):
+    """Adds the deviation within each group of neighbouring samples, as minibatch-std does."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.group, self.first, self.last = group, nn.Linear(5, 6), nn.Linear(7, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        deviation = hidden.view(-1, self.group, 6).std(1).mean(1)
+        score = self.last(torch.cat([hidden, deviation.repeat_interleave(self.group)[:, None]], 1))
+        return score[:, 0]
+
+
+def of_groups(model: Any, micro: Any) -> wb.Loss:
+    return wb.Loss(F.softplus(model(micro["x"])).sum(), len(micro["x"]))
+
+
+@pytest.mark.parametrize("group, micro", [(2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)])
+def test_groups_that_no_micro_batch_cuts_are_exact(group: int, micro: int) -> None:
+    model = GroupDeviation(group).double()
+    whole = Whole(model, loss=lambda m, b: of_groups(m, b).total / len(b["x"]))
+    train = wb.WholeBatch(model, sgd(model), loss=of_groups, micro_batch=micro)
+    for _ in range(2):  # tested by few samples, and by a whole micro-batch
+        train.step(samples(64))
+        whole.step(samples(64))
+    whole.assert_same(model)
+
+
+@pytest.mark.parametrize("group, micro", [(4, 6), (4, 2), (8, 4)])
+def test_groups_that_a_micro_batch_cuts_are_refused(group: int, micro: int) -> None:
+    model = GroupDeviation(group).double()
+    train = wb.WholeBatch(model, sgd(model), loss=of_groups, micro_batch=micro)
+    with pytest.raises(
+        wb.errors.UnsupportedError, match="micro-batches of a multiple of k samples"
+    ):
+        train.step(samples(48))

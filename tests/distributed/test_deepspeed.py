@@ -14,8 +14,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed: pip install 'wholebatch[deepspeed]'",
+        importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
     ),
 ]
 

@@ -145,6 +145,7 @@ class AdditivityTest:
                     outputs=outputs,
                     name=name,
                     micro_sizes=samples.micro_sizes(),
+                    batch=samples.first_samples(),
                 )
                 result = check(layout, gradients=is_first and not self._shares_forwards)
                 if is_first and not (result.conclusive or result.findings) and self._ranks == 1:
