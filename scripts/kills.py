@@ -9,7 +9,6 @@ optimizer state, random generators and metrics.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -19,41 +18,11 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import torch
 
 ROOT = Path(__file__).parents[1]
-RECIPE = """
-import time
-import torch
-from torch import nn
-import wholebatch as wb
+sys.path.insert(0, str(ROOT))
 
-defaults = {"batch_size": 10, "micro_batch": 4, "updates": 60, "checkpoint_every": 4}
-audit = False
-
-class Points:
-    def __len__(self):
-        return 37
-    def __getitem__(self, index):
-        place = torch.Generator().manual_seed(index)
-        x = torch.randn(5, generator=place) + 0.1 * torch.randn(5)
-        return {"x": x, "y": torch.tensor(index % 3)}
-
-def model():
-    return nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
-
-def data():
-    return Points()
-
-def loss(model, micro):
-    time.sleep(0.01)  # slow enough that a moment inside a window can be hit
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
-
-def scheduler(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-"""
+from tests.cli.helpers import NOISY, assert_same_bits, metrics_of, newest_checkpoint  # noqa: E402
 
 
 def start(folder: Path, out: str, *, ranks: int) -> subprocess.Popen[bytes]:
@@ -63,13 +32,15 @@ def start(folder: Path, out: str, *, ranks: int) -> subprocess.Popen[bytes]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*launcher, "--nproc-per-node", str(ranks), "-m", "wholebatch.cli"]
     options = ["train", "mine.py", "--resume", "--out", out]
+    options += ["--updates", "60", "--checkpoint-every", "4"]
     options += ["--parallel", "fsdp2"] if ranks > 1 else []
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, *options],
         cwd=folder,
-        env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
+        # Slow enough that a moment inside a window can be hit.
+        env={**environment, "GLOO_SOCKET_IFNAME": "lo", "SECONDS": "0.01"},
         stdout=(folder / f"{out}.out").open("ab"),
         stderr=(folder / f"{out}.err").open("ab"),
         start_new_session=True,
@@ -104,29 +75,15 @@ def run_with_kills(folder: Path, out: str, *, ranks: int, kills: int, seed: int)
     return struck
 
 
-def state_of(run: Path) -> dict[str, Any]:
-    """Return the last checkpoint with its shards, and the metrics but for times."""
-    from wholebatch.cli.checkpoints import Checkpoints, fill_shards
-    from wholebatch.cli.metrics import TIMING
-    from wholebatch.cli.parallel_ranks import World
-
-    loaded = Checkpoints(run / "checkpoints", World(0, device=torch.device("cpu"))).load()
-    assert loaded is not None
-    assert not loaded.damaged
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
-    return {**fill_shards(loaded.state, loaded.path, lambda place: None), "metrics": metrics}
-
-
-def same(one: Any, other: Any) -> bool:
-    """True if both have the same structure and the same bits."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def is_same(one: Path, other: Path) -> bool:
+    """Return True if the runs have the same checkpoint and the same metrics, but for times."""
+    try:
+        assert_same_bits(newest_checkpoint(one), newest_checkpoint(other))
+        assert_same_bits(metrics_of(one), metrics_of(other))
+    except AssertionError as difference:
+        print(difference)
+        return False
+    return True
 
 
 def main() -> int:
@@ -139,16 +96,16 @@ def main() -> int:
     for ranks in given.ranks or (1, 2):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "mine.py").write_text(RECIPE, encoding="utf-8")
+            (folder / "mine.py").write_text(NOISY, encoding="utf-8")
             assert start(folder, "straight", ranks=ranks).wait(timeout=300) == 0
             struck = run_with_kills(
                 folder, "killed", ranks=ranks, kills=given.kills, seed=given.seed
             )
-            is_same = same(state_of(folder / "straight"), state_of(folder / "killed"))
+            equal = is_same(folder / "straight", folder / "killed")
             how = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
-            bits = "the same bits" if is_same else "DIFFERENT BITS"
+            bits = "the same bits" if equal else "DIFFERENT BITS"
             print(f"{how}: {struck} of {given.kills} kills struck a running process, {bits}")
-            right &= is_same and struck > 0
+            right &= equal and struck > 0
     return 0 if right else 1
 
 
