@@ -251,7 +251,7 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         for checks in watching:
-            checks.watch()
+            checks.watch(calls=checks.tests_calls)
 
 
 class LoopChecks:
@@ -277,7 +277,7 @@ class LoopChecks:
         self._handles: list[Any] = []
         self._depth = 0
         self._paused = False
-        self._tests_calls = True
+        self.tests_calls = True
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._calls: list[AuditFinding] = []
         self._called: set[nn.Module] = set()
@@ -293,7 +293,7 @@ class LoopChecks:
         """Note the outputs of the models; with `calls`, test the first call of each."""
         if not self.active or self._handles:
             return
-        self._tests_calls = calls
+        self.tests_calls = calls
         _watching.add(self)
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
@@ -391,7 +391,7 @@ class LoopChecks:
         if self._paused or transforms_active():
             return
         is_call = self._depth == 0 and torch.is_grad_enabled() and not in_backward()
-        if is_call and self._tests_calls:
+        if is_call and self.tests_calls:
             self._test_call(module, args, kwargs)
         self._depth += 1
 
