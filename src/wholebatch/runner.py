@@ -310,6 +310,7 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
+        self._test.read(loss)
         return loss
 
     def find_nonfinite(self) -> tuple[int | None, str] | None:
