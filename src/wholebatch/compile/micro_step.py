@@ -49,8 +49,9 @@ from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.symbolic_sizes import SharedGraphs, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.losses.loss import Loss, Terms
+from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import SIXTEEN_BIT, Precision
+from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.window import Window
