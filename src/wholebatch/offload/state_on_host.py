@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from wholebatch.distributed import Sync
 from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
@@ -25,7 +27,7 @@ OPTION = 'optimizer_state="host"'
 class HostStateStore(DeviceStore):
     """Gradients in `.grad`; the optimizer's state in pinned host memory between steps."""
 
-    closes_ahead = False
+    steps_at_once = False
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
@@ -42,13 +44,13 @@ class HostStateStore(DeviceStore):
             self._state.move_to_host(optimizer)
         super().begin(window)
 
-    def step(self, remaining: float) -> None:
+    def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.round_once()
         for optimizer in self.target.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             with post_hooks_once(optimizer):
-                self._state.step(optimizer, buckets_of(parameters), remaining)
+                self._state.step(optimizer, buckets_of(parameters))
 
     def check_hand_over(self) -> None:
         raise WindowError(
