@@ -306,8 +306,9 @@ def _norms(
 ) -> Tensor:
     """Return one norm over all, or one per group where groups are clipped separately."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
-    norms = torch.stack([norm_of(group).double() for group in sets])
-    if not waits or bool(norms.isfinite().all()):
+    found = [norm_of(group) for group in sets]
+    norms = torch.stack([norm.double() for norm in found])
+    if not waits or found[0].dtype is torch.float64 or bool(norms.isfinite().all()):
         return norms
     # Finite fp32 gradients above 1e19 overflow when squared.
     in_float64 = [[norm_of([one.double()]) for one in group] or [norms[0] * 0] for group in sets]

@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
+from wholebatch.distributed.sync_strategy import OTHER_SETTINGS
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -419,7 +419,7 @@ class Window:
         )
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
-        self._agree_on_parameters()
+        self._refuse_other_ranks()
         self.store.begin(window)
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
@@ -430,12 +430,12 @@ class Window:
             observer.window_began(self)
         return window
 
-    def _agree_on_parameters(self) -> None:
-        """Refuse parameters that are not alike on all ranks, before gradients are added up."""
-        if not self._agreed:
-            self._agreed = True
-            target = self.target
-            self.sync.refuse_other_parameters(target.all_parameters(), target.trained())
+    def _refuse_other_ranks(self) -> None:
+        """Refuse ranks that train other parameters, before gradients are added up."""
+        if not self._agreed and self.sync.ranks > 1:
+            digest, parameters = self.target.digest(self.options), self.target.all_parameters()
+            self.sync.refuse_other_ranks(digest, parameters.values())
+        self._agreed = True
 
     def _first_seed(self, units: Units) -> float | Tensor:
         """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
@@ -670,20 +670,14 @@ class Window:
             absent = self.store.absent()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            settings = self.target.settings(self.options) if shared else ""
-            ours = float(zlib.crc32(settings.encode()) & 0xFFF)
+            ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
             local = [*total.tolist(), *count.tolist()]
             values = self.sync.sum([*local, float(has_more), ours, ours * ours, *present])
             total, count = column(values[: len(local)], total.device).chunk(2)
             more, digests, squares, *counts = values[len(local) :]
             self.ranks_with_more = int(more)
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
-                raise RankError(
-                    "the learning rate, weight decay, clipping, or the order of the optimizer's "
-                    f"parameters is another on another rank ({settings} here), so their models "
-                    "would drift apart: set them alike (sort the names of a set), and step "
-                    "schedulers by what is the same on all ranks, such as step.loss"
-                )
+                raise RankError(OTHER_SETTINGS)
             for parameter, made in zip(shared, counts, strict=True):
                 if made == 0:
                     self.store.drop(parameter)
