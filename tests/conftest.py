@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,3 +162,18 @@ def _fixed_seed() -> None:
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture
+def graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graphs run as traced: the compiler takes too long for most tests."""
+    from wholebatch.compile.execute_mode import ExecutePlan
+
+    plan = ExecutePlan.of
+
+    def of(*args: Any) -> ExecutePlan:
+        made = plan(*args)
+        made.compiles = False
+        return made
+
+    monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))

@@ -104,6 +104,7 @@ def started(how: str, model: nn.Module, micro_batch: int, *, counts: bool = True
     return wb.WholeBatch(model, sgd(model), execute="eager", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "checkpointed", "traced"])
 def test_update_of_the_undivided_batch(how: str) -> None:
     for micro_batch in (4,) if how == "traced" else (1, 7):

@@ -2,7 +2,7 @@
 
 A stream gives its losses and keeps its forwards to itself. So only this is tested:
 
-1. a loss of the whole batch (`wb.info_nce`), by its type;
+1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
 3. a mean given as a sum, or a sum as a mean, by the last reduction of the loss;
 4. a mean that is divided by the number of steps, or scaled by a GradScaler;
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.tested_windows import is_tested_window
-from wholebatch.window.window import graph_nodes, transforms_active
+from wholebatch.window.window import graph_nodes, refuse_freed_graph, transforms_active
 
 _log = logging.getLogger("wholebatch")
 
@@ -238,6 +238,22 @@ CHECKS: Sequence[Check] = (
 )
 
 
+_watching: WeakSet[LoopChecks] = WeakSet()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Take the hooks of all checks off their models, so that a graph can be made of a forward."""
+    watching = list(_watching)
+    for checks in watching:
+        checks.take_hooks_off()
+    try:
+        yield
+    finally:
+        for checks in watching:
+            checks.watch()
+
+
 class LoopChecks:
     """Runs the checks in a loop's first window.
 
@@ -276,6 +292,7 @@ class LoopChecks:
         """Note the outputs of the models, and test the first call of each."""
         if not self.active or self._handles:
             return
+        _watching.add(self)
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -311,7 +328,11 @@ class LoopChecks:
             given = [(one, units) for one in (total if mean is None else mean,) if one is not None]
         for loss, of in given:
             if loss.grad_fn is not None:  # else no loss at all, which is refused elsewhere
-                self._check(loss, check_units(of), mean is not None, steps)
+                try:
+                    self._check(loss, check_units(of), mean is not None, steps)
+                except RuntimeError as error:
+                    refuse_freed_graph(error)
+                    raise
 
     def _check(self, loss: Tensor, units: Units, is_mean: bool, steps: int) -> None:
         terms = last_reductions(loss)
@@ -343,10 +364,15 @@ class LoopChecks:
     def stop(self) -> None:
         """Take the hooks off the models, and check nothing more but the type of losses."""
         self.active = False
+        self.take_hooks_off()
+        self._outputs.clear()
+
+    def take_hooks_off(self) -> None:
+        """Take the hooks off the models until `watch` is called again."""
+        _watching.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._outputs.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
