@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
 from wholebatch.errors import WindowError
@@ -19,7 +19,6 @@ from wholebatch.window.gradient_store import DeviceStore
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
-    from wholebatch.window.window import OpenWindow
 
 OPTION = 'optimizer_state="host"'
 
@@ -38,11 +37,11 @@ class HostStateStore(DeviceStore):
         """The bytes of host memory that hold optimizer state."""
         return self._state.host_bytes
 
-    def begin(self, window: OpenWindow) -> None:
+    def begin(self, parameters: list[nn.Parameter]) -> None:
         for optimizer in self.target.optimizers:
             refuse_pre_hooks(optimizer, OPTION)  # hooks may have been added since the last window
             self._state.move_to_host(optimizer)
-        super().begin(window)
+        super().begin(parameters)
 
     def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:

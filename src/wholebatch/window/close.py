@@ -25,16 +25,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wholebatch.errors import LossError, OptionError
-
-if TYPE_CHECKING:
-    from wholebatch.window.window import OpenWindow
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
@@ -106,11 +103,10 @@ class Sums:
     units: Tensor
     is_valid: Tensor
     """True if the losses are finite and the units allow a mean."""
-
-    def normalise(self, window: OpenWindow) -> Tensor:
-        """Return the factor from the gradients as they are to those of the mean loss."""
-        units = self.units.max() if window.known is None else torch.ones_like(self.units[0])
-        return 1.0 / (units * window.seed) / window.loss_scale
+    normalise: Tensor
+    """The factor from the gradients as they are to those of the mean loss."""
+    is_one: bool = False
+    """True if the factor is known to be 1."""
 
 
 class Closed(NamedTuple):
@@ -123,9 +119,8 @@ class Closed(NamedTuple):
 
 @torch.no_grad()
 def close_gradients(
-    window: OpenWindow,
-    sums: Sums,
     groups: Sequence[Sequence[Holder]],
+    sums: Sums,
     options: CloseOptions,
     hooks: DeferredHooks,
     *,
@@ -142,8 +137,7 @@ def close_gradients(
     for the undivided batch. `on_gradient` is called for a valid gradient only: it could hide that
     another one was not finite.
     """
-    normalise, is_valid = sums.normalise(window), sums.is_valid
-    is_one = window.known is not None and window.loss_scale == window.seed == 1.0
+    normalise, is_valid, is_one = sums.normalise, sums.is_valid, sums.is_one
     gradients = [dense_gradients(group) for group in groups]
     if hooks:
         _multiply(_flat(gradients), torch.where(is_valid, normalise, 1.0))

@@ -7,8 +7,8 @@ finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need les
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ from wholebatch.window.close import (
     user_code_in_step,
 )
 from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.model_and_optimizer import Target
 
-if TYPE_CHECKING:
-    from wholebatch.window.model_and_optimizer import Target
-    from wholebatch.window.window import OpenWindow
+Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
+"""The parameters that are trained, by parameter group."""
 
 
 class Store(ABC):
@@ -78,7 +78,7 @@ class Store(ABC):
         for parameter in holders:
             parameter.grad = None
 
-    def begin(self, window: OpenWindow) -> None:
+    def begin(self, parameters: list[nn.Parameter]) -> None:
         """Begin a window, none of whose parameters holds a gradient."""
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
@@ -88,7 +88,7 @@ class Store(ABC):
             )
         self.spoiled = []
         self.dropped = set()
-        self.parameters = window.inputs
+        self.parameters = parameters
 
     def backward_made(self) -> None:
         """Take note that a backward is over."""
@@ -118,7 +118,7 @@ class Store(ABC):
         return False
 
     @abstractmethod
-    def close(self, window: OpenWindow, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
+    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
         """Bring the gradients to what the optimizer must see (see `close_gradients`)."""
 
     def check_hand_over(self) -> None:
@@ -177,8 +177,8 @@ class DeviceStore(Store):
     opened: Callable[[], None] | None = None
     """Called when a window opens, before there is a gradient."""
 
-    def begin(self, window: OpenWindow) -> None:
-        super().begin(window)
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        super().begin(parameters)
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.begin()
         if self.opened is not None:
@@ -197,11 +197,10 @@ class DeviceStore(Store):
             and all(map(_steps_by_found_inf, self.target.optimizers))
         )
 
-    def close(self, window: OpenWindow, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
-        groups = self.sync.holders(window.groups)
-        total_norm = self.sync.total_norm
+    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
+        holders, total_norm = self.sync.holders(groups), self.sync.total_norm
         return close_gradients(
-            window, sums, groups, self.options, hooks, total_norm=total_norm, waits=waits
+            holders, sums, self.options, hooks, total_norm=total_norm, waits=waits
         )
 
     def refuse_nothing(self) -> None:

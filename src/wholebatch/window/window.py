@@ -427,7 +427,7 @@ class Window:
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         self._refuse_other_ranks()
-        self.store.begin(window)
+        self.store.begin(window.inputs)
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
         if known is None:
@@ -603,7 +603,7 @@ class Window:
         units = [column(window.units.get(name, ()), device) for name in names]
         sums = self._sums(window, names, totals, units, has_more)
         unread = steps and bool(window.totals) and self.store.can_step_unread(self.hooks)
-        closed = self.store.close(window, sums, self.hooks, waits=not unread)
+        closed = self.store.close(window.groups, sums, self.hooks, waits=not unread)
         reading = Reading(*closed, sums.totals, sums.units, *totals, *units)
         if unread:
             self.store.update(closed.is_valid.logical_not().float())
@@ -612,7 +612,7 @@ class Window:
         (norm,), (clip,), (is_valid,), sum_of, units_of, *lists = reading.wait()
         if unread and not is_valid:  # the device has left all as it was
             unread = False
-            closed = self.store.close(window, sums, self.hooks, waits=True)
+            closed = self.store.close(window.groups, sums, self.hooks, waits=True)
             (norm,), (clip,), (is_valid,) = Reading(*closed).wait()
         totals_of_each, units_of_each = lists[: len(names)], lists[len(names) :]
         for totals_of_term, units_of_term in zip(totals_of_each, units_of_each, strict=True):
@@ -691,7 +691,10 @@ class Window:
         if window.known is not None and window.known.keys() == set(names):
             known = column([window.known[name] for name in names], count.device)
             is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
-        return Sums(total, count, is_valid)
+        units = count.max() if window.known is None else torch.ones_like(count[0])
+        normalise = 1.0 / (units * window.seed) / window.loss_scale
+        is_one = window.known is not None and window.loss_scale == window.seed == 1.0
+        return Sums(total, count, is_valid, normalise, is_one)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
         """Warn of a micro-batch in which nothing counts, and whose units are 1 all the same."""
