@@ -47,5 +47,5 @@ def test_what_is_frozen_and_ordered_alike_is_exact(ranks: Any) -> None:
 def test_other_weights_are_found_after_a_run_was_loaded(ranks: Any) -> None:
     for rank in ranks:
         for sentence in rank["resumed"]:
-            assert OTHER_WEIGHTS in sentence
+            assert sentence.startswith(OTHER_WEIGHTS.removeprefix("RankError: "))
         assert len(rank["resumed"]) == 1

@@ -62,10 +62,10 @@ def test_bf16_is_as_near_to_float64_as_the_undivided_batch(
             ['optimizer_state="host" on a model that an engine', "ZeRO 2 or 3, with offload_opt"],
         ),
         ("precision", ["precision='bf16' with a DeepSpeed engine", 'use precision="full"']),
-        ("scaler", ["scaler= with a DeepSpeed engine", "leave scaler= away"]),
+        ("scaler", ["scaler= with a DeepSpeed engine", "leave it out"]),
         ("ema", ["ema= with ZeRO 3", "use ZeRO 2"]),
-        ("every", ["sync='every' with ZeRO 1", 'use sync="auto", or ZeRO 2']),
-        ("hold", ["sync='hold' with ZeRO 3", 'use sync="auto", or ZeRO 1']),
+        ("every", ["sync='every' with ZeRO 1", "leave it out, or use ZeRO 2"]),
+        ("hold", ["sync='hold' with ZeRO 3", "leave it out, or use ZeRO 1"]),
         ("batchnorm", ['batchnorm="exact"', 'use DDP, batchnorm="freeze" or GroupNorm']),
     ],
 )
