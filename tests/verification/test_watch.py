@@ -39,7 +39,7 @@ NOT_SEEN = {
     "with_a_regulariser",
     "buffers_of_its_own",
     "backwards_in_pairs",
-    "an_optimizer_made_inside",
+    "evaluated_between",
 }
 """Right loops that are not judged: no backward brings the gradients, or a weight is not known."""
 OTHER_NAMES = {"clipped_in_a_hook": "unknown", "head_stepped_every_time": "never-cleared"}

@@ -615,8 +615,11 @@ class LoopJudge:
     def _other_divisor(
         self, constant: float, reading: Reading, column: Column
     ) -> MistakeFit | None:
-        """Return the mistake of a sum that is divided by what it has with its padding."""
+        """Return the mistake of a sum that is divided by padded units, or by more than came."""
         term, units = column.terms[0], sum(reading.units)
+        variant = f"divided by {units / constant:.6g} units, and {units:.6g} came"
+        if column.is_shared_out and constant < 1:
+            return self._renamed(MistakeFit("left-out", variant))
         if term.kind != "sum" or not term.is_loss or column.window.columns > 1:
             return None
         padded = sum(math.prod(term.sizes[:1] + term.sizes[2:]) for term in column.terms)
@@ -624,7 +627,6 @@ class LoopJudge:
         sizes = {float(padded), float(whole)} - {units}
         if not any(math.isclose(units / constant, one, rel_tol=_WEIGHTS) for one in sizes):
             return None
-        variant = f"divided by {units / constant:.6g} units, and {units:.6g} came"
         return MistakeFit("other-units", variant)
 
     def _has_whole_penalty(self) -> bool:

@@ -101,7 +101,7 @@ class RecordedBackward:
     is_repeated: bool = False
     """True if there was a backward of the same loss before."""
     is_called_without_gradients: bool = False
-    """True if its model was called without gradients, too, since the backward before."""
+    """True if its model was also called without gradients, in training mode, since the last one."""
     compares: bool = False
     """True if the loss compares samples with each other."""
     picks: bool = False
@@ -445,7 +445,7 @@ class WindowRecorder:
         if self._depth or self._own_window is not None:
             return
         if not torch.is_grad_enabled():
-            self._no_grad_calls.add(id(module))
+            self._no_grad_calls |= {id(module)} if module.training else set()
         elif any(parameter.requires_grad for parameter in module.parameters()):
             self._keep_call(module, args, result)
         self._inner_outputs = []
