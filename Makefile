@@ -1,12 +1,13 @@
 # wholebatch: what you can do with a clone. `make` alone lists it.
 #
-# Two stamps inside .venv make the second time instant: .setup (the package and its command line)
-# and .dev (what tests and checks need). Both go stale when pyproject.toml or constraints.txt change.
+# Three stamps inside .venv make the second time instant: .setup (the package and its command line),
+# .dev (what the tests of the core need) and .dev-all (the trainers and all other tools too). They go
+# stale when pyproject.toml or constraints.txt change.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
+.PHONY: help setup run test test-fast browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +20,8 @@ JOBS ?= 2
 FIND_PYTHON = $(firstword $(PYTHON) $(shell for p in python3.11 python3 python; do \
 	if $$p -c '' 2>/dev/null; then echo $$p; break; fi; done))
 GPU_PYTHON = $(or $(PYTHON),python3)
+# What `make test-fast` runs.
+CORE_TESTS = tests/window tests/batch tests/losses tests/entry_points
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 help: ## list the targets (default)
@@ -35,8 +38,13 @@ $(VENV)/.setup: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.setup
-	@echo "Installing what tests and checks need into $(VENV) (once) ..."
-	@$(PIP_INSTALL) --editable '.[cli,recipes,tensorboard,deepspeed,accelerate,lightning,transformers,trl,keras,jax,wandb,report,docs,peers,dev]'
+	@echo "Installing what the tests of the core need into $(VENV) (once) ..."
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.dev-all: $(VENV)/.setup
+	@echo "Installing the trainers and all that tests and checks need into $(VENV) (once) ..."
+	@$(PIP_INSTALL) --editable '.[dev-all]'
 	@touch $@
 
 setup: $(VENV)/.setup ## create .venv with the package and its command line
@@ -45,14 +53,20 @@ run: setup ## train the embedded default recipe (about two minutes on two cores)
 	$(BIN)/wholebatch train
 
 # With bytecode, even where the environment forbids it: tests start a hundred processes.
-test: $(VENV)/.dev ## run all tests (JOBS=2 processes)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --ignore tests/browser --ignore tests/packages
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-browser-test: $(VENV)/.dev ## test the HTML pages in Debian's Chromium; installs it if it is missing
+# EVERY_TEST: a test that is skipped because a package is missing is a failure.
+test: $(VENV)/.dev-all ## run all tests (JOBS=2 processes; installs the trainers)
+	EVERY_TEST=1 $(PYTEST) --ignore tests/browser --ignore tests/packages
+
+test-fast: $(VENV)/.dev ## run the tests of the core promise (under a minute; no trainer needed)
+	$(PYTEST) -q -m "not slow and not distributed" $(CORE_TESTS)
+
+browser-test: $(VENV)/.dev-all ## test the HTML pages in Debian's Chromium; installs it if it is missing
 	@scripts/chromium
 	BROWSER_REQUIRED=1 $(BIN)/python -m pytest tests/browser
 
-check: $(VENV)/.dev ## ruff, ruff format, mypy --strict, the import layers
+check: $(VENV)/.dev-all ## ruff, ruff format, mypy --strict, the import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
@@ -62,22 +76,22 @@ format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-compat: $(VENV)/.dev ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest, Python 3.10 to 3.13; writes docs/benchmarks/compat.md
+compat: $(VENV)/.dev-all ## run the exactness tests with torch 2.6, 2.11, 2.13 and the newest, Python 3.10 to 3.13; writes docs/benchmarks/compat.md
 	$(BIN)/python scripts/compat.py
 
-dist: $(VENV)/.dev ## build the package into DIST=dist, install it into an empty environment, run it
+dist: $(VENV)/.dev-all ## build the package into DIST=dist, install it into an empty environment, run it
 	DIST=$(DIST) $(BIN)/python -m pytest -q tests/packages
 
-docs: $(VENV)/.dev ## build the documentation's site in build/site, warnings are errors
+docs: $(VENV)/.dev-all ## build the documentation's site in build/site, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 	@echo "build/site/index.html"
 
-bench: $(VENV)/.dev ## measure on this machine; writes docs/benchmarks/
+bench: $(VENV)/.dev-all ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/gpu_speed.py --cpu
 
-compare: $(VENV)/.dev ## hold every integration beside its library's own accumulation; writes docs/comparison.md
+compare: $(VENV)/.dev-all ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py
 
 kills: $(VENV)/.dev ## kill `train` 20 times at random moments, on one process and on two ranks: the same bits

@@ -10,8 +10,9 @@
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
 which trace and compile; the median counts, by the device's clock and without waiting in between.
-GiB are what they have reserved on the device, the memory of recorded graphs with it. Packages that
-are missing are named and their rows left out. Everything runs in one process, one trainer after the
+GiB are what is reserved on the device at the end, the memory of recorded graphs with it. (The
+windows 2, 4, 8, ... of wholebatch also run eager code, and need its memory.) Packages that are
+missing are named and their rows left out. Everything runs in one process, one trainer after the
 other, each with a fresh model. The rows of `--llama` are processes, which get ready side by side;
 while one is timed the others are stopped.
 """
@@ -33,6 +34,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,9 @@ class Job:
         return torch.cuda.is_available()
 
     @property
-    def mode(self) -> Any:
-        """How micro-steps of ours run."""
-        return self.execute
+    def how(self) -> dict[str, Any]:
+        """The options by which micro-steps of ours run."""
+        return {"execute": self.execute, "precision": self.precision}
 
     @property
     def vocabulary(self) -> int:
@@ -145,8 +147,8 @@ class Job:
     def found(self) -> tuple[float, float, str]:
         """Return ms per window, GiB, and the kernels."""
         ms = statistics.median(milliseconds(self.times[WARM - 1 : WARM + MEASURED]))
-        peak = torch.cuda.max_memory_reserved() if self.on_cuda else 0
-        return ms, peak / 2**30, self.profile
+        held = torch.cuda.memory_reserved() if self.on_cuda else 0
+        return ms, held / 2**30, self.profile
 
 
 def llama(job: Job) -> Any:
@@ -258,20 +260,16 @@ def loss_of(model: Any, batch: Any) -> wb.Loss:
     return wb.mean_loss(model(**batch).loss, (batch["labels"][:, 1:] != -100).sum())
 
 
-def own_loop_compiled(job: Job) -> None:
+def own_loop_run(job: Job) -> None:
     model = job.model()
-    acc = wb.Accumulator(model, adamw(model, job), steps=job.window // job.micro, clip_norm=1.0)
-
-    on_cuda = job.on_cuda
-
-    def loss_in_bf16(batch: Any) -> wb.Loss:
-        with torch.autocast("cuda", torch.bfloat16, enabled=on_cuda):
-            return loss_of(model, batch)
-
-    loss = acc.compile(loss_in_bf16, execute=job.mode, precision=job.precision)
+    steps, optimizer = job.window // job.micro, adamw(model, job)
+    acc = wb.Accumulator(model, optimizer, steps=steps, clip_norm=1.0, **job.how)
+    loss = partial(loss_of, model)
     job.start()
     for batch in batches(job, job.micro):
-        if acc.backward(loss(batch)) is not None and job.window_done():
+        with torch.autocast("cuda", torch.bfloat16, enabled=job.on_cuda):
+            step = acc.run(loss, batch)
+        if step is not None and job.window_done():
             return
 
 
@@ -291,18 +289,15 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
     )
     model = job.model()
     model, optimizer = accelerator.prepare(model, adamw(model, job))
-    windows = AccelerateAccumulator(accelerator, model, optimizer) if ours else None
-    loss: Any = None
-    if windows is not None:
-        how: Any = {"execute": job.mode, "precision": job.precision}
-        loss = windows.compile(lambda batch: loss_of(model, batch), **how)
+    windows = AccelerateAccumulator(accelerator, model, optimizer, **job.how) if ours else None
+    loss = partial(loss_of, model)
     job.start()
     for batch in batches(job, job.micro):
         with accelerator.accumulate(model):
             if windows is None:
                 accelerator.backward(model(**batch).loss)
             else:
-                windows.backward(loss(batch))
+                windows.run(loss, batch)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -324,11 +319,8 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     plain = job.model()
     given: Any = torch.compile(plain) if compiled else plain
     model, optimizer = host.setup(given, adamw(plain, job))
-    windows = FabricAccumulator(host, model, optimizer) if ours else None
-    loss: Any = None
-    if windows is not None:
-        how: Any = {"execute": job.mode, "precision": job.precision}
-        loss = windows.compile(lambda batch: loss_of(model, batch), **how)
+    windows = FabricAccumulator(host, model, optimizer, **job.how) if ours else None
+    loss = partial(loss_of, model)
     steps = job.window // job.micro
     job.start()
     for place, batch in enumerate(batches(job, job.micro)):
@@ -336,7 +328,7 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         if windows is None:
             host.backward(model(**batch).loss / steps)
         else:
-            windows.backward(loss(batch), last=last)
+            windows.run(loss, batch, last=last)
         if last:
             host.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
             optimizer.step()
@@ -377,8 +369,7 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     callbacks: list[Any] = [Clock()]
     if ours:
         units = lambda batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
-        how: Any = {"execute": job.execute, "precision": job.precision}
-        callbacks.append(ExactAccumulation(units=units, **how))
+        callbacks.append(ExactAccumulation(units=units, **job.how))
     host = Trainer(
         max_steps=WARM + MEASURED + 1,
         accelerator="cuda" if job.on_cuda else "cpu",
@@ -426,8 +417,7 @@ def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
             report_to="none",
             **options,
         )
-        how: Any = {"execute": job.execute, "precision": job.precision}
-        kind: Any = exact(Trainer, **how) if ours else Trainer
+        kind: Any = exact(Trainer, **job.how) if ours else Trainer
         host = kind(model=job.model(), args=args, train_dataset=Sequences(job), callbacks=[Clock()])
         host.train()
     if ours and host._whole is not None:
@@ -444,7 +434,7 @@ TRAINERS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
         lambda j: trainer(j, torch_compile=True),
     ),
     "exact": ("exact(Trainer)", ("accelerate",), lambda job: trainer(job, ours=True)),
-    "acc": ("Accumulator.compile", (), own_loop_compiled),
+    "acc": ("Accumulator.run", (), own_loop_run),
     "accelerate": ("Accelerate", ("accelerate",), accelerate),
     "accelerate+": (
         "Accelerate, dynamo",
@@ -452,13 +442,13 @@ TRAINERS: dict[str, tuple[str, tuple[str, ...], Callable[[Job], None]]] = {
         lambda job: accelerate(job, dynamo_backend="inductor"),
     ),
     "accelerate*": (
-        "Accelerate, windows.compile",
+        "Accelerate, windows.run",
         ("accelerate",),
         lambda job: accelerate(job, ours=True),
     ),
     "fabric": ("Fabric", ("lightning",), fabric),
     "fabric+": ("Fabric, torch.compile", ("lightning",), lambda job: fabric(job, compiled=True)),
-    "fabric*": ("Fabric, windows.compile", ("lightning",), lambda job: fabric(job, ours=True)),
+    "fabric*": ("Fabric, windows.run", ("lightning",), lambda job: fabric(job, ours=True)),
     "lightning": ("Lightning", ("lightning",), lightning),
     "lightning+": (
         "Lightning, torch.compile",

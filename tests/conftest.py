@@ -1,15 +1,18 @@
-"""What all tests share: a fixed seed, and GPU tests that wait for a GPU."""
+"""What all tests share: a fixed seed, GPU tests that wait for a GPU, `--cpu-times`."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +27,61 @@ else:
     # once fails again, on every machine.
     hypothesis.settings.register_profile("wholebatch", deadline=None, derandomize=True)
     hypothesis.settings.load_profile("wholebatch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times",
+        metavar="FILE",
+        help="append the processor seconds of every test to FILE (Linux): other work on the "
+        "machine does not change them, as it does --durations",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """With --cpu-times, measure each test with its fixtures and the processes it started."""
+    path = item.config.getoption("--cpu-times")
+    if path is None:
+        return (yield)
+    before = processor_seconds()
+    result = yield
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{processor_seconds() - before:8.2f}  {item.nodeid}\n")
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which packages were missing, and how to install them."""
+    if missing := missing_packages(terminalreporter):
+        terminalreporter.section("left out", sep="=")
+        terminalreporter.line(f"tests that need {missing}: pip install '.[dev-all]'")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where EVERY_TEST is set, as `make test` does, and a package was missing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("EVERY_TEST") and reporter is not None and missing_packages(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def missing_packages(reporter: pytest.TerminalReporter) -> str:
+    """Return the packages that skipped tests did not find, by the reports of a session."""
+    reasons = " ".join(str(report.longrepr) for report in reporter.stats.get("skipped", ()))
+    found = re.findall(r"could not import '([\w.]+)'|(\w+) is not installed", reasons)
+    return ", ".join(sorted({first or second for first, second in found}))
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of all that it started, ended or not."""
+    ticks, families = 0, [os.getpid()]
+    for process in families:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(int(number) for number in numbers[11:15])
+            for task in Path(f"/proc/{process}/task").iterdir():
+                families += map(int, (task / "children").read_text().split())
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -104,3 +162,18 @@ def _fixed_seed() -> None:
         sys.modules["torch"].manual_seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture
+def graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let graphs run as traced: the compiler takes too long for most tests."""
+    from wholebatch.compile.execute_mode import ExecutePlan
+
+    plan = ExecutePlan.of
+
+    def of(*args: Any) -> ExecutePlan:
+        made = plan(*args)
+        made.compiles = False
+        return made
+
+    monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))

@@ -174,7 +174,7 @@ class Case:
         """The micro-batches of wholebatch: by samples, or by as many padded tokens."""
         if not self.longest:
             return micro
-        return wb.tokens(micro * self.longest, pad={"x": 0, "y": -100}, multiple=64)
+        return wb.tokens(micro * self.longest, mask="x", multiple=64)
 
     def samples(self) -> Samples:
         return Samples(self.sample, self.window * self.windows)

@@ -6,17 +6,23 @@ take part in the updates of the others.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
+from wholebatch.compile import Execute, check_execute
+from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.audit import warn_of_spectral_norms
+from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -25,14 +31,20 @@ from wholebatch.errors import (
     StateError,
     WindowError,
 )
+from wholebatch.given_loss import GivenLoss
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory
-from wholebatch.stream import AddedLoss, GivenLoss, Stream
+from wholebatch.run_loss import Place, RunLoss, precision_of
 from wholebatch.window.close import ClipNorm
+from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.window import Step, Turn, UnitsCount, graph_nodes
+from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, graph_nodes
+
+_log = logging.getLogger("wholebatch")
+_MOST_FUNCTIONS = 8
+"""The most loss functions that one accumulator runs."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
     return Steps(tuple(changes), per_epoch)
 
 
-class Accumulator(Stream):
+class Accumulator(HasWindow):
     """Every window of `steps` micro-batches makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
@@ -112,6 +124,9 @@ class Accumulator(Stream):
     None. Without `over`, every `steps`-th `backward` is the last, and `flush()` closes a short last
     window.
 
+    `acc.run(loss, micro)` takes the loss function instead of its result: forward, backward and
+    addition run as one graph, at the speed of `WholeBatch`.
+
     Args:
         model: The model, or a list of models.
         optimizer: One optimizer or several. With None, a window ends with the whole gradient in
@@ -121,13 +136,21 @@ class Accumulator(Stream):
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        execute: How `run` computes a micro-batch: "eager", "compile" (one compiled graph), "graph"
+            (the same, captured as a CUDA graph), or "auto", which chooses by the device and by how
+            long the run takes.
+        precision: "fp8" computes the linear layers of `run` in 8 bits and the rest in bf16. None is
+            the precision of your loop, with the autocast around the call.
         batchnorm: What to do with BatchNorm layers: "refuse", "freeze" (normalise with the running
             statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
-            other. False skips the test.
+            other. With `run`, windows 2, 4, 8, ... are tested too. False skips the tests.
         close: `wb.Close(...)`, how a window ends.
     """
+
+    by: ClassVar[str] = "the loop"
+    """Who writes what an open window must be left alone with."""
 
     def __init__(
         self,
@@ -137,12 +160,15 @@ class Accumulator(Stream):
         steps: int | dict[int, int] | Steps,
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
         batchnorm: BatchNormPolicy = "refuse",
         memory: Memory | None = None,
         audit: bool = True,
         close: Close | None = None,
     ) -> None:
-        self._turn = Turn("Accumulator.backward()")  # first: it also refuses to be copied
+        # First, since it also refuses to be copied.
+        self._turn = Turn("Accumulator.backward() or run()")
         if batchnorm == "exact":
             raise OptionError(
                 'batchnorm="exact": exact BatchNorm runs the batch undivided, '
@@ -157,9 +183,23 @@ class Accumulator(Stream):
             memory=_without_budget(memory),
             close=Close.of(close),
         )
-        super().__init__(window, batchnorm=batchnorm, audit=audit)
+        models = window.target.models
+        self._window = window
+        self._execute = check_execute(execute, window.target.device)
+        self._precision = precision_of(precision, window)
+        self._untouched = Untouched(window, self.by)
+        self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
+        for one in models:
+            warn_of_spectral_norms(one)
+        self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
+        self._audits = audit
+        self._checks = LoopChecks(models, audit=audit)
+        self._functions: dict[Callable[[Any], Any], RunLoss] = {}
         self.epoch = 0
         self.last_step: Step | None = None
+        self.last_loss: Loss | None = None
+        """The loss of the micro-batch that `run` was given last, without its graph."""
+        self._counts = True  # False while a micro-batch only takes part in others' collectives
         self._places = 0  # micro-batches of this window so far, also those without a backward
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
@@ -174,6 +214,18 @@ class Accumulator(Stream):
         self._beside: dict[Accumulator, int] = {}
         self._guards: list[Any] = []  # hooks on the models, from their update to the next item
         self._watch(self._next_size())
+
+    def __del__(self) -> None:
+        window = getattr(getattr(self, "_window", None), "open", None)
+        failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
+        if window is not None and window.micro_batches and not failed:
+            _log.warning(
+                "%s is gone with an open window: its %d micro-batches have made no update. Close "
+                "the short last window: flush(), or over(loader), which knows the end (with "
+                "Accelerate: prepare the loader)",
+                type(self).__name__,
+                window.micro_batches,
+            )
 
     def __repr__(self) -> str:
         target = self._window.target
@@ -194,12 +246,17 @@ class Accumulator(Stream):
         """Set the micro-batches of the next window."""
         self._steps = Steps.of(steps)
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that the open window holds."""
+        return self._window.now.micro_batches
+
     def _next_size(self) -> int:
         return self._steps.at(update=self._window.updates, epoch=self.epoch)
 
     def backward(
         self,
-        total: Tensor | Loss | AddedLoss | Terms | None = None,
+        total: Tensor | Loss | Terms | None = None,
         units: Units | None = None,
         *,
         mean: Tensor | None = None,
@@ -210,8 +267,7 @@ class Accumulator(Stream):
 
         Args:
             total: The loss of the micro-batch as a sum over `units`, or a `wb.Loss`, which has
-                both; or `wb.Loss.terms(...)`, after `announce`. A loss made by `compile` is only
-                counted.
+                both; or `wb.Loss.terms(...)`, after `announce`.
             units: How many units the loss is over: samples, tokens or weights. If a micro-batch
                 has several backwards, give the same units with each; they are counted once.
             mean: The loss as a mean over `units`, instead of `total`.
@@ -222,59 +278,110 @@ class Accumulator(Stream):
         Returns:
             The Step if the window was closed, else None.
         """
+        if self._precision.name == "fp8":
+            raise OptionError(
+                "backward() with precision='fp8', which has no part in your own forward: give the "
+                "loss function to run(), or leave precision= out"
+            )
         with self._turn:
-            return self._backward(total, units, mean, more, last)
-
-    def _backward(
-        self,
-        total: Tensor | Loss | AddedLoss | Terms | None,
-        units: Units | None,
-        mean: Tensor | None,
-        more: bool,
-        last: bool | None,
-    ) -> Step | None:
-        self._begin_backward(last)
-        now = self._window.now
-        if len(now.owners) == isinstance(total, AddedLoss):  # its first backward
-            self._watch(self._size)
-        is_last = self._is_last if self._driver is not None else self._places + 1 >= self._size
-        if last is not None:
-            is_last = last
-        if isinstance(total, AddedLoss):
-            self.pending.take(total, self)
-        else:
-            self.pending.refuse()
-            now.refuse_broken()
-            self._untouched.check()
-            reduces = is_last and not more
+            is_last = self._begin_backward(last)
+            if not self._window.now.owners:
+                self._watch(self._size)
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
-            if isinstance(total, Terms) and now.known is not None:
+            reduces = is_last and not more
+            if isinstance(total, Terms) and self._window.now.known is not None:
                 self._checks.check(total, in_parts=self._in_parts, steps=self._size)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
                 given.check(self._checks, in_parts=self._in_parts, steps=self._size)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
-            self._untouched.remember()
-        if more:
-            self._window.now.more_of_micro_batch = True
-            return None
-        self._checks.end_micro_batch()
-        if self._counts:
-            self._window.micro_batch_done()
-        self._places += 1
-        self._place_done = True
-        if not is_last:
-            return None
-        return self._close()
+            return self._end_backward(is_last, more)
 
-    def _begin_backward(self, last: bool | None = None) -> None:
-        """Begin a window at its first backward; refuse a second one for a micro-batch."""
+    def run(
+        self,
+        loss: Callable[[Any], Any],
+        micro: Any,
+        *,
+        more: bool = False,
+        last: bool | None = None,
+    ) -> Step | None:
+        """Run forward and backward of one micro-batch and add its gradient, as one graph.
+
+        ```python
+        def loss(micro):
+            return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+        for micro in acc.over(loader):
+            step = acc.run(loss, micro)
+        ```
+
+        Where a graph is not possible, eager code makes the same update. The function is tested
+        like that of `WholeBatch`, before the first window and in windows 2, 4, 8, ... It runs under
+        the autocast that `run` is called with. `last_loss` is the loss of this micro-batch, for
+        logging, with the tensors of `wb.Loss(total, units, extras={...})`.
+
+        Args:
+            loss: A function of the micro-batch that returns a `wb.Loss`, or a tensor of per-unit
+                losses. Define it once, before the loop.
+            micro: The micro-batch: tensors, or any structure of them.
+            more: As for `backward`.
+            last: As for `backward`.
+
+        Returns:
+            The Step if the window was closed, else None.
+        """
+        if not torch.is_grad_enabled():
+            raise WindowError(
+                "run() under torch.no_grad() or torch.inference_mode(), which make no gradients: "
+                "call it outside of them; to evaluate, call the loss function itself"
+            )
+        with self._turn:
+            is_last = self._begin_backward(last)
+            function = self._functions.get(loss) or self._prepare(loss)
+            if self._beside:
+                self._refuse_moved(lambda: set(map(id, function.modules.parameters())))
+            if self._window.now.known is not None:
+                raise LossError(
+                    "announce() with run(), whose loss has one total and its units: give the "
+                    "wb.Loss.terms(...) of your own forward to backward()"
+                )
+            place = Place(self._in_parts, self._planned_steps, is_last and not more, self._counts)
+            self.last_loss = function(micro, place)
+            return self._end_backward(is_last, more)
+
+    def _prepare(
+        self, loss: Callable[[Any], Any], reads: Callable[..., Any] | None = None
+    ) -> RunLoss:
+        """Make a loss function ready to be run (`reads`: see `RunLoss`)."""
+        if len(self._functions) == _MOST_FUNCTIONS:
+            raise WindowError(
+                f"run() was given {_MOST_FUNCTIONS + 1} different loss functions, and each is "
+                "tested and made into a graph by itself: define the function once, before the "
+                "loop, and give it what changes in the micro-batch"
+            )
+        function = RunLoss(
+            loss,
+            self._window,
+            execute=self._execute,
+            precision=self._precision,
+            audit=self._audits,
+            reads=reads,
+        )
+        self._functions[loss] = function
+        return function
+
+    def _begin_backward(self, last: bool | None) -> bool:
+        """Begin a window at its first backward; return True if the micro-batch is the last of it.
+
+        A second backward for one micro-batch is refused.
+        """
+        last = self._last_of(last)
         if last is not None and self._driver is not None:
             raise WindowError(
-                f"backward(..., last={last}) inside over(), which knows the window's last "
-                "micro-batch: leave last= out, or write the loop without over()"
+                f"last={last} inside over(), which knows the window's last micro-batch: leave "
+                "last= out, or write the loop without over()"
             )
         if self._place_done and self._driver is not None:
             raise WindowError(
@@ -284,6 +391,28 @@ class Accumulator(Stream):
             self._open_place()
         if last is False:
             self._size = max(self._size, self._places + 2)
+        self._window.now.refuse_broken()
+        self._untouched.check()
+        if last is not None:
+            return last
+        return self._is_last if self._driver is not None else self._places + 1 >= self._size
+
+    def _last_of(self, last: bool | None) -> bool | None:
+        """Return True if a micro-batch is the last of its window, None if `steps` says it."""
+        return last
+
+    def _end_backward(self, is_last: bool, more: bool) -> Step | None:
+        """Count a micro-batch whose backwards are made; the last one closes the window."""
+        self._untouched.remember()
+        if more:
+            self._window.now.more_of_micro_batch = True
+            return None
+        self._checks.end_micro_batch()
+        if self._counts:
+            self._window.micro_batch_done()
+        self._places += 1
+        self._place_done = True
+        return self._close() if is_last else None
 
     def _refuse_moved(self, used: Callable[[], set[int]]) -> None:
         """Refuse a loss that uses a model which another accumulator has updated in this window.
@@ -303,7 +432,8 @@ class Accumulator(Stream):
             f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
             "of another model's window were in, and the next one uses it: that window would be of "
             "two models. Compute all losses of a micro-batch before its first backward(), and make "
-            "the backward of a loss before those that update the models it goes through"
+            "the backward of a loss before those that update the models it goes through; with "
+            "run(), give each accumulator a loop of its own"
         )
 
     def _guard(self) -> None:
@@ -339,28 +469,6 @@ class Accumulator(Stream):
         self._announced = self._announced or UnitsCount(lambda given: given, self._window.sync)
         self._window.begin(known=self._announced([units]))
 
-    # ------------------------------------------------- compiled loss functions
-
-    @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[None]:
-        """Return the context of a compiled function's micro-step; see `Stream`."""
-        self.pending.refuse()
-        self._begin_backward()
-        if self._beside:
-            self._refuse_moved(lambda: set(map(id, modules.parameters())))
-        if self._window.now.known is not None:
-            raise LossError(
-                "announce() with a compiled loss function, which has one total and its units: "
-                "give backward() the wb.Loss.terms(...) of a function that is not compiled"
-            )
-        with super().micro_step(modules):
-            yield
-
-    def _add_eagerly(self, loss: Loss | Terms) -> None:
-        """Make the backward of a compiled function's loss by eager code."""
-        with self._turn:
-            super()._add_eagerly(loss)
-
     @property
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
@@ -368,19 +476,19 @@ class Accumulator(Stream):
 
     @property
     def _planned_steps(self) -> int:
+        """The number of micro-batches of the window; 0 if it is not known before its end."""
         return self._size
 
     def _watch(self, size: int) -> None:
-        """Check the forwards of a first window in parts; not those with collectives."""
+        """Check the forwards of a first window in parts; none with collectives is repeated."""
         sync = self._window.sync
-        alone = not sync.counts_must_agree and not sync.grows_own_graph
-        if alone and (size > 1 or sync.ranks > 1):
-            self._checks.watch()
+        if size > 1 or sync.ranks > 1:
+            alone = not sync.counts_must_agree and not sync.grows_own_graph
+            self._checks.watch(calls=alone)
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
         with self._turn:
-            self.pending.refuse()
             if self._window.open is None:
                 self._places = 0
                 return None
@@ -388,7 +496,9 @@ class Accumulator(Stream):
 
     def discard(self) -> None:
         """Drop what the window holds; the next micro-batch begins a new one."""
-        super().discard()
+        self._window.discard()
+        self._untouched.forget()
+        self._checks.end_micro_batch()
         self._places = 0
 
     def _close(self) -> Step:
@@ -403,6 +513,10 @@ class Accumulator(Stream):
         self.last_step = self._close_window(has_more=self._has_more)
         self._watch(self._next_size())
         return self.last_step
+
+    def _close_window(self, **how: Any) -> Step:
+        self._untouched.forget()
+        return self._window.close(**how)
 
     # --------------------------------------------------------------- the loop
 
@@ -466,7 +580,6 @@ class Accumulator(Stream):
         """End the loop's body. One without a backward has used its place all the same."""
         if self._place_done:
             return
-        self.pending.refuse()
         self._places += 1
         if not self._is_last:
             return
@@ -480,7 +593,7 @@ class Accumulator(Stream):
         if self._window.options.zero_units == "raise":
             raise EmptyWindowError(
                 f"none of the {self._size} micro-batches of this window had a backward: nothing "
-                "to update from; pass zero_units='skip' if that may happen"
+                "to update from; pass close=wb.Close(zero_units='skip') if that may happen"
             )
         self._window.skipped += 1
 

@@ -141,8 +141,8 @@ UNCHANGED = [
     "a name",
     b"bytes",
     torch.tensor(3.0),
-    torch.arange(101),
-    np.arange(103),
+    torch.arange(101).view(1, -1),
+    np.arange(103).reshape(1, -1),
     (224, 224),
     object(),
     torch.Size([3, 4]),
@@ -231,7 +231,7 @@ def test_drop_samples_keeps_the_first(inner: Build, samples: int, keep: int) -> 
 
 
 def test_samples_are_views_and_other_leaves_the_same_objects() -> None:
-    x, array, weights, note = torch.randn(7, 3), np.zeros((7, 2)), torch.ones(10), object()
+    x, array, weights, note = torch.randn(7, 3), np.zeros((7, 2)), torch.ones(1, 10), object()
     batch = {"x": x, "array": array, "aux": {"weights": weights, "note": note}}
     first, second, last = split(batch, 3)
     assert [len(micro["x"]) for micro in (first, second, last)] == [3, 3, 1]

@@ -36,8 +36,7 @@ def padded(lengths: list[int], width: int | None = None) -> dict[str, Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "inferred": {},
     "mask": {"mask": "attention_mask"},
-    "pad": {"pad": {"input_ids": 0, "labels": -100}},
-    "lengths": {"lengths": "lengths"},
+    "ids": {"mask": "input_ids"},  # padding is 0, and no token is
 }
 
 
@@ -157,24 +156,9 @@ def test_a_hole_in_the_mask_and_left_padding_are_not_cut() -> None:
 def test_labels_that_count_are_never_cut() -> None:
     batch = padded([2, 4])
     batch["labels"] = torch.tensor([[1, 2, 3, -100], [1, 2, -100, -100]])
-    for way in ("inferred", "mask", "lengths"):
+    for way in WAYS:
         second = split(batch, tokens(4, **WAYS[way]))[1]
         assert second["labels"].tolist() == [[1, 2, 3]], way
-    # Said about the labels themselves, the word of the caller holds.
-    second = split(batch, tokens(4, mask="attention_mask", trim={"labels": (1,)}))[1]
-    assert second["labels"].tolist() == [[1, 2]]
-
-
-def test_padding_is_where_every_declared_leaf_has_its_value() -> None:
-    batch = {
-        "ids": torch.tensor([[5, 0, 0, 0], [5, 6, 7, 0]]),
-        "frames": torch.zeros(2, 4, 3),
-        "n": torch.arange(2),
-    }
-    batch["frames"][0, 1, 2] = 1.0
-    by = tokens(4, pad={"ids": 0, "frames": 0.0})
-    assert [m["ids"].tolist() for m in split(batch, by)] == [[[5, 6, 7]], [[5, 0]]]
-    assert [m["frames"].shape[1] for m in split(batch, by)] == [3, 2]
 
 
 def test_numpy_sparse_and_nested_leaves_are_trimmed_too() -> None:
@@ -208,30 +192,11 @@ def test_an_attention_mask_of_another_kind_declares_nothing(mask: Tensor | None)
     assert [m["ids"].shape for m in split(batch, tokens(8))] == [(2, 4), (1, 4)]
 
 
-def test_other_dimensions_of_tokens_must_be_declared() -> None:
+def test_tokens_in_another_dimension_are_refused() -> None:
     batch = padded([2, 4, 1])
     batch["bias"] = torch.arange(48).view(3, 1, 4, 4)
-    with pytest.raises(SplitError, match=r"'bias' is \(3, 1, 4, 4\).*trim=\{'bias': \(2, 3\)\}"):
+    with pytest.raises(SplitError, match=r"'bias' is \(3, 1, 4, 4\).*inside the loss function"):
         split(batch, tokens(4))
-    batch["places"] = torch.arange(4)
-    first, second = split(batch, tokens(4, trim={"bias": (2, 3), "places": (0,)}))
-    assert torch.equal(first["bias"], batch["bias"][[1]])
-    assert torch.equal(second["bias"], batch["bias"][[0, 2]][:, :, :2, :2])
-    assert second["places"].tolist() == [0, 1]
-    second = split(batch, tokens(4, trim={"bias": ()}))[1]
-    assert second["bias"].shape == (2, 1, 4, 4)
-    assert second["places"] is batch["places"]
-
-
-def test_lengths_beside_leaves_of_several_widths_need_to_know_which_are_tokens() -> None:
-    batch = {"features": torch.ones(2, 9), "ids": torch.ones(2, 4), "n": [2, 4]}
-    with pytest.raises(SplitError, match=r"cannot tell how wide the batch is.*'ids': 4"):
-        split(batch, tokens(4, lengths="n"))
-    second = split(batch, tokens(4, lengths="n", trim={"ids": (1,)}))[1]
-    assert (second["ids"].shape, second["features"].shape) == ((1, 2), (1, 9))
-    # Sequences in a list have no width at all: their lengths are enough.
-    ragged = {"seq": [torch.ones(n) for n in (2, 4, 1)], "n": [2, 4, 1]}
-    assert [m["n"] for m in split(ragged, tokens(4, lengths="n"))] == [[4], [2, 1]]
 
 
 def test_a_sample_over_the_budget_is_refused_with_its_length() -> None:
@@ -245,14 +210,6 @@ def test_a_sample_over_the_budget_is_refused_with_its_length() -> None:
         ({"mask": "nope"}, r"tokens\(mask=...\): the batch has no leaf 'nope'; it has input_ids,"),
         ({"mask": "sample"}, r"tokens\(mask='sample'\): must be \[samples, tokens\], got Tensor"),
         ({"mask": "additive"}, r"tokens\(mask='additive'\): has negative values"),
-        ({"pad": {"sample": 0}}, r"'sample' must be \[samples, tokens, ...\]"),
-        ({"pad": {"input_ids": 0, "wide": 0}}, r"differ in their number of tokens: .*'wide': 9"),
-        ({"lengths": "text"}, r"must hold one whole number per sample \(2\), got list"),
-        ({"lengths": "input_ids"}, r"must hold one whole number per sample \(2\), got Tensor"),
-        ({"lengths": "too_long"}, r"sample 1 has length 5, but the batch is 4 tokens wide"),
-        ({"trim": {"nope": (1,)}}, r"tokens\(trim=...\): the batch has no leaf 'nope'"),
-        ({"trim": {"wide": (1,)}}, r"dimension 1 of \(2, 9\) is not the 4 tokens of the batch"),
-        ({"trim": {"labels": (0,)}}, r"dimension 0 of \(2, 4\) is not the 4 tokens"),
     ],
 )
 def test_a_declaration_that_does_not_fit_the_batch_is_refused(
@@ -260,16 +217,8 @@ def test_a_declaration_that_does_not_fit_the_batch_is_refused(
 ) -> None:
     batch = padded([2, 4])
     batch["additive"] = torch.tensor([[0.0, 0.0, -1.0, -1.0]] * 2)
-    batch["too_long"] = torch.tensor([2, 5])
-    if "lengths" not in options:
-        batch["wide"] = torch.ones(2, 9)
     with pytest.raises(SplitError, match=message):
         split(batch, tokens(8, **options))
-
-
-def test_trim_without_a_declaration_is_refused() -> None:
-    with pytest.raises(SplitError, match="does not say what is padding; give mask=, pad= or leng"):
-        split({"ids": torch.ones(2, 4)}, tokens(8, trim={"ids": (1,)}))
 
 
 def test_a_batch_without_tokens_is_refused() -> None:
@@ -286,15 +235,8 @@ def test_an_impossible_budget_is_refused(budget: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": "m", "lengths": "n"}, r"tokens\(mask= and lengths=\): give one of them"),
         ({"mask": ""}, r"tokens\(mask=''\): must be the name of a leaf"),
-        ({"lengths": 3}, r"tokens\(lengths=3\): must be the name of a leaf"),
-        ({"pad": {}}, r"tokens\(pad=\{\}\): must give the padding value of each leaf"),
-        ({"pad": 0}, r"tokens\(pad=0\): must give the padding value of each leaf"),
-        ({"pad": {"x": "0"}}, r"must give the padding value of each leaf"),
-        ({"trim": {"x": 1}}, r"tokens\(trim=\{'x': 1\}\): must be a tuple of dimensions"),
-        ({"trim": {"x": (-1,)}}, r"must be a tuple of dimensions"),
-        ({"trim": (1,)}, r"must give dimensions by the name of a leaf"),
+        ({"mask": 3}, r"tokens\(mask=3\): must be the name of a leaf"),
     ],
 )
 def test_impossible_options_are_refused_before_any_batch(
@@ -305,7 +247,7 @@ def test_impossible_options_are_refused_before_any_batch(
 
 
 def test_tokens_is_a_value() -> None:
-    assert tokens(8, pad={"x": 0}) == Tokens(8, pad={"x": 0})
+    assert tokens(8, mask="x") == Tokens(8, mask="x")
     assert str(tokens(4096)) == "4096 tokens"
     with pytest.raises(AttributeError):
         tokens(8).budget = 9  # type: ignore[misc]
@@ -317,7 +259,7 @@ def test_a_multiple_makes_few_widths_and_keeps_every_token() -> None:
     ids = torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
         ids[row, :length] = torch.arange(1, length + 1)
-    by = tokens(160, pad={"ids": 0}, multiple=16)
+    by = tokens(160, mask="ids", multiple=16)
     micros = split({"ids": ids}, by)
     widths = {micro["ids"].shape[1] for micro in micros}
     assert widths <= {16, 32, 48, 64}
@@ -330,11 +272,11 @@ def test_a_multiple_makes_few_widths_and_keeps_every_token() -> None:
 
 def test_a_multiple_never_widens_the_batch_or_breaks_the_budget() -> None:
     ids = torch.ones(3, 50, dtype=torch.long)
-    micros = split({"ids": ids}, tokens(55, pad={"ids": 0}, multiple=64))
+    micros = split({"ids": ids}, tokens(55, mask="ids", multiple=64))
     assert [tuple(micro["ids"].shape) for micro in micros] == [(1, 50)] * 3
     wide = torch.zeros(2, 70, dtype=torch.long)
     wide[:, :50] = 1
-    micros = split({"ids": wide}, tokens(55, pad={"ids": 0}, multiple=64))
+    micros = split({"ids": wide}, tokens(55, mask="ids", multiple=64))
     assert [tuple(micro["ids"].shape) for micro in micros] == [(1, 50)] * 2
 
 
@@ -348,9 +290,9 @@ def test_batches_of_several_widths_are_joined() -> None:
     """Narrow ones are padded on the right; what differs in another way stays apart."""
     wide = {"input_ids": torch.arange(1, 9).view(2, 4), "labels": torch.ones(2, 4).long()}
     narrow = {"input_ids": torch.tensor([[7, 8]]), "labels": torch.tensor([[-100, 3]])}
-    by = tokens(8, pad={"labels": -100, "input_ids": 9})
+    by = tokens(8, mask="input_ids")
     whole = joined([wide, narrow], by)
-    assert whole["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [7, 8, 9, 9]]
+    assert whole["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [7, 8, 0, 0]]
     assert whole["labels"][2].tolist() == [-100, 3, -100, -100]
     assert joined([wide, narrow]) is None  # nothing says what is padding
     assert joined([wide, narrow], tokens(8)) is None

@@ -56,7 +56,7 @@ def test_token_budgets_need_two_graphs(traces: list[bool]) -> None:
     whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
     optimizer = sgd(model)
     seen = Seen(model, optimizer)
-    split = wb.tokens(48, pad={"x": 0, "y": -100}, multiple=2)
+    split = wb.tokens(48, mask="x", multiple=2)
     train = traced(model, optimizer, micro_batch=split, clip_norm=0.2)
     for step in range(6):
         whole.step(texts(step % 3))

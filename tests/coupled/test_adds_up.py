@@ -308,3 +308,20 @@ def test_the_entry_for_other_doors() -> None:
     assert not check_adds_up(
         model, lambda few: contrast(model, few), layout_of(samples(1))
     ).conclusive
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_mean_over_the_hardest_half_does_not_add_up(count: int, gradients: bool) -> None:
+    """Whatever the samples are: no cut may add up by chance."""
+    model = mlp()
+    generator = torch.Generator().manual_seed(count)
+
+    def run(few: Any) -> wb.Loss:
+        losses = entropy(model, few, reduction="none")
+        return wb.mean_loss(losses.topk(len(losses) // 2).values.mean(), len(losses))
+
+    for _ in range(10):
+        order = torch.randperm(40, generator=generator)[:count]
+        batch = {name: leaf[order] for name, leaf in samples(40).items()}
+        assert check_adds_up(model, run, layout_of(batch), gradients=gradients).findings

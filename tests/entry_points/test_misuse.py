@@ -70,9 +70,9 @@ BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
         r"'x' is a nested \(jagged\) tensor",
     ),
     "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "zero samples"),
-    "nothing": (dict, "no leaf with a batch dimension"),
-    "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no leaf"),
-    "None": (lambda: None, r"the batch \(a NoneType\) has no leaf"),
+    "nothing": (dict, "has no tensor with a first dimension"),
+    "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no tensor"),
+    "None": (lambda: None, r"the batch \(a NoneType\) has no tensor"),
 }
 
 
@@ -258,7 +258,7 @@ def test_a_backward_inside_a_backward_is_refused() -> None:
     seen: list[str] = []
 
     def hook(gradient: torch.Tensor) -> None:
-        with pytest.raises(WindowError, match=r"Accumulator.backward\(\) is running already"):
+        with pytest.raises(WindowError, match=r"or run\(\) is running already"):
             acc.backward(summed(model, BATCH), units=12)
         with pytest.raises(WindowError, match="running already"):
             acc.flush()

@@ -67,6 +67,7 @@ def long_memory(train: wb.WholeBatch) -> None:
     train._probe._estimator = Estimator(half_life=1e9, most=10**6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "micro_batch", "options"),
     [
@@ -94,6 +95,7 @@ def test_known_noise_is_found_within_ten_percent(
     assert noise.high - noise.low < 0.5 * CRITICAL
 
 
+@pytest.mark.slow
 def test_units_that_differ_from_sample_to_sample() -> None:
     """Tokens: a micro-batch of n of them has the noise of n, whatever the samples are."""
     model = Quadratic()
@@ -250,6 +252,7 @@ def test_advice(noise: NoiseScale, verdict: str, words: str) -> None:
 # --------------------------------------------------------------- in WholeBatch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"execute": "compile"}, {"clip_norm": 0.1}])
 def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
     ends = []

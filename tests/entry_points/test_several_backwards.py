@@ -116,7 +116,7 @@ def test_last_says_which_micro_batch_closes_the_window(sizes: tuple[int, ...]) -
 def test_last_inside_over_is_refused() -> None:
     model, batch = mlp(), samples(4)
     acc = wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(WindowError, match=r"last=True\) inside over\(\)"):
+    with pytest.raises(WindowError, match=r"last=True inside over\(\)"):
         for micro in acc.over(pieces(batch, (2, 2))):
             acc.backward(summed(model, micro), units=2, last=True)
 

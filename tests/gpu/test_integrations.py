@@ -158,16 +158,16 @@ def accelerated(*, graph: bool = False, **options: Any) -> Tensor:
     model, optimizer, loader = accelerator.prepare(
         inner, optimizer, DataLoader(samples() * (GRAPH if graph else 1), batch_size=MICRO)
     )
-    windows = AccelerateAccumulator(accelerator, model, optimizer)
+    how: Any = {"execute": "graph" if graph else "auto"}
+    windows = AccelerateAccumulator(accelerator, model, optimizer, **how)
 
     def loss_of(batch: dict[str, Tensor]) -> wb.Loss:
         return wb.mean_loss(model(**batch)["loss"], (batch["labels"] != -100).sum())
 
-    compiled = windows.compile(loss_of, execute="graph") if graph else None
     for batch in loader:
         with accelerator.accumulate(model):
-            if compiled is not None:
-                windows.backward(compiled(batch))
+            if graph:
+                windows.run(loss_of, batch)
             else:
                 loss = model(**batch)["loss"]
                 windows.backward(mean=loss, units=(batch["labels"] != -100).sum())
@@ -175,8 +175,8 @@ def accelerated(*, graph: bool = False, **options: Any) -> Tensor:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    if compiled is not None:
-        is_recorded(compiled.executor)
+    if graph:
+        is_recorded(windows._functions[loss_of].executor)
     if hasattr(model, "summon_full_params"):
         with type(model).summon_full_params(model):
             return flat(model)
@@ -197,13 +197,13 @@ def test_accelerate_fp16_and_bf16() -> None:
     hold(fp16, torch.float16, times=GRAPH)
 
 
-def test_own_loop_with_a_compiled_loss() -> None:
+def test_own_loop_as_a_graph() -> None:
     need()
     for dtype in (torch.float64, torch.bfloat16):
         model = Model().cuda()
         model = model.double() if dtype is torch.float64 else model
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        acc = wb.Accumulator(model, optimizer, steps=STEPS, clip_norm=0.5)
+        acc = wb.Accumulator(model, optimizer, steps=STEPS, clip_norm=0.5, execute="graph")
 
         def loss_of(
             batch: dict[str, Tensor], model: nn.Module = model, dtype: torch.dtype = dtype
@@ -212,13 +212,12 @@ def test_own_loop_with_a_compiled_loss() -> None:
             with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
                 return wb.mean_loss(model(**batch)["loss"], units)
 
-        loss = acc.compile(loss_of, execute="graph")
         # The last window of every pass is a short one.
         with compiler_may_warn():
             for _ in range(GRAPH):
                 for batch in acc.over(DataLoader(samples(), batch_size=MICRO)):
-                    acc.backward(loss({name: leaf.cuda() for name, leaf in batch.items()}))
-        is_recorded(loss.executor)
+                    acc.run(loss_of, {name: leaf.cuda() for name, leaf in batch.items()})
+        is_recorded(acc._functions[loss_of].executor)
         if dtype is torch.float64:
             found = error(flat(model), passes())
             print(f"  float64: {found:.2e}")

@@ -23,18 +23,3 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
 def problem(hosts: Any) -> Any:
     """The problem: its data, model and distance."""
     return sys.modules["compare.problem"]
-
-
-@pytest.fixture
-def graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let graphs run as traced: the compiler takes too long for most tests."""
-    from wholebatch.compile.execute_mode import ExecutePlan
-
-    plan = ExecutePlan.of
-
-    def of(*args: Any) -> ExecutePlan:
-        made = plan(*args)
-        made.compiles = False
-        return made
-
-    monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))

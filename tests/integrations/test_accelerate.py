@@ -73,7 +73,7 @@ def test_the_pages_diff_on_two_processes(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install 'wholebatch[deepspeed]'")
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ def valid(batch: Micro) -> Tensor:
 
 
 def in_own_loop(model: nn.Module, execute: Any) -> None:
-    acc = wb.Accumulator(model, sgd(model), steps=len(SIZES))
-    compiled = acc.compile(lambda micro: loss(model, micro), execute=execute, precision="fp8")
+    how: Any = {"execute": execute, "precision": "fp8"}
+    acc = wb.Accumulator(model, sgd(model), steps=len(SIZES), **how)
+    of_micro = partial(loss, model)
     for micro in acc.over(micros()):
-        acc.backward(compiled(micro))
+        acc.run(of_micro, micro)
 
 
 def in_accelerate(model: nn.Module, execute: Any) -> None:
@@ -51,11 +53,12 @@ def in_accelerate(model: nn.Module, execute: Any) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(SIZES))
     given: Any = DataLoader(micros(), batch_size=None)  # type: ignore[arg-type]
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model), given)
-    windows = AccelerateAccumulator(accelerator, prepared, optimizer)
-    compiled = windows.compile(lambda b: loss(prepared, b), execute=execute, precision="fp8")
+    how: Any = {"execute": execute, "precision": "fp8"}
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer, **how)
+    of_micro = partial(loss, prepared)
     for batch in loader:
         with accelerator.accumulate(prepared):
-            windows.backward(compiled(batch))
+            windows.run(of_micro, batch)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -67,10 +70,11 @@ def in_fabric(model: nn.Module, execute: Any) -> None:
 
     fabric = Fabric(accelerator="cpu", devices=1)
     set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricAccumulator(fabric, set_up, optimizer)
-    compiled = windows.compile(lambda b: loss(set_up, b), execute=execute, precision="fp8")
+    how: Any = {"execute": execute, "precision": "fp8"}
+    windows = FabricAccumulator(fabric, set_up, optimizer, **how)
+    of_micro = partial(loss, set_up)
     for index, micro in enumerate(micros(), 1):
-        windows.backward(compiled(micro), last=index % len(SIZES) == 0)
+        windows.run(of_micro, micro, last=index % len(SIZES) == 0)
         if index % len(SIZES) == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -142,16 +146,17 @@ def test_update_of_the_undivided_batch(
 
 def test_what_is_refused() -> None:
     model = Net()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
     bf16: Any = "bf16"
     with pytest.raises(wb.errors.OptionError, match="must be 'fp8', or None"):
-        acc.compile(lambda micro: loss(model, micro), precision=bf16)
-    compiled = acc.compile(lambda micro: loss(model, micro), precision="fp8")
+        wb.Accumulator(model, sgd(model), steps=2, precision=bf16)
+    acc = wb.Accumulator(model, sgd(model), steps=2, precision="fp8")
     with (
         pytest.raises(wb.errors.OptionError, match=r"under autocast to torch\.float16"),
         torch.autocast("cpu", dtype=torch.float16),
     ):
-        compiled(tagged(4))
+        acc.run(partial(loss, model), tagged(4))
+    with pytest.raises(wb.errors.OptionError, match="give the loss function to run"):
+        acc.backward(loss(model, tagged(4)))
 
 
 def test_what_the_trainer_refuses() -> None:

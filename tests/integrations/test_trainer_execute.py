@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 FLOAT32 = 1e-6
-TOKENS = wb.tokens(16, pad={"labels": -100})
+TOKENS = wb.tokens(16, mask="input_ids")
 
 
 class Traces:

@@ -62,7 +62,6 @@ EXAMPLES = {
     "wb115._LOGS": ("set_postfix", "backward"),
     "wb115._KEEPS": ("loss_meter", "params"),
     "wb115._MATH": ("log_softmax", "log_metrics"),
-    "wb120._MARKED": ("torch.compiler.cudagraph_mark_step_begin()", "cudagraphs"),
     "source_files._MAGIC": ("%matplotlib inline", "x = 5 % 3"),
 }
 

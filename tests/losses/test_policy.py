@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -294,8 +295,8 @@ def test_what_announce_refuses() -> None:
         acc.announce(units(data))
     with pytest.raises(wb.errors.LossError, match="no named terms"):
         acc.backward(ours("tokens")(model, data))
-    with pytest.raises(wb.errors.LossError, match="not compiled"):
-        acc.compile(terms)(model, data)
+    with pytest.raises(wb.errors.LossError, match=r"announce\(\) with run\(\)"):
+        acc.run(partial(terms, model), data)
     acc.discard()
     first, second = pieces(data, (5, 7))
     acc.announce({**units(data), "kl": 5})

@@ -6,9 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+yaml = pytest.importorskip("yaml")
 
 PAGE = Path(__file__).parents[2] / "docs/kubernetes.md"
 

@@ -73,7 +73,7 @@ def packed_micro_batches(
     layout: Layout, by: Tokens, lengths: list[int] | None
 ) -> list[tuple[dict[str, Any], list[int]]]:
     """Return packed micro-batches, each with the indices of its samples in the batch."""
-    batch = sequences_of(layout, by, lengths)
+    batch = sequences_of(layout, lengths)
     longest = batch._longest
     length = _row_length(longest, by)
     rows = _filled(batch.sequences, length)
@@ -89,14 +89,12 @@ def packed_micro_batches(
     return made
 
 
-def alone(
-    layout: Layout, by: Tokens, lengths: list[int] | None, count: int
-) -> tuple[list[Any], Any]:
+def alone(layout: Layout, lengths: list[int] | None, count: int) -> tuple[list[Any], Any]:
     """Return sequences of middle length, each as it was given, and all of them in one row.
 
     Those of a batch that is packed already are in a row of their own.
     """
-    batch = sequences_of(layout, by, lengths)
+    batch = sequences_of(layout, lengths)
     ranked = sorted(batch.sequences, key=lambda one: one.length)
     few = ranked[max(0, len(ranked) // 2 - count // 2) :][:count]
     together = batch.micro_batch([few], sum(one.length for one in few) + 1)
@@ -105,7 +103,7 @@ def alone(
     return [batch.micro_batch([[one]], one.length) for one in few], together
 
 
-def sequences_of(layout: Layout, by: Tokens, lengths: list[int] | None) -> PackedBatch:
+def sequences_of(layout: Layout, lengths: list[int] | None) -> PackedBatch:
     """Return the sequences of a padded batch, or of one that is packed already."""
     values = {leaf.name: leaf.value for leaf in layout.leaves}
     tokens = values.get("input_ids", next(iter(values.values()), None))
@@ -132,11 +130,7 @@ def sequences_of(layout: Layout, by: Tokens, lengths: list[int] | None) -> Packe
     leaves = {name: leaf for name, leaf in leaves.items() if name not in _LEFT_OUT}
     if "labels" not in leaves and "shift_labels" not in leaves and "input_ids" in leaves:
         leaves["labels"] = leaves["input_ids"]
-    pad = dict(by.pad or {})
-    fillers = {
-        name: pad.get(name, _IGNORED if name in ("labels", "shift_labels") else 0)
-        for name in leaves
-    }
+    fillers = {name: _IGNORED if name in ("labels", "shift_labels") else 0 for name in leaves}
     return PackedBatch(sequences, leaves, static, fillers, packed is None)
 
 

@@ -11,25 +11,27 @@ A batch consists of containers (mappings, dataclasses, named tuples, tuples, lis
 >>> structure.build(["a", "b", "c"])
 {'x': 'a', 'more': ['b', 'c']}
 
-Every array votes for its first dimension. Every list or tuple that could be a list of samples votes
-for its length. The items inside such a list have one vote together, since the list is one leaf. The
-number with the most votes is the number of samples. A tie is an error: a wrong guess would silently
-train on nonsense.
+Which values hold samples is a contract, not a guess:
 
-A list can be read in two ways: `[x, y]` are parts of the batch, `[image, image, image]` are
-samples. It is read as samples if its length is the number of samples and its items are of one kind,
-unless they have a batch dimension themselves. If both readings fit, a tuple is parts, a list of
-dicts is samples, and a list of tensors is refused. A batch that is itself a list or tuple, as
-`DataLoader` makes it, is parts, unless its items are strings or look like samples.
+1. The number of samples is the first dimension of the first tensor (or NumPy array). Tensors inside
+   lists do not tell it. A batch without any other tensor has as many samples as its first list of
+   dicts, strings or numbers has items. `batch_size=` says the number instead.
+2. Tensors with that first dimension and lists with that length are split.
+3. Tensors without dimensions or with one row, and all other values, are passed on whole. So is what
+   `static=` names.
+4. A tensor with another first dimension is an error: it misses a row, or belongs into `static=`.
+5. The batch itself may be a list or tuple of its parts, as `DataLoader` yields it. A list of dicts
+   with the same keys, of strings or of numbers is a list of samples.
+6. A list that fits both ways is an error: as many tensors as samples, each with as many rows. A
+   tuple of such tensors is parts, and a tuple of numbers is a size, such as (224, 224).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import sys
-from collections import Counter, UserDict
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Number
@@ -243,10 +245,6 @@ BatchSize = int | Callable[[Any], int] | None
 Static = str | Iterable[str]
 Rows = slice | list[int]
 
-# This many arrays of one dtype and number of dimensions, with nothing beside them, are more likely
-# uncollated samples than parts of a batch, if they are images or differ in length.
-_MANY = 4
-
 _BATCH_SIZE = "must be a positive number of samples, or a function of the batch that returns it"
 
 
@@ -274,32 +272,41 @@ def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = 
     return layout_of(batch, batch_size=batch_size, static=static).size
 
 
-def layout_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> Layout:
-    """Return which leaves of `batch` hold samples, and how many samples there are."""
-    fixed = _fixed(static, batch)
-    ballot: _Ballot = {}
-    _vote("", batch, ballot, fixed)
-    size = _elected(ballot, batch) if batch_size is None else _declared(batch, batch_size)
+def layout_of(
+    batch: Any, *, batch_size: BatchSize = None, static: Static = (), strict: bool = True
+) -> Layout:
+    """Return which leaves of `batch` hold samples, and how many samples there are.
+
+    With `strict=False` a tensor with another number of rows is passed on instead of refused.
+    """
+    fixed = frozenset(_names(static))
+    if batch_size is None:
+        size, source = _count_samples(batch, fixed)
+    else:
+        size, source = _declared(batch, batch_size), "batch_size="
     if size == 0:
         raise SplitError("the batch has zero samples: skip it, or see why the loader yields it")
-    # The batch was elected by its parts: it is not a list of samples even if its length fits.
-    root_is_parts = batch_size is None and not _root_may_be_samples(batch)
 
     def is_leaf(name: str, node: Any) -> bool:
         if name in fixed:
             return True
-        if _reaches_into(fixed, name) or (root_is_parts and not name):
-            return False
-        return _is_samples(name, node, size)
+        if not name and batch_size is None:
+            return source == ""
+        return _has_one_item_per_sample(name, node, size)
 
     found, structure = flatten(batch, is_leaf)
-    leaves = tuple(
-        Leaf(x.name, x.value, x.name not in fixed and _has_samples(x.value, size)) for x in found
-    )
+    if missing := fixed - {leaf.name for leaf in found}:
+        names = ", ".join(leaf.name for leaf in found) or "none"
+        raise SplitError(f"static={min(missing)!r}: the batch has no such leaf; it has {names}")
+    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size) for leaf in found)
+    if strict:
+        for leaf in leaves:
+            if leaf.name not in fixed and not leaf.batched:
+                _refuse_other_rows(leaf, size, source)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
-            f"batch_size={size}: no leaf of the batch has so many samples; first dimensions and "
-            f"lengths found: {_listed(ballot, ballot) or 'none'}"
+            f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
+            f"items; the batch has {', '.join(map(_described, leaves)) or 'nothing'}"
         )
     return Layout(size, leaves, structure)
 
@@ -313,12 +320,17 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
-    """Return the layout; where it cannot be told, as many samples as the first tensor says."""
+    """Return the layout of a batch that need not follow the contract; None if it has no samples.
+
+    The first tensor then tells the number of samples, and whatever has other rows is passed on.
+    """
     try:
         return layout_of(batch, batch_size=batch_size, static=static)
     except SplitError:
-        sizes = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
-        return layout_of(batch, batch_size=sizes[0], static=static) if any(sizes[:1]) else None
+        rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
+        if not any(rows[:1]):
+            return None
+        return layout_of(batch, batch_size=rows[0], static=static, strict=False)
 
 
 def check_layout(batch_size: object, static: object) -> None:
@@ -326,27 +338,6 @@ def check_layout(batch_size: object, static: object) -> None:
     if batch_size is not None and not callable(batch_size) and not is_positive(batch_size):
         raise OptionError(f"batch_size={batch_size!r}: {_BATCH_SIZE}")
     _names(static)
-
-
-def digests(tree: Any) -> list[float]:
-    """Return a few numbers that are others if a tensor has other values, or in another order."""
-    found = []
-    for leaf in flatten(tree)[0]:
-        if isinstance(leaf.value, Tensor) and leaf.value.numel():
-            flat = leaf.value.detach().to_dense() if leaf.value.is_sparse else leaf.value.detach()
-            flat = (torch.view_as_real(flat) if flat.is_complex() else flat).double().flatten()
-            places = torch.arange(1, len(flat) + 1, device=flat.device)
-            found += [float(len(flat)), float(flat.sum()), float(flat.dot(places.double().sqrt()))]
-    return [number for number in found if math.isfinite(number)]
-
-
-def is_other(tree: Any, digested: Sequence[float]) -> bool:
-    """True if these are not the tensors with these digests; a device may sum in another order."""
-    found = digests(tree)
-    return len(found) != len(digested) or not all(
-        math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-9)
-        for pair in zip(found, digested, strict=True)
-    )
 
 
 def take(value: Any, rows: Rows) -> Any:
@@ -368,38 +359,11 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
-# --- the number of samples ------------------------------------------------------------------
-
-# The names of the leaves that vote for each number of samples.
-_Ballot = dict[int, list[str]]
-
-
-def _fixed(static: Static, batch: Any) -> frozenset[str]:
-    """Return the leaves, or whole branches, that the caller declares to hold no samples."""
-    names = _names(static)
-    known = dict(_nodes("", batch)) if names else {}
-    for name in names:
-        if name not in known:
-            leaves = ", ".join(leaf.name for leaf in flatten(batch)[0]) or "none"
-            raise SplitError(f"static={name!r}: the batch has no such leaf; it has {leaves}")
-    return frozenset(names)
-
-
-def _reaches_into(fixed: frozenset[str], name: str) -> bool:
-    return any(not name or one.startswith(f"{name}.") for one in fixed)
-
-
 def _names(static: object) -> tuple[str, ...]:
     names = (static,) if isinstance(static, str) or not isinstance(static, Iterable) else (*static,)
     if not all(isinstance(name, str) and name for name in names):
         raise OptionError(f"static={static!r}: must be names of leaves, such as 'class_weights'")
     return names
-
-
-def _nodes(name: str, node: Any) -> Iterator[tuple[str, Any]]:
-    yield name, node
-    for key, value in children(node) or ():
-        yield from _nodes(join(name, key), value)
 
 
 def _declared(batch: Any, batch_size: int | Callable[[Any], int]) -> int:
@@ -409,72 +373,121 @@ def _declared(batch: Any, batch_size: int | Callable[[Any], int]) -> int:
     return int(size)
 
 
-def _elected(ballot: _Ballot, batch: Any) -> int:
-    if not ballot:
-        if isinstance(batch, (list, tuple)) and not batch:
-            return 0
-        raise SplitError(
-            f"the batch (a {type(batch).__name__}) has no leaf with a batch dimension: give "
-            "tensors, arrays or lists, in dicts, dataclasses, tuples or lists"
-        )
-    most = max(map(len, ballot.values()))
-    winners = [size for size, names in ballot.items() if len(names) == most]
-    if len(winners) > 1:
-        raise SplitError(
-            f"cannot tell the number of samples: {_listed(ballot, winners)} fit equally many "
-            f"leaves; say batch_size={winners[0]}, or a function of the batch where it varies, "
-            "batch_size=lambda batch: ..., or name the leaves without samples in static="
-        )
-    return winners[0]
+def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
+    """Return the number of samples, and the name of the leaf that tells it."""
+    if isinstance(batch, (list, tuple)) and not batch:
+        return 0, ""
+    if _is_list_of_samples(batch):
+        return len(batch), ""
+    lists = []
+    for name, node in _outside_lists("", batch, fixed):
+        if is_array(node) and node.ndim > 0:
+            return int(node.shape[0]), name
+        if _is_list_of_samples(node):
+            lists.append((len(node), name))
+    if lists:
+        return lists[0]
+    raise SplitError(
+        f"cannot tell the number of samples: the batch (a {type(batch).__name__}) has no tensor "
+        "with a first dimension outside of lists, and no list of dicts, strings or numbers; give "
+        f"such a one, or the number itself: {_as_options('batch_size=lambda batch: ...')}"
+    )
 
 
-def _listed(ballot: _Ballot, sizes: Iterable[int]) -> str:
-    def speakers(size: int) -> str:
-        names = [name or "the batch itself" for name in ballot[size]]
-        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-    return " and ".join(f"{size} ({speakers(size)})" for size in sizes)
+def _as_options(hint: str) -> str:
+    """Return how `split` and how `WholeBatch` take an option about the batch."""
+    return f"{hint} (in WholeBatch: micro_batch=wb.samples(8, {hint}))"
 
 
-def _vote(name: str, node: Any, ballot: _Ballot, fixed: frozenset[str]) -> None:
-    """Record each leaf of `node` under the number of samples that it votes for."""
+def _outside_lists(name: str, node: Any, fixed: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves, lists and tuples of a batch, without what is in a list or tuple.
+
+    The batch itself may be a list or tuple of its parts, as DataLoader yields it.
+    """
     if name in fixed:
         return
     _refuse_unsplittable(name, node)
-    if is_array(node):
-        if node.ndim > 0:
-            ballot.setdefault(int(node.shape[0]), []).append(name)
-    elif not _reaches_into(fixed, name) and (
-        _may_be_samples(node) if name else _root_may_be_samples(node)
-    ):
-        for key, value in children(node) or ():
-            _vote(join(name, key), value, {}, fixed)  # Only to refuse leaves that cannot be split.
-        for size in {len(node), *_spoken_for(node)}:
-            ballot.setdefault(size, []).append(name)
-    else:
-        for key, value in children(node) or ():
-            _vote(join(name, key), value, ballot, fixed)
+    inner = children(node)
+    if inner is None or (name and isinstance(node, (list, tuple)) and not is_record(node)):
+        yield name, node
+        return
+    for key, value in inner:
+        yield from _outside_lists(join(name, key), value, fixed)
 
 
-def _spoken_for(node: Any) -> list[int]:
-    """Return the batch dimension that most items of a list share, if there is one."""
-    spoken: Counter[int] = Counter()
-    for item in node:
-        sizes = set(_first_dims(item))
-        if not sizes and isinstance(item, list) and item and isinstance(item[0], str):
-            sizes = {len(item)}  # Texts and their pairs: [["a", "b", "c"], ["d", "e", "f"]].
-        if len(sizes) == 1:
-            spoken[sizes.pop()] += 1
-    return [size for size, count in spoken.items() if 2 * count > len(node)]
+def _is_list_of_samples(node: Any) -> bool:
+    """True for a list of strings, numbers, lists of numbers, or records with the same names."""
+    if not isinstance(node, (list, tuple)) or is_record(node) or _is_tuple_of_numbers(node):
+        return False
+    items = [item for item in node if item is not None]
+    if items and all(map(is_record, items)):
+        names = [name for name, _ in children(items[0]) or ()]
+        return all([name for name, _ in children(item) or ()] == names for item in items)
+    return bool(items) and all(
+        isinstance(item, (str, bytes, Number))
+        or (isinstance(item, list) and all(isinstance(number, Number) for number in item))
+        for item in items
+    )
 
 
-def _first_dims(node: Any) -> Iterator[int]:
+def _is_tuple_of_numbers(node: Any) -> bool:
+    """True for (224, 224), which is a size, and not one number for each of two samples."""
+    return isinstance(node, tuple) and all(isinstance(item, Number) for item in node)
+
+
+def _has_one_item_per_sample(name: str, node: Any, size: int) -> bool:
+    """True if the container `node` is a list of samples, which is not taken apart further."""
+    if not isinstance(node, (list, tuple)) or is_record(node) or _is_tuple_of_numbers(node):
+        return False
+    if len(node) != size:
+        return False
+    first = next((item for item in node if item is not None), None)
+    if size == 1 or is_record(first) or set(_rows_within(node)) != {size}:
+        return True
+    if isinstance(node, tuple) or not name:
+        return False
+    raise SplitError(
+        f"the list {name!r} has {size} items, and each has a first dimension of {size}: they could "
+        "be samples or parts of the batch. Make it a tuple if they are parts, or a list of dicts "
+        "if they are samples"
+    )
+
+
+def _rows_within(node: Any) -> Iterator[int]:
+    """Yield the first dimension of each tensor in a container."""
     if is_array(node):
         if node.ndim > 0:
             yield int(node.shape[0])
+    elif not isinstance(node, (str, Number)):
+        for _, value in children(node) or ():
+            yield from _rows_within(value)
+
+
+def _judged(leaf: Leaf, size: int) -> Leaf:
+    """Return the leaf, marked if it has one row or item for each sample."""
+    value = leaf.value
+    _refuse_unsplittable(leaf.name, value)
+    if is_array(value):
+        return Leaf(leaf.name, value, bool(value.ndim > 0 and value.shape[0] == size))
+    return Leaf(leaf.name, value, isinstance(value, (list, tuple)))
+
+
+def _refuse_other_rows(leaf: Leaf, size: int, source: str) -> None:
+    """Refuse a tensor with another number of rows; one row is shared by all samples."""
+    if size == 1 or not is_array(leaf.value) or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
         return
-    for _, value in children(node) or ():
-        yield from _first_dims(value)
+    given = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
+    raise SplitError(
+        f"{given}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs one "
+        "row for each sample. If it holds no samples, say so: "
+        + _as_options(f"static={leaf.name!r}")
+    )
+
+
+def _described(leaf: Leaf) -> str:
+    if is_array(leaf.value):
+        return f"{leaf.name!r} {tuple(leaf.value.shape)}"
+    return f"{leaf.name!r} (a {type(leaf.value).__name__})"
 
 
 def _refuse_unsplittable(name: str, value: Any) -> None:
@@ -496,73 +509,3 @@ def _refuse_unsplittable(name: str, value: Any) -> None:
             f"{what} has the layout {value.layout}, whose rows cannot be selected: convert it "
             "with .to_sparse_coo() or .to_dense()"
         )
-
-
-# --- lists: samples, or parts of the batch ---------------------------------------------------
-
-
-def _has_samples(value: Any, size: int) -> bool:
-    if is_array(value):
-        return bool(value.ndim > 0 and value.shape[0] == size)
-    return isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence)
-
-
-def _is_samples(name: str, node: Any, size: int) -> bool:
-    """True if the container `node` is a list of samples, which is not taken apart further."""
-    if not _may_be_samples(node) or len(node) != size:
-        return False
-    if size == 1 or any(first_dim != size for first_dim in _first_dims(node)):
-        return True
-    if not any(True for _ in _first_dims(node)):
-        return True
-    # Both readings fit from here on.
-    if isinstance(node, tuple):
-        return False
-    if is_record(node[0]):
-        return True
-    if not name:
-        return False
-    raise SplitError(
-        f"the list {name!r} has {size} items, and each has a first dimension of {size}: they could "
-        "be samples or parts of the batch. Make it a tuple if they are parts, or a list of dicts "
-        "if they are samples"
-    )
-
-
-def _may_be_samples(node: Any) -> bool:
-    """True if `node` is a list or tuple with items of one kind, as samples are."""
-    if is_record(node) or not isinstance(node, (list, tuple)):
-        return False
-    items = [item for item in node if item is not None]
-    if not items or any(not _alike(items[0], item) for item in items[1:]):
-        return False
-    # (224, 224) is a size; [3, 7] are two labels.
-    return isinstance(node, list) or not _only_numbers(node)
-
-
-def _root_may_be_samples(node: Any) -> bool:
-    if not _may_be_samples(node):
-        return False
-    first = next(item for item in node if item is not None)
-    if is_array(first):
-        lengths = set(_first_dims(node))
-        return len(node) >= _MANY and (first.ndim >= 3 or len(lengths) > 1)
-    if isinstance(first, (list, tuple)) and not is_record(first):
-        return len(node) >= _MANY or not any(True for _ in _first_dims(node))
-    return True
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if is_array(a) and is_array(b):
-        return bool(a.dtype == b.dtype and a.ndim == b.ndim)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys()
-    if isinstance(a, tuple) and isinstance(b, tuple) and not (is_record(a) or is_record(b)):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return type(a) is type(b) or (isinstance(a, Number) and isinstance(b, Number))
-
-
-def _only_numbers(node: Any) -> bool:
-    if isinstance(node, (list, tuple)):
-        return all(map(_only_numbers, node))
-    return node is None or isinstance(node, Number)

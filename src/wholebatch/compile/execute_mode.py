@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 import torch.distributed as dist
 
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
 
 _LOG = logging.getLogger("wholebatch.compile")
 _TRACE_AFTER = 3.0
@@ -184,7 +184,10 @@ Execute: TypeAlias = Literal["auto", "eager", "compile", "graph"]
 
 
 def check_execute(execute: object, device: torch.device) -> Execute:
-    """Return the option, or raise an OptionError that says what is allowed."""
+    """Return how micro-steps run here; raise an error that says what is allowed.
+
+    "auto" is eager code where torch is too old for graphs.
+    """
     if execute not in get_args(Execute):
         allowed = ", ".join(repr(mode) for mode in get_args(Execute))
         raise OptionError(f"execute={execute!r}: must be one of {allowed}")
@@ -193,7 +196,14 @@ def check_execute(execute: object, device: torch.device) -> Execute:
             f"execute='graph' on device {device.type!r}: CUDA graphs need a CUDA device; use "
             "'compile', or leave it at 'auto'"
         )
-    return execute  # type: ignore[return-value]
+    if execute == "eager" or hasattr(torch.nn.Parameter, "grad_dtype"):  # since torch 2.11
+        return execute  # type: ignore[return-value]
+    if execute == "auto":
+        return "eager"
+    raise UnsupportedError(
+        f"execute={execute!r} with torch {torch.__version__}: compiled and recorded graphs need "
+        'torch 2.11 or newer; use execute="eager", or "auto"'
+    )
 
 
 @dataclass

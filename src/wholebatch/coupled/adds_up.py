@@ -20,7 +20,9 @@ forwards meet stay in step:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ from wholebatch.coupled.causes import (
     gradient_cause,
     layers_that_couple,
     loss_cause,
+    not_tested,
     outside_norm,
 )
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
@@ -93,6 +96,7 @@ def check_adds_up(
     names_layers: bool = True,
     name: str = "the loss function",
     micro_sizes: Collection[int] = (),
+    batch: Layout | None = None,
 ) -> AdditivityResult:
     """Compare the samples of `layout` with their two parts.
 
@@ -105,7 +109,7 @@ def check_adds_up(
     under `torch.no_grad()`. `names_layers=False` makes no run beside the four: a forward that meets
     other ranks must run equally often on all of them. Neighbours that belong together (pairs) may
     be coupled if the micro-batches hold them whole: `micro_sizes` are the numbers of samples of all
-    micro-batches but the last.
+    micro-batches of `batch` but the last.
 
     `model` holds all modules that are trained. It is left as found: parameters, gradients, buffers,
     attributes and random generators.
@@ -113,20 +117,32 @@ def check_adds_up(
     if layout is None or layout.size < 2:
         return AdditivityResult(conclusive=False)
     count = min(layout.size, SAMPLES) if gradients else layout.size
-    made: dict[str, Any] = {"outputs": outputs, "name": name}
+
+    def samples_of(layout: Layout, count: int, graph: bool) -> FirstSamples:
+        return FirstSamples(model, run, layout, count, graph=graph, outputs=outputs, name=name)
+
     try:
+        # Without a graph, a function that takes gradients itself cannot run.
         for graph in (True,) if gradients else (False, True):
-            samples = FirstSamples(model, run, layout, count, graph=graph, **made)
+            problem: Exception | None = None
+            result = AdditivityResult()
+            samples = samples_of(layout, count, graph)
             try:
                 with samples.testing():
-                    return _Test(samples, names_layers, micro_sizes).result()
-            except torch.OutOfMemoryError:
+                    result = _Test(samples, names_layers).result()
+                break
+            except (torch.OutOfMemoryError, Uncheckable):
                 raise
-            except RuntimeError:
-                # Without a graph, a function that takes gradients itself cannot run.
-                if graph:
-                    raise
-        raise AssertionError
+            except Exception as error:
+                problem = error
+        couples = any(found.kind in ("loss", "probe", "untested") for found in result.findings)
+        if names_layers and (couples or problem is not None):
+            groups = samples_of(layout if batch is None else batch, 0, graph=False)
+            if _adds_up_in_groups(groups, math.gcd(*micro_sizes)):
+                return AdditivityResult()
+        if problem is not None:
+            raise problem
+        return result
     except Uncheckable as reason:
         _log.debug("the loss was not tested: %s", reason)
         return AdditivityResult()
@@ -136,14 +152,37 @@ def check_adds_up(
             torch.cuda.empty_cache()
 
 
+def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
+    """True if neighbouring samples belong together (pairs), and whole groups of them add up.
+
+    Micro-batches that hold groups whole are exact then: `micro` divides their numbers of samples.
+    As many samples as two of them run, or all if it is 0. The order of the samples must matter:
+    else nothing tells which belong together, and a cut between groups may add up by chance (the
+    mean of the hardest half of the samples).
+    """
+    samples.count = min(2 * micro or samples.layout.size, samples.layout.size)
+    within = math.gcd(micro, samples.count)
+    try:
+        with samples.testing():
+            whole = samples.whole()
+            for size in range(2, samples.count // 2 + 1):
+                cuts = range(size, samples.count, size)
+                if within % size or not samples.draws.held or not whole.is_finite:
+                    continue
+                with suppress(RuntimeError, ValueError):  # A group has more samples.
+                    ends = ((samples.part(0, c), samples.part(c, samples.count)) for c in cuts[:4])
+                    if all(samples.tolerance.adds_up(whole, parts) for parts in ends):
+                        return not samples.tolerance.adds_up(whole, [samples.rotated()])
+    except (RuntimeError, ValueError) as problem:
+        _log.debug("groups of samples could not be run: %r", problem)
+    return False
+
+
 class _Test:
     """Four runs of some samples, and the causes where they do not add up."""
 
-    def __init__(
-        self, samples: FirstSamples, names_layers: bool, micro_sizes: Collection[int]
-    ) -> None:
+    def __init__(self, samples: FirstSamples, names_layers: bool) -> None:
         self._samples, self._names_layers = samples, names_layers
-        self._micro_sizes = micro_sizes
         self._tolerance = samples.tolerance
 
     def result(self) -> AdditivityResult:
@@ -158,9 +197,7 @@ class _Test:
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
-            _log.debug("a part of %s samples could not be run: %r", samples.count, problem)
-            found = self._layers() or self._compared_in_halves(whole) if self._names_layers else ()
-            return AdditivityResult(found, conclusive=False)
+            return self._not_in_parts(whole, f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
             runs = (whole, first, second, again)
@@ -179,8 +216,7 @@ class _Test:
         if not samples.draws.held or not whole.drew_alike(parts):
             return self._without_random_numbers()
         if not all(part.is_finite for part in parts):  # a deviation of one sample
-            compared = self._compared_in_halves(whole) if self._names_layers else ()
-            return AdditivityResult(compared, conclusive=False)
+            return self._not_in_parts(whole, "is not finite for a part of them")
         if not self._tolerance.adds_up(whole, parts):
             return AdditivityResult(self._causes(whole, first, again))
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
@@ -199,26 +235,16 @@ class _Test:
             return (found,)
         if not self._names_layers:
             return (found,)
-        if self._has_groups(whole):
-            return ()
         return self._layers() or (found,)
 
-    def _has_groups(self, whole: SampleRun) -> bool:
-        """True if neighbouring samples belong together (pairs), and groups of them add up.
-
-        Micro-batches that hold groups whole are exact then. Several cuts must add up: one may have
-        the same share of labels on both sides.
-        """
-        samples = self._samples
-        for size in (2, 4, 8):
-            if any(number % size for number in self._micro_sizes):
-                return False  # A micro-batch cuts such groups, and larger ones.
-            cuts = range(size, samples.count, size)
-            if samples.count % size == 0 and len(cuts) > 1:
-                ends = [(samples.part(0, c), samples.part(c, samples.count)) for c in cuts[:4]]
-                if all(self._tolerance.adds_up(whole, parts) for parts in ends):
-                    return True
-        return False
+    def _not_in_parts(self, whole: SampleRun, why: str) -> AdditivityResult:
+        """Refuse a loss that has no value for uneven parts: it may not add up."""
+        found: tuple[AuditFinding, ...] = ()
+        if self._names_layers:
+            with suppress(RuntimeError, ValueError):
+                found = self._layers()
+            found = found or self._compared_in_halves(whole)
+        return AdditivityResult(found or (not_tested(self._samples, why),))
 
     def _compared_in_halves(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
         """Return why two halves do not add up, where uneven parts give no number."""

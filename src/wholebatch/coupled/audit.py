@@ -130,7 +130,7 @@ def audit(
         result = check_adds_up(model, run, layout, outputs=forward is None, name=name)
     except LossError:  # not a loss: outputs
         result = check_adds_up(model, run, layout, outputs=True, name=name)
-    found = result.findings
+    found = tuple(one for one in result.findings if one.kind != "untested")
     if layers:  # Then nothing adds up: that is no news.
         found = (*layers, *(f for f in found if f.kind in ("state", "outside")))
     return Audit((*findings, *found), probed=True)
@@ -199,7 +199,7 @@ _PACKED = (
 _TRIMMED = (
     "without it: what was trimmed counts. Mark targets that do not count with -100, sum the loss "
     "over the others and give their number as units; let the model leave out what the mask hides. "
-    "trim={'name': ()} keeps a leaf whole, and micro_batch= a number of samples trims nothing"
+    "micro_batch= a number of samples trims nothing"
 )
 
 
@@ -217,7 +217,7 @@ def check_padding(
     they were.
     """
     if by.pack:
-        ones, together = alone(layout, by, lengths_of(layout, by)[0], _SEQUENCES)
+        ones, together = alone(layout, lengths_of(layout, by)[0], _SEQUENCES)
         given, why = "each by itself", _PACKED
     else:
         pair = without_padding(layout, by, _SEQUENCES)

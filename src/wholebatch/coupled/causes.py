@@ -25,6 +25,10 @@ _COUPLES = (
     "capacity, a path): what the loss does so belongs into wb.Coupled(encode, loss), which sees "
     "the whole batch. Or it is a mean over other units than those given"
 )
+_GROUPS = (
+    "If each k neighbouring samples belong together (pairs, groups), take micro-batches of a "
+    "multiple of k samples (a trainer that gives micro-batches: of at least 2 * k)"
+)
 _LAYER = (
     "output for one sample moved when another sample changed, for a reason its type does not tell: "
     "no micro-batch can give it the whole batch. If it calls F.batch_norm, make that an "
@@ -60,6 +64,16 @@ def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
         "the list), or put that one into evaluation mode (a teacher: teacher.eval())"
     )
     return AuditFinding(where, name, "loss", text)
+
+
+def not_tested(samples: FirstSamples, why: str) -> AuditFinding:
+    """Return the finding of a loss that has no value for parts of the samples."""
+    text = (
+        f"it has a value for {samples.count} samples, but {why}, so that nothing tells whether "
+        "micro-batches add up. A loss that needs several samples at once compares them: give "
+        f"wb.Coupled(encode, loss). {_GROUPS}"
+    )
+    return AuditFinding(_LOSS, samples.name, "untested", text)
 
 
 def loss_cause(
@@ -116,7 +130,7 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
     gap = abs(mean - apart) / max(abs(mean), abs(apart), 1e-300)
     text = (
         f"the loss of some samples is {mean:.6g}, of the same in two parts {apart:.6g} (relative "
-        f"difference {gap:.0e}). {_COUPLES}"
+        f"difference {gap:.0e}). {_COUPLES}. {_GROUPS}"
     )
     if all(run.units for run in runs):
         parts = [half.total / half.units for half in (first, second)]

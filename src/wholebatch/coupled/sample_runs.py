@@ -121,8 +121,10 @@ class FirstSamples:
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self.count, self.graph, self.name = count, graph, name
-        # Uneven parts: two equal ones may have equally many labels, and then any mean adds up.
-        self.cut = max(1, 3 * count // 8)
+        # Uneven parts: two equal ones may have equally many labels, and then any mean adds up. Not
+        # two even numbers: means of the hardest half of each may be that of the whole by chance.
+        cut = max(1, 3 * count // 8)
+        self.cut = cut + (cut % 2 == 0 and count % 2 == 0)
         self.reads_outputs = outputs
         named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
         self.parameters = [(n, p) for n, p in named if p.requires_grad]
@@ -194,19 +196,23 @@ class FirstSamples:
         """
         self.restore()
         prepare()
-        rows, backward = range(start, stop), backward and self.graph
+        backward = backward and self.graph
         held = self.draws.serving(to_the_end=backward)
         with nullcontext() if self._draws_nothing else held:
-            return self._run(rows, start, backward=backward, scale=scale)
+            return self._run(range(start, stop), backward=backward, scale=scale)
 
-    def _run(
-        self, rows: Sequence[int], start: int = 0, *, backward: bool = False, scale: float = 1.0
-    ) -> SampleRun:
+    def rotated(self) -> SampleRun:
+        """Run all samples with the first one last."""
+        self.restore()
+        with nullcontext() if self._draws_nothing else self.draws.serving(to_the_end=False):
+            return self._run([*range(1, self.count), 0])
+
+    def _run(self, rows: Sequence[int], *, backward: bool = False, scale: float = 1.0) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
         batch = self.layout.take(list(rows))
         with torch.set_grad_enabled(self.graph):
             result = self.run(batch)
-            made = _output_terms(result, start) if self.reads_outputs else _loss_terms(result)
+            made = _output_terms(result, rows) if self.reads_outputs else _loss_terms(result)
         del result
         terms = {name: term for name, (term, _) in made.items()}
         if not self._seeds:
@@ -231,14 +237,19 @@ class FirstSamples:
         return made
 
 
-def _output_terms(result: Any, start: int) -> dict[str, tuple[SampledTerm, Tensor]]:
-    """Return tensors with a row for each sample as sums in which no two rows count alike."""
+def _output_terms(result: Any, of: Sequence[int]) -> dict[str, tuple[SampledTerm, Tensor]]:
+    """Return tensors with a row for each sample as sums in which no two rows count alike.
+
+    `of` are the numbers of the samples: they give a sample's row the same weight in every run.
+    """
     terms = {}
     for leaf in flatten(result)[0]:
         rows = leaf.value
         if not (isinstance(rows, Tensor) and rows.dim() and rows.is_floating_point()):
             continue
-        places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype) + start
+        places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype) + of[0]
+        if len(rows) == len(of):
+            places = torch.tensor(of, device=rows.device, dtype=rows.dtype)
         weighted = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
         columns = torch.arange(weighted.shape[1], device=rows.device)
         signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)

@@ -16,22 +16,23 @@ for batch in loader:
         optimizer.zero_grad()
 ```
 
-`backward(total, units=...)` takes a sum, as everywhere in wholebatch.
+`backward(total, units=...)` takes a sum, as everywhere in wholebatch. `windows.run(loss, batch)`
+takes the loss function instead, and runs the micro-batch as one graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from wholebatch.compile import Execute
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.handed_over import HandedOver, refuse_shared_batches
 from wholebatch.optional_packages import require
 from wholebatch.window.close import Policy
-from wholebatch.window.window import Step
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
 
@@ -76,6 +77,8 @@ class AccelerateAccumulator(HandedOver):
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
         nonfinite: Policy = "raise",
@@ -89,19 +92,20 @@ class AccelerateAccumulator(HandedOver):
             _torch_optimizers(optimizer),
             steps=accelerator.gradient_accumulation_steps,
             scaled_by=accelerator,
+            execute=execute,
+            precision=precision,
             batchnorm=batchnorm,
             zero_units=zero_units,
             nonfinite=nonfinite,
             audit=audit,
         )
 
-    def backward(self, *args: Any, last: bool | None = None, **kwargs: Any) -> Step | None:
-        """Make the backward of one micro-batch's loss: its sum, or its mean, over `units`."""
-        accelerator = self._accelerator
+    def _last_of(self, last: bool | None) -> bool | None:
+        """Return what Accelerate says: it synchronises in the last micro-batch of a window."""
         self._refuse_loop_without_accumulate()
         if self._window.open is None:
-            self.steps = accelerator.gradient_accumulation_steps
-        return super().backward(*args, last=accelerator.sync_gradients, **kwargs)
+            self.steps = self._accelerator.gradient_accumulation_steps
+        return bool(self._accelerator.sync_gradients)
 
     def _refuse_loop_without_accumulate(self) -> None:
         """Refuse windows of one micro-batch because nobody counts the micro-batches."""

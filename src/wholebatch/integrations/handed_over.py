@@ -54,7 +54,8 @@ class LibraryScale(LossScale):
 class HandedOver(Accumulator):
     """An Accumulator that leaves the whole gradient to the library's own step.
 
-    `scaled_by` has the library's GradScaler as its attribute `scaler`, if there is one.
+    `scaled_by` has the library's GradScaler as its attribute `scaler`, if there is one. `options`
+    are those of `Accumulator`.
     """
 
     by = "the loop until the window is complete"
@@ -70,10 +71,9 @@ class HandedOver(Accumulator):
         *,
         steps: int,
         scaled_by: object,
-        batchnorm: Any,
         zero_units: Policy,
         nonfinite: Policy,
-        audit: bool,
+        **options: Any,
     ) -> None:
         scaler: Any = None
         if getattr(scaled_by, "scaler", None) is not None:
@@ -82,9 +82,8 @@ class HandedOver(Accumulator):
             model,
             optimizers if len(optimizers) > 1 else optimizers[0],
             steps=steps,
-            batchnorm=batchnorm,
-            audit=audit,
             close=Close(nonfinite=nonfinite, zero_units=zero_units, scaler=scaler),
+            **options,
         )
         self._is_whole = False
         self._is_completed = False  # a window was closed, and no step was made from it
@@ -106,10 +105,10 @@ class HandedOver(Accumulator):
     def _in_parts(self) -> bool:
         return not self._is_whole or self._window.sync.ranks > 1
 
-    def backward(self, *args: Any, last: bool | None = None, **kwargs: Any) -> Step | None:
-        """Make the backward of one micro-batch's loss; the `last` one closes the window."""
-        self._is_whole = bool(last) and self._places == 0
-        return super().backward(*args, last=last, **kwargs)
+    def _begin_backward(self, last: bool | None) -> bool:
+        is_last = super()._begin_backward(last)
+        self._is_whole = is_last and self._places == 0
+        return is_last
 
     def _close_window(self, **how: Any) -> Step:
         """Close the window, and leave its gradient in `.grad` (DeepSpeed's engine steps)."""

@@ -8,7 +8,8 @@ trainer = Trainer(
 )
 ```
 
-In a loop over Fabric, `FabricAccumulator.backward` takes the place of `fabric.backward`.
+In a loop over Fabric, `FabricAccumulator.backward` takes the place of `fabric.backward`;
+`FabricAccumulator.run` takes the loss function, and runs the micro-batch as one graph.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -29,7 +30,6 @@ from wholebatch.errors import LossError, OptionError, StateError, UnsupportedErr
 from wholebatch.integrations.handed_over import HandedOver
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
-from wholebatch.stream import AddedLoss
 from wholebatch.window.close import CloseOptions, Policy
 from wholebatch.window.forward_state import attributes_restored, replaced_attributes
 from wholebatch.window.window import Step
@@ -96,6 +96,8 @@ class FabricAccumulator(HandedOver):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        execute: Execute = "auto",
+        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         zero_units: Policy = "raise",
         nonfinite: Policy = "raise",
@@ -115,31 +117,35 @@ class FabricAccumulator(HandedOver):
             [inner],
             steps=2,  # more than one: backward(last=) says how many
             scaled_by=fabric.strategy.precision,
+            execute=execute,
+            precision=precision,
             batchnorm=batchnorm,
             zero_units=zero_units,
             nonfinite=nonfinite,
             audit=audit,
         )
 
-    def backward(self, *args: Any, last: bool | None = None, **kwargs: Any) -> Step | None:
+    def backward(self, *args: Any, **options: Any) -> Step | None:
         """Make the backward of one micro-batch's loss; `last=True` completes the window."""
+        with _in_fabric_backward():
+            return super().backward(*args, **options)
+
+    def run(self, *args: Any, **options: Any) -> Step | None:
+        """Run one micro-batch by its loss function; `last=True` completes the window."""
+        with _in_fabric_backward():
+            return super().run(*args, **options)
+
+    def _last_of(self, last: bool | None) -> bool | None:
         if last is None:
             raise OptionError(
-                "backward() without last=: say last=True for the last micro-batch of a window, "
-                "after which the loop steps, and last=False for the others"
+                "backward() or run() without last=: say last=True for the last micro-batch of a "
+                "window, after which the loop steps, and last=False for the others"
             )
-        with _in_fabric_backward():
-            return super().backward(*args, last=last, **kwargs)
+        return last
 
     @property
     def _planned_steps(self) -> int:
         return 0  # not known before the window's end
-
-    @contextmanager
-    def micro_step(self, modules: nn.Module) -> Iterator[None]:
-        """Return the context of a compiled function's micro-step; see `Stream`."""
-        with _in_fabric_backward(), super().micro_step(modules):
-            yield
 
 
 def _in_fabric_backward() -> AbstractContextManager[None]:
@@ -184,8 +190,10 @@ class ExactAccumulation(Callback):
                 'returns {"loss": ..., "units": ...}'
             )
         CloseOptions(nonfinite=nonfinite, zero_units=zero_units).check(())
-        self._units, self._execute, self._precision = units, execute, precision
+        self._units = units
         self._options = {
+            "execute": execute,
+            "precision": precision,
             "batchnorm": batchnorm,
             "zero_units": zero_units,
             "nonfinite": nonfinite,
@@ -206,8 +214,7 @@ class ExactAccumulation(Callback):
         _check(trainer, pl_module)
         self._windows = TrainerAccumulator(trainer, **self._options)
         self._windows._window.updates = self._saved_updates
-        windows, how = self._windows, (self._execute, self._precision)
-        step = TrainingStep(trainer, pl_module, windows, self._units_of, *how, host=self)
+        step = TrainingStep(trainer, pl_module, self._windows, self._units_of, host=self)
         self._step = step
         self._replaced.enter_context(
             replaced_attributes(
@@ -286,7 +293,6 @@ class TrainerAccumulator(HandedOver):
         scaled_by = trainer.precision_plugin
         steps = max(trainer.accumulate_grad_batches, 2)  # more than one: backward(last=) says which
         super().__init__(model, trainer.optimizers, steps=steps, scaled_by=scaled_by, **options)
-        self.audit = bool(options["audit"])
 
     @property
     def is_open(self) -> bool:
@@ -306,8 +312,6 @@ class TrainingStep:
         module: LightningModule,
         windows: TrainerAccumulator,
         units_of: Callable[[Any, Any], Units],
-        execute: Execute,
-        precision: str | None,
         *,
         host: object,
     ) -> None:
@@ -315,16 +319,16 @@ class TrainingStep:
         self._units_of, self._host = units_of, host
         self._inner, self._clear = module.training_step, module.optimizer_zero_grad
         self._inner_step = module.optimizer_step
-        self._compiled = CompiledStep(module, windows, units_of, execute, precision)
+        self._compiled = CompiledStep(module, windows, units_of)
         sync = windows._window.sync
         self._test = AdditivityTest(
             module,
             sync,
-            enabled=windows.audit and not self._compiled.runs,  # a compiled step tests itself
+            enabled=windows._audits and not self._compiled.runs,  # `run` tests by itself
             shares_forwards=sync.grows_own_graph or sync.counts_must_agree,
             off="ExactAccumulation(..., audit=False)",
         )
-        self._given: tuple[Tensor, Units] | AddedLoss | None = None
+        self._given: tuple[Tensor, Units] | None = None
         self._is_last = False
 
         @functools.wraps(self._inner)  # Lightning reads its signature
@@ -346,8 +350,7 @@ class TrainingStep:
             if not windows.is_open:
                 for optimizer in trainer.optimizers:  # Lightning would do it too late
                     self._clear(trainer.current_epoch, trainer.global_step, optimizer)
-            output, self._given = self._compiled(args, kwargs)
-            return output
+            return self._compiled(args, kwargs, last=self._is_last)
         output = self._inner(*args, **kwargs)
         if output is None and ranks > 1:
             raise LossError(
@@ -378,12 +381,13 @@ class TrainingStep:
             self._windows.discard()  # what BatchNorm policies have recorded of the runs
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the backward of the loss that training_step returned, as the window weighs it."""
-        given, self._given = self._given, None
-        if isinstance(given, AddedLoss):
-            self._windows.backward(given, last=self._is_last)
-        elif given is not None:
-            mean, units = given
+        """Make the backward of the loss that training_step returned, as the window weighs it.
+
+        A compiled step has made it.
+        """
+        if self._given is not None:
+            mean, units = self._given
+            self._given = None
             self._windows.backward(mean=mean, units=units, last=self._is_last)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -408,39 +412,40 @@ class CompiledStep:
         module: LightningModule,
         windows: TrainerAccumulator,
         units_of: Callable[[Any, Any], Units],
-        execute: Execute,
-        precision: str | None,
     ) -> None:
         self._module, self._windows, self._units_of = module, windows, units_of
         self._step: Callable[..., Any] = module.training_step
+        self._name: str | None = None  # of the batch, if it is given by its name
         self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        self._loss = windows.compiled(self._run, execute, self._step, precision)
-        plain = self._loss.executor.is_eager and precision is None
+        windows._checks.stop()  # The whole training_step is tested.
+        self.executor = windows._prepare(self._run, reads=self._step).executor
+        is_fp8 = windows._precision.name == "fp8"
         ranks = windows._window.sync.ranks
-        self.runs = ranks == 1 and not plain
+        self.runs = ranks == 1 and (is_fp8 or not self.executor.is_eager)
         """True if training_step runs this way: in one process, where graphs may pay."""
-        if precision is not None and not self.runs:
+        if is_fp8 and not self.runs:
             raise UnsupportedError(
-                f"ExactAccumulation(precision={precision!r}) on {ranks} ranks: Lightning "
-                "runs training_step itself there; use its own precision, or one process"
+                f"ExactAccumulation(precision='fp8') on {ranks} ranks: Lightning runs "
+                "training_step itself there; use its own precision, or one process"
             )
 
-    def __call__(self, args: Any, kwargs: Any) -> tuple[Any, AddedLoss | None]:
-        """Run training_step; return its output, and its loss, whose gradient is in the window."""
+    def __call__(self, args: Any, kwargs: Any, *, last: bool) -> Any:
+        """Run training_step; return its output. Its gradient is in the window then."""
         name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
         self._rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
-        self._ran, self._batch = False, batch
+        self._ran, self._batch, self._name = False, batch, name
         try:
-            added = self._loss(batch, name)
+            self._windows.run(self._run, batch, last=last)
         except _NoLoss as skipped:
-            return skipped.output, None
+            return skipped.output
         finally:
             self._batch = None
-        extras = dict(added.extras)
+        assert self._windows.last_loss is not None
+        extras = dict(self._windows.last_loss.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
                 value = extras.pop(place)
@@ -450,9 +455,9 @@ class CompiledStep:
         others = (
             self._output if self._ran else {k.removeprefix("output "): extras[k] for k in extras}
         )
-        return {**others, "loss": mean}, added
+        return {**others, "loss": mean}
 
-    def _run(self, batch: Any, name: str | None) -> Loss:
+    def _run(self, batch: Any) -> Loss:
         """Run training_step on a batch, and return its loss with everything that it logs."""
         is_traced = bool(torch._C._len_torch_dispatch_stack())
         is_step = batch is self._batch and not is_traced  # neither a graph nor a test of parts
@@ -469,7 +474,7 @@ class CompiledStep:
                 log(key, value, **given)
 
         with replaced_attributes(self._module, log=log, log_dict=log_dict):
-            named = {} if name is None else {name: batch}
+            named = {} if self._name is None else {self._name: batch}
             output = self._step(*(() if named else (batch,)), *rest, **named, **options)
         mean = _mean_in(output)
         if not isinstance(mean, Tensor):

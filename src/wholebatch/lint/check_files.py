@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,11 +55,14 @@ def lint_files(files: Sequence[str], settings: Settings) -> list[Finding]:
     """
     found: list[Finding] = []
     for path in files:
+        gc.disable()  # A syntax tree is needed to the end of its file: there is nothing to collect.
         try:
             found += check_source(read_source(path), settings)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
             found.append(Finding(path, 1, 1, _UNREAD, why, "error"))
+        finally:
+            gc.enable()
     return found
 
 

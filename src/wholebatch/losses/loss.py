@@ -122,7 +122,7 @@ class Loss:
         total: The loss of the micro-batch as a sum, a 0-dim tensor.
         units: What the sum is over: a number of samples or tokens, or a sum of weights. A 0-dim
             tensor on the device is read once per window.
-        extras: Tensors by name that a compiled loss function returns beside the loss, such as an
+        extras: Tensors by name to read in `acc.last_loss.extras` after `acc.run`, such as an
             accuracy. No gradient flows through them.
     """
 

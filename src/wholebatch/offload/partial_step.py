@@ -57,7 +57,7 @@ def refuse_pre_hooks(optimizer: torch.optim.Optimizer, option: str) -> None:
         raise UnsupportedError(
             f"{option} with {found} on {type(optimizer).__name__}: the optimizer steps on a few "
             "parameters at a time, so it would run several times per update; remove it, or leave "
-            'optimizer_state="device"'
+            f"{option} out"
         )
 
 
@@ -81,7 +81,7 @@ def check_per_parameter(optimizer: torch.optim.Optimizer, option: str) -> None:
     raise UnsupportedError(
         f"{option} with {name}: on a small example, steps on one parameter after the other did not "
         f"make the update of one step on all ({why}). Only optimizers that update each parameter "
-        'from its own gradient and state can do that; leave optimizer_state="device"'
+        f"from its own gradient and state can do that; leave {option} out"
     )
 
 

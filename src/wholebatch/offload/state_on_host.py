@@ -53,5 +53,5 @@ class HostStateStore(DeviceStore):
     def check_hand_over(self) -> None:
         raise WindowError(
             f"gradient() with {OPTION}: a step of your own would find the optimizer's state on the "
-            'host; use step(), or optimizer_state="device"'
+            "host; use step(), or leave it out"
         )

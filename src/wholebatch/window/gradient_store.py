@@ -43,15 +43,15 @@ class Store(ABC):
     """True if eager code may add into the gradient buffers of graphs from the start."""
 
     after_failure: str = (
-        "parameters and optimizer state are as before this window; pass nonfinite='skip' to skip "
-        "and count such updates"
+        "parameters and optimizer state are as before this window; pass "
+        "close=wb.Close(nonfinite='skip') to skip and count such updates"
     )
     """The end of the error message for gradients that are not finite."""
 
     stray: str = (
-        "already holds a gradient that this window did not make (one that gradient() has left is "
-        "to be used and cleared), and it would be added in: call optimizer.zero_grad() first, or "
-        "give that loss to the window too (backward(..., more=True))"
+        "already holds a gradient that this window did not make, and it would be added in. If your "
+        "code calls loss.backward(), remove it: the window makes the backward. After gradient(), "
+        "and for a gradient from before the loop, call optimizer.zero_grad()"
     )
     """The end of the error message for gradients that are there before the first backward."""
 

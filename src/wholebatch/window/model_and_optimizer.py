@@ -104,7 +104,8 @@ class Target:
                 raise UnsupportedError(
                     f"{self.name_of(parameter)} has a post-accumulate-grad hook: it fires at every "
                     "micro-batch, before the window's gradient is complete (optimizer-in-backward "
-                    "would step on each slice); remove it. on_gradient= sees the whole gradient"
+                    "would step on each slice); remove it. close=wb.Close(on_gradient=...) gets "
+                    "the whole gradient"
                 )
 
 

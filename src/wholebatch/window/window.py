@@ -51,9 +51,10 @@ from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 from wholebatch.window.tested_windows import is_tested_window
 
 _SECOND_BACKWARD = (
-    "a backward of this window has freed a part of this loss's graph. Losses of one forward: add "
-    "them up, and make one backward of the sum. A state that is carried from one micro-batch into "
-    "the next: detach() it. What all micro-batches use (an encoder's output): compute it in each"
+    "an earlier backward has freed a part of this loss's graph. If the loop calls loss.backward(), "
+    "remove it: the window makes the backward. Several losses of one forward: add them up, and "
+    "make one backward of the sum. A state that is carried from one micro-batch into the next: "
+    "detach() it. What all micro-batches use (an encoder's output): compute it in each"
 )
 _OTHER_UNITS = (
     "two backwards of one micro-batch with different units ({first} and {again}): give all of them "
@@ -63,7 +64,7 @@ _OTHER_UNITS = (
 _CLAMPED = (
     "the loss of a micro-batch is exactly 0 over 1 unit, where another one has %g. If its units "
     "are clamped because nothing in it counts, as in max(count, 1), the window is divided by too "
-    "many: give the count itself (a window without any is zero_units='skip')"
+    "many: give the count itself (close=wb.Close(zero_units='skip') skips a window without any)"
 )
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
@@ -82,6 +83,12 @@ def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[An
             yield node
             seen.add(node)
             stack.extend(successor for successor, _ in node.next_functions)
+
+
+def refuse_freed_graph(error: BaseException) -> None:
+    """Raise a LossError if `error` is torch's of a graph that an earlier backward has freed."""
+    if "through the graph a second time" in str(error):
+        raise LossError(_SECOND_BACKWARD) from error
 
 
 def refuse_reentrant(totals: Iterable[Tensor]) -> None:
@@ -543,8 +550,7 @@ class Window:
             self.store.backward_made()
         except BaseException as error:
             window.broken = True  # some gradients of this micro-batch are in, others are not
-            if "through the graph a second time" in str(error):
-                raise LossError(_SECOND_BACKWARD) from error
+            refuse_freed_graph(error)
             if isinstance(error, RuntimeError) and not sync.grows_own_graph:
                 refuse_reentrant(totals)
             raise
@@ -717,7 +723,7 @@ class Window:
             raise EmptyWindowError(
                 f"all {window.micro_batches} micro-batches of this window have zero units (every "
                 "label is ignored or every weight is zero), so its mean does not exist: filter "
-                "such batches, or pass zero_units='skip' to skip and count them"
+                "such batches, or pass close=wb.Close(zero_units='skip') to skip and count them"
             )
         self.skipped += 1
         return self._report(window, loss=math.nan, units=0.0, grad_norm=0.0, skipped="no units")

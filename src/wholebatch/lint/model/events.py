@@ -21,7 +21,7 @@ from .expressions import dotted, keyword, last_part, positional, text
 
 
 @dataclass(frozen=True, eq=False)
-class Def:
+class Definition:
     """One assignment: the expression, its environment, and the loops around it."""
 
     expr: ast.expr
@@ -30,17 +30,17 @@ class Def:
     node: ast.AST | None = None
 
 
-class Env(dict[str, tuple[Def, ...]]):
+class Env(dict[str, tuple[Definition, ...]]):
     """The possible definitions of each name at one place."""
 
     __slots__ = ("_copy", "changed")
 
-    def __init__(self, names: Mapping[str, tuple[Def, ...]] = MappingProxyType({})) -> None:
+    def __init__(self, names: Mapping[str, tuple[Definition, ...]] = MappingProxyType({})) -> None:
         super().__init__(names)
         self._copy: Env | None = None
         self.changed: set[str] = set()  # Since this state was copied from another.
 
-    def bind(self, name: str, defs: tuple[Def, ...]) -> None:
+    def bind(self, name: str, defs: tuple[Definition, ...]) -> None:
         """Set the definitions of a name. All changes must go through this method."""
         self[name] = defs
         self.changed.add(name)
@@ -132,11 +132,11 @@ class Symbol:
     loops: tuple[Loop, ...]
     kind: str  # "carried": changed by the body; "target": the loop's own; "opaque": a result
     loop: Loop | None = None
-    init: tuple[Def, ...] = ()
+    init: tuple[Definition, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Act:
+class Effect:
     """The effect of one call."""
 
     kind: str
@@ -146,8 +146,8 @@ class Act:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Event(Act):
-    """An act, with its place in the file and its conditions."""
+class Event(Effect):
+    """An effect, with its place in the file and its conditions."""
 
     node: ast.AST
     stmt: ast.stmt
@@ -218,7 +218,7 @@ def holds_sync(context: Context) -> bool:
     return "no_sync" in context.made or "no_backward_sync" in context.made
 
 
-def constructor(definition: Def) -> tuple[str, int | None]:
+def constructor(definition: Definition) -> tuple[str, int | None]:
     """Return a definition's constructor ("" if not a call), and its index in a returned tuple."""
     expr: ast.expr = definition.expr
     index: int | None = None
@@ -278,17 +278,17 @@ def role(receiver: ast.expr, env: Env) -> str:
     return ""
 
 
-def classify(call: ast.Call, env: Env) -> Act | None:
+def classify(call: ast.Call, env: Env) -> Effect | None:
     """Return the effect of a call on a window, or None if it has none that we know."""
     func = call.func
     name = last_part(func)
     if name.removeprefix("dispatch_").startswith("clip_grad"):
         owner = func.value if isinstance(func, ast.Attribute) else None
-        return None if _only_measures(call) else Act("clip", owner, detail=name)
+        return None if _only_measures(call) else Effect("clip", owner, detail=name)
     if name.strip("_") == "optimizer_step":
-        return Act("step", positional(call, 0), detail="xla")
+        return Effect("step", positional(call, 0), detail="xla")
     if name.endswith("_unscale_"):  # torch's own, by hand.
-        return Act("unscale", positional(call, 0))
+        return Effect("unscale", positional(call, 0))
     if isinstance(func, ast.Name):
         return _plain_call(call, func, env)
     if not isinstance(func, ast.Attribute):
@@ -297,37 +297,37 @@ def classify(call: ast.Call, env: Env) -> Act | None:
     if name == "backward":
         return _backward(call, owner, env)
     if name == "manual_backward":
-        return Act("backward", owner, positional(call, 0), "lightning")
+        return Effect("backward", owner, positional(call, 0), "lightning")
     if name == "training_step" and dotted(owner) == "self":
-        return Act("backward", owner, None, "trainer")  # transformers' own: it divides.
+        return Effect("backward", owner, None, "trainer")  # transformers' own: it divides.
     if name in _SIMPLE:
-        return Act(_SIMPLE[name], owner, positional(call, 0))
+        return Effect(_SIMPLE[name], owner, positional(call, 0))
     if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):
         return _step(call, owner, env)
     if name == "update" and role(owner, env) == "scaler":
-        return Act("scaler_update", owner)
+        return Effect("scaler_update", owner)
     if MODEL_NAME.match(name):
-        return Act("forward", func)
+        return Effect("forward", func)
     return _native_scaler(call, func)
 
 
-def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Act | None:
+def _plain_call(call: ast.Call, func: ast.Name, env: Env) -> Effect | None:
     native = _native_scaler(call, func)
     if native is not None:
         return native
     if MODEL_NAME.match(func.id) or any(
         made.rpartition(".")[2] in _WRAPPERS for made, _ in constructors(func, env)
     ):
-        return Act("forward", func)
+        return Effect("forward", func)
     return None
 
 
-def _native_scaler(call: ast.Call, func: ast.expr) -> Act | None:
+def _native_scaler(call: ast.Call, func: ast.expr) -> Effect | None:
     # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: a backward, and the step if cond.
     is_scaler = last_part(func).lower().endswith(("loss_scaler", "nativescaler"))
     if not is_scaler or len(call.args) < 2:
         return None
-    return Act("native", func, positional(call, 0), "update_grad")
+    return Effect("native", func, positional(call, 0), "update_grad")
 
 
 def _only_measures(call: ast.Call) -> bool:
@@ -337,7 +337,7 @@ def _only_measures(call: ast.Call) -> bool:
     return limit is not None and (dotted(limit) or "").endswith("inf")
 
 
-def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
+def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Effect | None:
     if keyword(call, "units") is not None or any(
         made.rpartition(".")[2] in _OURS for made, _ in constructors(owner, env)
     ):
@@ -345,36 +345,36 @@ def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
     first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
     if dotted(owner) == "torch.autograd":
-        return Act("backward", None, first, "tensor")
+        return Effect("backward", None, first, "tensor")
     if "accelerator" in owner_name or any(
         made.endswith("Accelerator") for made, _ in constructors(owner, env)
     ):
-        return Act("backward", owner, first, "accelerate")
+        return Effect("backward", owner, first, "accelerate")
     if "fabric" in owner_name:
-        return Act("backward", owner, first, "fabric")
+        return Effect("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
-        return Act("backward", None, owner, "tensor")
+        return Effect("backward", None, owner, "tensor")
     if role(owner, env) == "optimizer" or owner_name in {"booster", "amp", "mp_trainer"}:
-        return Act("backward", owner, first, "wrapper")
+        return Effect("backward", owner, first, "wrapper")
     if role(owner, env) == "engine":
-        return Act("backward", owner, first, "deepspeed")
-    return Act("backward", owner, first, "engine")
+        return Effect("backward", owner, first, "deepspeed")
+    return Effect("backward", owner, first, "engine")
 
 
-def _step(call: ast.Call, owner: ast.expr, env: Env) -> Act | None:
+def _step(call: ast.Call, owner: ast.expr, env: Env) -> Effect | None:
     kind = role(owner, env)
     if kind == "scheduler":
-        return Act("sched", owner)
+        return Effect("sched", owner)
     if kind == "scaler":
-        return Act("step", positional(call, 0), detail="scaler")
+        return Effect("step", positional(call, 0), detail="scaler")
     if kind == "optimizer":
         closure = positional(call, 0) or keyword(call, "closure")
         calls = closure is not None and not _RATE.search(text(closure))
-        return Act("step", owner, detail="closure" if calls else "")
+        return Effect("step", owner, detail="closure" if calls else "")
     # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
     held = next((a for a in call.args if role(a, env) == "optimizer"), None)
     if held is not None:
-        return Act("step", held, detail="wrapper")
+        return Effect("step", held, detail="wrapper")
     if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
-        return Act("engine_step", owner)
+        return Effect("engine_step", owner)
     return None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import Def, Env
+from .events import Definition, Env
 from .expressions import FunctionNode, assigned_names, dotted, keyword, last_part, number, text
 
 # Calls that make a function a part of training: it is walked, or followed from its caller.
@@ -35,7 +35,7 @@ class ClassFacts:
 class Facts:
     """Facts about one file that no single loop shows."""
 
-    tree: ast.Module
+    nodes: list[ast.AST]  # Every node of the tree, in the order of ast.walk.
     source: str
     functions: dict[str, FunctionNode]
     classes: list[ClassFacts]
@@ -69,7 +69,7 @@ class Facts:
     def has_ignored_label(self) -> bool:
         """True if -100 is used other than as `ignore_index=` or in a comparison."""
         asked: set[int] = set()
-        for node in ast.walk(self.tree) if "100" in self.source else ():
+        for node in self.nodes if "-100" in self.source else ():
             if isinstance(node, ast.keyword) and node.arg == "ignore_index":
                 asked.add(id(node.value))
             elif isinstance(node, ast.Compare):
@@ -121,7 +121,8 @@ def gather(tree: ast.Module, source: str) -> Facts:
     owners: list[ast.ClassDef] = []
     uses: dict[FunctionNode, set[str]] = {}
     assigned: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    for node in nodes:
         if isinstance(node, ast.Call):
             calls.append(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -141,7 +142,7 @@ def gather(tree: ast.Module, source: str) -> Facts:
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
     _inherit(classes)
     return Facts(
-        tree=tree,
+        nodes=nodes,
         source=source,
         functions=_functions(tree.body),
         classes=classes,
@@ -160,7 +161,7 @@ def flat_env(nodes: Iterable[ast.AST]) -> Env:
     env = Env()
     assigns = [node for node in nodes if isinstance(node, ast.Assign)]
     for node in sorted(assigns, key=lambda a: a.lineno):
-        env.bind(dotted(node.targets[0]) or "", (Def(node.value, env, ()),))
+        env.bind(dotted(node.targets[0]) or "", (Definition(node.value, env, ()),))
     return env
 
 
@@ -259,5 +260,5 @@ def class_env(facts: ClassFacts, env: Env) -> Env:
     """Return the environment of a method: the module's names and the class's attributes on self."""
     inner = Env(env)
     for name, value in facts.attributes.items():
-        inner.bind(name, (Def(value, env, ()),))
+        inner.bind(name, (Definition(value, env, ()),))
     return inner

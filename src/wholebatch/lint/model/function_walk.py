@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from .events import Act, Context, Def, Env, Event, Guard, Loop, PathItem, classify
+from .events import Context, Definition, Effect, Env, Event, Guard, Loop, PathItem, classify
 from .expressions import (
     FunctionNode,
     assigned_names,
@@ -80,7 +80,7 @@ class Walker:
         self.root = 0
         self._inlines = 0
         self._stack: list[FunctionNode] = []
-        self._returns: list[list[Def]] = []
+        self._returns: list[list[Definition]] = []
         self._stmt: ast.stmt = ast.Pass()
 
     # -- blocks ------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ class Walker:
             return
         self._calls(stmt.value, env, path, scope)
         if self._returns:
-            self._returns[-1].append(Def(stmt.value, env.frozen(), _loops(path), stmt))
+            self._returns[-1].append(Definition(stmt.value, env.frozen(), _loops(path), stmt))
         else:
-            self._emit(Act("return", None, stmt.value), stmt, stmt, env, path)
+            self._emit(Effect("return", None, stmt.value), stmt, stmt, env, path)
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
@@ -199,14 +199,14 @@ class Walker:
         # A setting that another method overwrites is unknown, not the literal of `__init__`.
         for name in frozenset().union(*scope.changed.values()) - loop.carried:
             if all(isinstance(d.expr, ast.Constant) and not d.node for d in env.get(name, ())):
-                env.bind(name, (Def(ast.Name(id=name, ctx=ast.Load()), _EMPTY, ()),))
+                env.bind(name, (Definition(ast.Name(id=name, ctx=ast.Load()), _EMPTY, ()),))
         for name in loop.carried:
             symbol = self.resolver.new_symbol(name, around, "carried", loop, env.get(name, ()))
-            env.bind(name, (Def(symbol, _EMPTY, around),))
+            env.bind(name, (Definition(symbol, _EMPTY, around),))
         if loop.target is not None:
             for name in target_names(loop.target):
                 symbol = self.resolver.new_symbol(name, around, "target", loop)
-                env.bind(name, (Def(symbol, _EMPTY, around),))
+                env.bind(name, (Definition(symbol, _EMPTY, around),))
 
     # -- assignments and calls ---------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class Walker:
             return
         self._calls(stmt.value, env, path, scope)
         if isinstance(stmt, ast.AugAssign):
-            self._emit(Act("augment", stmt.target, stmt.value), stmt, stmt, env, path)
+            self._emit(Effect("augment", stmt.target, stmt.value), stmt, stmt, env, path)
             value = ast.BinOp(_load(stmt.target), stmt.op, stmt.value)
             ast.copy_location(value, stmt)
             value.augmented = True  # type: ignore[attr-defined]  # a statement in the source
@@ -227,16 +227,16 @@ class Walker:
         for target in targets:
             name = dotted(target) or ""
             if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
-                self._emit(Act("zero", target, detail="grad=None"), stmt, stmt, env, path)
+                self._emit(Effect("zero", target, detail="grad=None"), stmt, stmt, env, path)
             self._bind(target, stmt.value, env, path)
-        self._emit(Act("assign", targets[0], stmt.value), stmt, stmt, env, path)
+        self._emit(Effect("assign", targets[0], stmt.value), stmt, stmt, env, path)
 
     def _bind(self, target: ast.expr, value: ast.expr, env: Env, path: _Path) -> None:
         before = env.frozen()
         for name, expr in bind_pairs(target, value):
             if name.endswith("]"):
                 env.drop(f"{name}[")
-            env.bind(name, (Def(expr, before, _loops(path), target),))
+            env.bind(name, (Definition(expr, before, _loops(path), target),))
 
     def _calls(self, expr: ast.expr, env: Env, path: _Path, scope: Scope) -> None:
         """Record the calls of an expression; `step() if last else None` is a condition too."""
@@ -254,33 +254,33 @@ class Walker:
         for call in calls_in(expr):
             helper = self._helper(call, scope)
             if helper is not None and any(word in helper.name for word in _LOGS):
-                self._emit(Act("call", call.func), call, self._stmt, env, path)
+                self._emit(Effect("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
-            act = classify(call, env)
-            if act is None:
-                self._emit(Act("call", call.func), call, self._stmt, env, path)
-            elif act.kind == "native":
-                self._native(call, act, env, path)
+            effect = classify(call, env)
+            if effect is None:
+                self._emit(Effect("call", call.func), call, self._stmt, env, path)
+            elif effect.kind == "native":
+                self._native(call, effect, env, path)
             else:
-                self._emit(act, call, self._stmt, env, path)
+                self._emit(effect, call, self._stmt, env, path)
 
-    def _native(self, call: ast.Call, act: Act, env: Env, path: _Path) -> None:
-        self._emit(Act("backward", None, act.argument, "native"), call, self._stmt, env, path)
+    def _native(self, call: ast.Call, effect: Effect, env: Env, path: _Path) -> None:
+        self._emit(Effect("backward", None, effect.argument, "native"), call, self._stmt, env, path)
         condition = keyword(call, "update_grad") or keyword(call, "need_update")
         if condition is not None:
             path = (*path, Guard(condition, env.frozen(), True))
-        self._emit(Act("step", call.args[1], detail="native"), call, self._stmt, env, path)
+        self._emit(Effect("step", call.args[1], detail="native"), call, self._stmt, env, path)
 
-    def _emit(self, act: Act, node: ast.AST, stmt: ast.stmt, env: Env, path: _Path) -> None:
+    def _emit(self, effect: Effect, node: ast.AST, stmt: ast.stmt, env: Env, path: _Path) -> None:
         # Before the first loop nothing is logged that a loop has computed.
-        if act.kind in {"call", "assign", "augment"} and not _loops(path) and not self.loops:
+        if effect.kind in {"call", "assign", "augment"} and not _loops(path) and not self.loops:
             return
         spelled = ""
-        if act.receiver is not None and act.kind not in {"call", "assign", "augment"}:
-            spelled = without_marks(text(self.resolver.resolve(act.receiver, env)))
+        if effect.receiver is not None and effect.kind not in {"call", "assign", "augment"}:
+            spelled = without_marks(text(self.resolver.resolve(effect.receiver, env)))
         event = Event(
-            **vars(act),
+            **vars(effect),
             node=node,
             stmt=stmt,
             path=path,
@@ -342,32 +342,32 @@ class Walker:
 
 def arguments(
     call: ast.Call, helper: FunctionNode, env: Env, loops: tuple[Loop, ...]
-) -> dict[str, tuple[Def, ...]]:
+) -> dict[str, tuple[Definition, ...]]:
     """Return what a call hands to each parameter of a function, or its default."""
     spec = helper.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
-    bound: dict[str, tuple[Def, ...]] = {}
+    bound: dict[str, tuple[Definition, ...]] = {}
     before = env.frozen()
     if names and names[0] in {"self", "cls"}:
         held = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-        bound[names[0]] = (Def(held, before, loops),)
+        bound[names[0]] = (Definition(held, before, loops),)
         names = names[1:]
     defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
     defaults |= {
         a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None
     }
     for name, default in defaults.items():
-        bound[name] = (Def(default, _EMPTY, ()),)
+        bound[name] = (Definition(default, _EMPTY, ()),)
     if not any(isinstance(a, ast.Starred) for a in call.args):
         for name, argument in zip(names, call.args, strict=False):
-            bound[name] = (Def(argument, before, loops, argument),)
+            bound[name] = (Definition(argument, before, loops, argument),)
     for given in call.keywords:
         if given.arg is not None:
-            bound[given.arg] = (Def(given.value, before, loops, given.value),)
+            bound[given.arg] = (Definition(given.value, before, loops, given.value),)
     return bound
 
 
-def _constant(defs: tuple[Def, ...]) -> object:
+def _constant(defs: tuple[Definition, ...]) -> object:
     return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
 
 
@@ -448,7 +448,7 @@ def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -
             continue
         kind = "target" if name in _COUNTED_BY_FRAMEWORK else "carried"
         symbol = walker.resolver.new_symbol(name, (loop,), kind, loop)
-        inner.bind(name, (Def(symbol, Env(), (loop,)),))
+        inner.bind(name, (Definition(symbol, Env(), (loop,)),))
     walker.block(function.body, inner, (loop,), scope)
     loop.exit = inner.frozen()
 

@@ -273,7 +273,6 @@ def unmoved(made: ast.expr) -> ast.expr:
 class File:
     """A file as the rules see it."""
 
-    tree: ast.Module
     facts: Facts
     windows: list[LoopWindow]
 
@@ -294,7 +293,7 @@ def read(source: str) -> File:
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
     facts = gather(tree, source)
-    return File(tree, facts, find_windows(walk_file(tree, facts), facts))
+    return File(facts, find_windows(walk_file(tree, facts), facts))
 
 
 def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Sequence
 from typing import Any
 
-from .events import Def, Env, Loop, Symbol
+from .events import Definition, Env, Loop, Symbol
 from .expressions import dotted, is_accumulation_name, number, slot_name, text
 
 _PURE_CALLS = {"int", "float", "max", "min", "len", "bool", "abs", "round", "divmod"}
@@ -24,11 +24,16 @@ class Resolver:
 
     def __init__(self) -> None:
         self.symbols: dict[str, Symbol] = {}
-        self._opaque: dict[int, tuple[Def, str]] = {}
-        self.returns: dict[int, list[Def]] = {}
+        self._opaque: dict[int, tuple[Definition, str]] = {}
+        self.returns: dict[int, list[Definition]] = {}
 
     def new_symbol(
-        self, name: str, loops: tuple[Loop, ...], kind: str, loop: Loop, init: tuple[Def, ...] = ()
+        self,
+        name: str,
+        loops: tuple[Loop, ...],
+        kind: str,
+        loop: Loop,
+        init: tuple[Definition, ...] = (),
     ) -> ast.Name:
         """Return a new name for a value that a loop changes."""
         key = f"{name}@{len(self.symbols)}"
@@ -101,12 +106,12 @@ class Resolver:
             return ast.Name(id=name, ctx=ast.Load())
         return ast.Name(id=self._opaque_key(name, defs, loops), ctx=ast.Load())
 
-    def _pure_return(self, call: ast.expr) -> Def | None:
+    def _pure_return(self, call: ast.expr) -> Definition | None:
         """Return the one simple value that a followed helper returns to this call, or None."""
-        returned: Sequence[Def] = self.returns.get(id(call), ())
+        returned: Sequence[Definition] = self.returns.get(id(call), ())
         return returned[0] if len(returned) == 1 and is_simple(returned[0].expr) else None
 
-    def _opaque_key(self, name: str, defs: tuple[Def, ...], loops: tuple[Loop, ...]) -> str:
+    def _opaque_key(self, name: str, defs: tuple[Definition, ...], loops: tuple[Loop, ...]) -> str:
         known = self._opaque.get(id(defs[-1]))
         if known is not None:
             return known[1]

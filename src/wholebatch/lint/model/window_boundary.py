@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
-from .events import Def, Env, Guard, Loop, Symbol
+from .events import Definition, Env, Guard, Loop, Symbol
 from .expressions import (
     dotted,
     is_accumulation_name,
@@ -60,11 +60,11 @@ class Boundary:
 
 @dataclass(frozen=True, eq=False)
 class _Position:
-    """A counter plus a constant; `spread` says that a loop-invariant term is added too."""
+    """A counter plus a constant; `spans_epochs` says that a loop-invariant term is added too."""
 
     symbol: Symbol
     offset: int = 0
-    spread: bool = False
+    spans_epochs: bool = False
 
 
 def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
@@ -196,7 +196,7 @@ class _LoopConditions:
             shift = int(rest) - start - position.offset + 1
             if size is not None and shift % int(size) == 0:
                 shift = 0
-        spanning = spanning or position.spread
+        spanning = spanning or position.spans_epochs
         return Boundary("modulo", every, whole, shift, inverse, spanning=spanning)
 
     def _counted(self, expr: ast.Compare) -> Boundary | None:
@@ -208,7 +208,7 @@ class _LoopConditions:
         early = 0
         if is_binary(every, ast.Sub) and number(every.right) is not None:  # `n == k - 1`
             early, every = _constant_part(every.right), every.left
-        if position is None or position.spread or position.symbol.kind != "carried":
+        if position is None or position.spans_epochs or position.symbol.kind != "carried":
             return None
         symbol = position.symbol
         fixed = not self._varies(every) or is_accumulation_name(text(every))
@@ -242,7 +242,7 @@ class _LoopConditions:
         if not is_constant and self._varies(other):
             return None
         offset = found.offset + sign * _constant_part(other)
-        return _Position(found.symbol, offset, found.spread or not is_constant)
+        return _Position(found.symbol, offset, found.spans_epochs or not is_constant)
 
     # -- counters ----------------------------------------------------------------------------
 
@@ -287,7 +287,9 @@ class _LoopConditions:
             value = number(resolved.right)
         return None if value is None else int(value)
 
-    def _carried_start(self, init: tuple[Def, ...], depth: int = 0) -> tuple[int | None, bool]:
+    def _carried_start(
+        self, init: tuple[Definition, ...], depth: int = 0
+    ) -> tuple[int | None, bool]:
         # What a method may set meanwhile, as when it resumes a run, does not change a fresh one.
         names = [(d, getattr(d.expr, "id", "")) for d in init]
         init = tuple(d for d, name in names if not name.startswith("self.") or "@" in name)
@@ -316,7 +318,7 @@ class _LoopConditions:
         """True if the loop resets a counter to a literal on some path."""
         return any(isinstance(d.expr, ast.Constant) for d in self._next(symbol))
 
-    def _next(self, symbol: Symbol) -> tuple[Def, ...]:
+    def _next(self, symbol: Symbol) -> tuple[Definition, ...]:
         """Return the definitions of a counter at the end of an iteration."""
         return self.loop.exit.get(symbol.name, ())
 
@@ -401,7 +403,7 @@ def _is_wrapper(expr: ast.expr) -> TypeGuard[ast.Call]:
     )
 
 
-def _alias(iterable: ast.expr, env: Env) -> Def | None:
+def _alias(iterable: ast.expr, env: Env) -> Definition | None:
     """Return the definition of a name that stands for another name or a wrapped iterable."""
     name = dotted(iterable)
     kinds = (ast.Call, ast.Name, ast.IfExp)

@@ -36,7 +36,7 @@ def _unread_backwards(file: File) -> Iterator[ast.AST]:
     windows = file.windows if file.accumulating else file.shaped("last_only")
     known = {id(event.node) for window in windows for event in window.inner}
     backwards = [c for c in file.facts.made(*_BACKWARDS) if id(c) not in known]
-    if backwards and any(map(_accumulates, ast.walk(file.tree))):
+    if backwards and any(map(_accumulates, file.facts.nodes)):
         yield from backwards
 
 

@@ -43,7 +43,7 @@ def _wraps(file: File) -> bool:
     trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
         id(call)
-        for node in (ast.walk(file.tree) if trained else ())
+        for node in (file.facts.nodes if trained else ())
         if isinstance(node, ast.If)
         and is_not(node.test)
         and is_accumulation_name(text(node.test.operand))

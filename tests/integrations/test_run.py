@@ -1,4 +1,4 @@
-"""Compiled loss functions inside Accelerate, Fabric and Lightning: the undivided batch's update."""
+"""Graphs of micro-batches inside Accelerate, Fabric and Lightning: the undivided batch's update."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_accelerate(mixed: bool) -> None:
     micros = [micro for window in parts() for micro in window]
     given: Any = DataLoader(micros, batch_size=None)  # type: ignore[arg-type]
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model), given)
-    windows = AccelerateAccumulator(accelerator, prepared, optimizer)
-    loss = windows.compile(loss_of(prepared), execute="compile")
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer, execute="compile")
+    loss = loss_of(prepared)
     losses, modes = [], set()
     for index, batch in enumerate(loader):
         with accelerator.accumulate(prepared):
@@ -72,8 +72,8 @@ def test_accelerate(mixed: bool) -> None:
                 plain = functional.cross_entropy(prepared(batch["x"]), batch["y"])
                 settled = windows.backward(mean=plain, units=len(batch["y"]))
             else:
-                settled = windows.backward(loss(batch))
-                modes.add(loss.executor.mode)
+                settled = windows.run(loss, batch)
+                modes.add(windows._functions[loss].executor.mode)
             if accelerator.sync_gradients:
                 assert settled is not None
                 losses.append(settled.loss)
@@ -83,10 +83,10 @@ def test_accelerate(mixed: bool) -> None:
     whole.assert_same(model)
     assert len(losses) == 6
     assert "operations" in modes
-    assert loss.executor._plan.changes == 0
+    assert windows._functions[loss].executor._plan.changes == 0
 
 
-def test_what_a_compiled_loss_has_added_must_be_entered_in_accelerate() -> None:
+def test_a_step_inside_a_window_is_refused_in_accelerate() -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -97,19 +97,12 @@ def test_what_a_compiled_loss_has_added_must_be_entered_in_accelerate() -> None:
     model = mlp()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     prepared, optimizer = accelerator.prepare(model, sgd(model))
-    windows = AccelerateAccumulator(accelerator, prepared, optimizer)
-    loss = windows.compile(loss_of(prepared), execute="compile")
+    windows = AccelerateAccumulator(accelerator, prepared, optimizer, execute="compile")
     with accelerator.accumulate(prepared):
-        added = loss(samples(3))
-        with pytest.raises(wb.errors.WindowError, match="was not given to backward"):
-            loss(samples(3))
-        with pytest.raises(wb.errors.WindowError, match="was not given to backward"):
-            windows.backward(mean=prepared(samples(3)["x"]).mean(), units=3)
-        windows.backward(added)
-        with pytest.raises(wb.errors.WindowError, match="given to backward\\(\\) before"):
-            windows.backward(added)
+        assert windows.run(loss_of(prepared), samples(3)) is None
     with pytest.raises(wb.errors.WindowError, match="while the window is open"):
         optimizer.optimizer.step()
+    windows.discard()
 
 
 def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
@@ -120,17 +113,17 @@ def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
     model = mlp(dtype=torch.float32)
     fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
     set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricAccumulator(fabric, set_up, optimizer)
-    loss = windows.compile(loss_of(set_up), execute="compile")
+    windows = FabricAccumulator(fabric, set_up, optimizer, execute="compile")
+    loss = loss_of(set_up)
     wide = Whole(mlp(), clip_norm=None)
     for window in parts():
         for index, micro in enumerate(window):
             batch = {**micro, "x": micro["x"].float()}
-            windows.backward(loss(batch), last=index + 1 == len(window))
+            windows.run(loss, batch, last=index + 1 == len(window))
         optimizer.step()
         optimizer.zero_grad()
         wide.step(joined(window))
-    assert loss.executor.mode == "operations"
+    assert windows._functions[loss].executor.mode == "operations"
     assert distance(model.parameters(), wide.model.parameters()) <= 2e-2
 
 
@@ -143,15 +136,15 @@ def test_fabric(dtype: torch.dtype) -> None:
     model = mlp().to(dtype)
     fabric = Fabric(accelerator="cpu", devices=1)
     set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricAccumulator(fabric, set_up, optimizer)
-    loss = windows.compile(loss_of(set_up), execute="compile")
+    windows = FabricAccumulator(fabric, set_up, optimizer, execute="compile")
+    loss = loss_of(set_up)
     wide = Whole(mlp(), clip_norm=0.2)
     wide.model.load_state_dict(model.state_dict())
     for window in parts():
         for index, micro in enumerate(window):
             last = index + 1 == len(window)
             with fabric.no_backward_sync(set_up, enabled=not last):
-                windows.backward(loss({**micro, "x": micro["x"].to(dtype)}), last=last)
+                windows.run(loss, {**micro, "x": micro["x"].to(dtype)}, last=last)
         if dtype is torch.bfloat16:
             # Summed in fp32: SGD takes such a gradient as it is.
             assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {
@@ -161,8 +154,8 @@ def test_fabric(dtype: torch.dtype) -> None:
         optimizer.step()
         optimizer.zero_grad()
         wide.step(joined(window))
-    assert loss.executor.mode == "operations"
-    assert loss.executor._plan.changes == 0
+    assert windows._functions[loss].executor.mode == "operations"
+    assert windows._functions[loss].executor._plan.changes == 0
     at_most = EXACT if dtype is torch.float64 else 2e-2
     assert distance(model.parameters(), wide.model.parameters()) <= at_most
 
@@ -187,7 +180,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
             self.metrics.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
             self.outputs.append(outputs)
             assert windows._step is not None
-            executor = windows._step._compiled._loss.executor
+            executor = windows._step._compiled.executor
             modes.append(executor.mode)
             changes.append(executor._plan.changes)
 

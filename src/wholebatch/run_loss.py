@@ -1,0 +1,210 @@
+"""The micro-batches of one loss function in a loop of the user's own, run as one graph.
+
+`Accumulator.run` is given the function instead of its result, so it can do what `WholeBatch` does:
+test that the loss adds up, and run forward, backward and addition as one recorded graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.compile import Execute
+from wholebatch.compile.captured_state import FUNCTIONS, reached
+from wholebatch.coupled.additivity import AdditivityTest, WindowData
+from wholebatch.coupled.loop_checks import unwatched
+from wholebatch.errors import OptionError
+from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
+from wholebatch.window.autocast import Full, Precision
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.precision import choose
+from wholebatch.window.window import Window
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a micro-batch in its window."""
+
+    in_parts: bool
+    """True if it is not the whole global batch."""
+    steps: int
+    """The number of micro-batches of the window; 0 if it is not known before its end."""
+    last: bool
+    """True if its backward is the last one of the window, which reduces the gradients."""
+    counts: bool
+    """False if it only takes part in the other ranks' collectives."""
+
+
+class RunLoss:
+    """Runs forward, backward and addition of micro-batches by one loss function.
+
+    `reads` is the user's own code inside `loss`, if `loss` is not the user's: changes of what it
+    reads are looked for.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any], Any],
+        window: Window,
+        *,
+        execute: Execute,
+        precision: Precision,
+        audit: bool,
+        reads: Callable[..., Any] | None = None,
+    ) -> None:
+        if not callable(loss):
+            raise OptionError(
+                f"run({loss!r}, micro): must be a function of the micro-batch that returns a "
+                "wb.Loss; a loss that is computed already goes to backward()"
+            )
+        models, sync = window.target.models, window.sync
+        self._window, self._precision, self._audits = window, precision, audit
+        self._kind = window.target.device.type
+        self._call = _on_micro_batch(loss, models, reads or loss)
+        self.modules = _all_modules(models, reads or loss)
+        """All modules that the function uses."""
+        self._is_new = True
+        self._micro: Any = None  # of the call under way
+        self._place = Place(in_parts=True, steps=0, last=False, counts=True)
+        # Ranks may have different numbers of micro-batches, so each tests alone.
+        self._test = AdditivityTest(
+            self.modules,
+            None,
+            enabled=audit,
+            shares_forwards=sync.counts_must_agree or sync.grows_own_graph,
+            loss=self._call,
+        )
+        from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
+
+        self.executor = Executor(
+            execute,
+            model=self.modules,
+            loss=self._call,
+            window=window,
+            precision=precision,
+            device=window.target.device,
+            eager=self._eager_step,
+            single=SINGLE,
+        )
+
+    def __call__(self, micro: Any, place: Place) -> Loss:
+        """Add the gradient of a micro-batch to the window; return its loss without a graph."""
+        is_on = torch.is_autocast_enabled(self._kind)
+        autocast = torch.get_autocast_dtype(self._kind) if is_on else None
+        if self._precision.name == "fp8" and autocast not in (None, torch.bfloat16):
+            raise OptionError(
+                f"precision='fp8' under autocast to {autocast}: fp8 computes the rest in bf16; use "
+                "bf16 autocast or none, and no GradScaler"
+            )
+        self._micro, self._place = {"micro": micro, "autocast": autocast}, place
+        try:
+            # The function itself is tested, and hooks on models stop a graph.
+            with unwatched(), torch.autocast(self._kind, enabled=False) if is_on else nullcontext():
+                self._test_window()
+                return self._added()
+        finally:
+            self._micro = None
+
+    def _test_window(self) -> None:
+        """Refuse a loss that does not add up, at the start of windows 1, 2, 4, 8, ..."""
+        starts = self._is_new or not self._window.now.micro_batches
+        if not starts or not self._place.in_parts:
+            return
+        self._is_new = False
+        if not self._test.begin_window(self.executor.changed()):
+            return
+        given = self._micro
+
+        def run(few: Any) -> Any:
+            return self._call(None, {**given, "micro": few})
+
+        with self._precision.look():
+            data = WindowData(given["micro"], [given["micro"]], steps=[self._place.steps])
+            self._test.test(run, data)
+
+    def _added(self) -> Loss:
+        window = self._window
+        entered = len(window.now.owners)
+        try:
+            made = self.executor.micro_step(self._micro)
+        except BaseException:
+            was_added = len(window.now.owners) != entered or self.executor.mode != "eager"
+            if was_added and window.open is not None:
+                window.open.broken = True  # some gradients may be in, and others not
+            raise
+        with torch.no_grad():  # it has no graph, and needs none
+            return Loss(made.totals[SINGLE], made.units[SINGLE], extras=made.extras)
+
+    def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
+        """Run the micro-step on the micro-batch as it was given: parts may belong on the host."""
+        place = self._place
+        with self._precision.window():
+            with self._precision.forward():
+                loss = as_loss(function(None, self._micro))
+            if place.in_parts and self._audits:
+                refuse_in_parts(loss)
+            self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
+        assert isinstance(loss, Loss)
+        return loss
+
+
+def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:
+    """Return the precision of `run`: the loop's own, or fp8."""
+    if precision is None:
+        return Full()
+    if precision != "fp8":
+        raise OptionError(
+            f"precision={precision!r}: must be 'fp8', or None for the precision of your loop "
+            "(torch.autocast around the call, or what your trainer sets)"
+        )
+    target = window.target
+    keeps = not window.sync.grows_own_graph
+    return choose(precision, target.device.type, keeps=keeps, models=target.models)
+
+
+def _on_micro_batch(
+    loss: Callable[[Any], Any], models: Sequence[nn.Module], reads: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the function as one of `(model, micro)`, under the autocast it was called with."""
+    kind = next(models[0].parameters()).device.type
+    replicas = [
+        m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
+    ]
+
+    def call(_: Any, micro: Any, reads: Any = reads) -> Any:
+        dtype = micro["autocast"]
+        with ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
+                for one in replicas:  # call the module inside of DDP directly
+                    stack.enter_context(replaced_attributes(one, forward=one.module))
+            return loss(micro["micro"])
+
+    # What the user's function reads is looked at for changes; our own functions are not.
+    call.__module__ = getattr(reads, "__module__", None) or "__main__"
+    return call
+
+
+def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
+    """Return one module with all models, and with those that only the loss function knows.
+
+    Those are what the function reaches, by itself or by the functions that it names: a GAN's
+    generator is trained through a judge that another window trains.
+    """
+    inner = [m.module if isinstance(m, DistributedDataParallel) else m for m in models]
+    known = {module for model in inner for module in model.modules()}
+    more = []
+    values = [value for _, value in reached(loss)]
+    values += [v for one in values if isinstance(one, FUNCTIONS) for _, v in reached(one)]
+    for module in values:
+        if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):
+            more.append(module)
+            known.update(module.modules())
+    return inner[0] if len(inner) == 1 and not more else nn.ModuleList([*inner, *more])

@@ -1,0 +1,307 @@
+"""`Accumulator.run`: the update of the undivided batch, and nothing added in silence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import wholebatch as wb
+from tests.compile.nets import Tagger, tagged
+from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd
+
+pytestmark = pytest.mark.usefixtures("graphs_run_as_traced")
+SIZES = ((3, 1, 4, 2), (3, 1, 4, 2), (5, 4, 1), (3, 3, 3), (2, 2), (3, 1, 4, 2))
+"""The micro-batches of six windows: uneven, and with short ones."""
+Micro = dict[str, Tensor]
+
+
+def windows(make: Callable[[int], Micro]) -> list[list[Micro]]:
+    return [pieces(make(sum(sizes)), sizes) for sizes in SIZES]
+
+
+def mode(acc: wb.Accumulator, loss: Callable[[Any], Any]) -> str:
+    """Return how the last micro-batch of this loss function ran."""
+    return acc._functions[loss].executor.mode
+
+
+def undivided(model: nn.Module, batch: Micro) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]).flatten(0, -2), batch["y"].flatten())
+
+
+def cross_entropy(model: nn.Module) -> Callable[[Micro], wb.Loss]:
+    return lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+@pytest.mark.parametrize("execute", ["eager", "compile"])
+def test_the_update_is_that_of_the_undivided_batch(execute: Any) -> None:
+    model = Tagger().double()
+    whole = Whole(model, loss=undivided, clip_norm=0.3)
+    acc = wb.Accumulator(model, sgd(model), steps=4, clip_norm=0.3, execute=execute)
+    loss = cross_entropy(model)
+    modes = set()
+    for window in windows(tagged):
+        acc.steps = len(window)
+        batch = {name: torch.cat([micro[name] for micro in window]) for name in ("x", "y")}
+        wanted = whole.step(batch)
+        steps = []
+        for micro in acc.over(window):
+            steps.append(acc.run(loss, micro))
+            modes.add(mode(acc, loss))
+        assert steps[:-1] == [None] * (len(window) - 1)
+        assert steps[-1] is not None
+        assert steps[-1].loss == pytest.approx(float(wanted), rel=1e-12)
+        assert distance(model.parameters(), whole.model.parameters()) < EXACT
+    assert modes == ({"eager"} if execute == "eager" else {"eager", "operations"})
+
+
+def test_the_loss_of_a_micro_batch_can_be_read_with_its_extras() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="compile")
+    factor = torch.full((), 2.0, dtype=torch.float64)
+
+    def loss(micro: tuple[Tensor, Tensor, float]) -> wb.Loss:
+        x, y, scale = micro
+        logits = model(x)
+        total = scale * factor * functional.cross_entropy(logits, y, reduction="sum")
+        hits = (logits.argmax(-1) == y).sum()
+        return wb.Loss(total, len(y), extras={"hits": hits, "logits": logits})
+
+    reference = Whole(model, loss=lambda m, b: 6.0 * functional.cross_entropy(m(b["x"]), b["y"]))
+    for _ in range(4):
+        batch = samples(6)
+        reference.step(batch)
+        for micro in pieces(batch, (3, 3)):
+            with torch.no_grad():
+                logits = model(micro["x"])
+            acc.run(loss, (micro["x"], micro["y"], 3.0))
+            found = acc.last_loss
+            assert found is not None
+            assert not found.total.requires_grad
+            assert distance([found.extras["logits"]], [logits]) < EXACT
+            assert int(found.extras["hits"]) == int((logits.argmax(-1) == micro["y"]).sum())
+            want = 6.0 * functional.cross_entropy(logits, micro["y"])
+            assert float(found.total / found.units) == pytest.approx(float(want), rel=1e-12)
+        assert distance(model.parameters(), reference.model.parameters()) < EXACT
+    assert mode(acc, loss) == "operations"
+
+
+def test_autocast_around_the_call_belongs_to_the_forward() -> None:
+    model = mlp(dtype=torch.float32)
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="compile")
+
+    def loss(micro: Micro) -> wb.Loss:
+        logits = model(micro["x"])
+        found = wb.cross_entropy(logits.float(), micro["y"])
+        return wb.Loss(found.total, found.units, extras={"logits": logits})
+
+    for number in range(12):
+        micro = samples(4, dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number < 6):
+            acc.run(loss, micro)
+        # A graph of one autocast state is not used under another.
+        kind = torch.bfloat16 if number < 6 else torch.float32
+        assert acc.last_loss is not None
+        assert acc.last_loss.extras["logits"].dtype is kind
+    slots = acc._functions[loss].executor._slots.values()
+    assert sum(slot.ready is not None for slot in slots) == 2
+
+
+def test_several_losses_of_a_micro_batch_and_eager_ones_between() -> None:
+    model = mlp()
+    whole = Whole(
+        model,
+        loss=lambda m, b: (
+            functional.cross_entropy(m(b["x"]), b["y"]) + 3.0 * m(b["x"]).square().mean()
+        ),
+    )
+    acc = wb.Accumulator(model, sgd(model), steps=3, execute="compile")
+    first = cross_entropy(model)
+
+    def second(micro: Micro) -> wb.Loss:
+        return wb.Loss(2.0 * model(micro["x"]).square().mean(-1).sum(), len(micro["y"]))
+
+    for _ in range(4):
+        batch = samples(9)
+        whole.step(batch)
+        for micro in pieces(batch, (4, 2, 3)):
+            acc.run(first, micro, more=True)
+            total = model(micro["x"]).square().mean(-1).sum()
+            acc.backward(total, units=len(micro["y"]), more=True)
+            acc.run(second, micro)
+        assert distance(model.parameters(), whole.model.parameters()) < EXACT
+    assert {mode(acc, first), mode(acc, second)} == {"operations"}
+
+
+def test_a_second_loss_of_each_micro_batch_is_tested_too() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+
+    def second(micro: Micro) -> wb.Loss:
+        return wb.Loss(model(micro["x"]).mean(0).square().sum(), len(micro["y"]))
+
+    acc.run(cross_entropy(model), samples(6), more=True)
+    with pytest.raises(wb.errors.WholebatchError, match="cannot give the update of the whole"):
+        acc.run(second, samples(6))
+
+
+def test_two_accumulators_of_a_gan_train_through_each_other() -> None:
+    torch.manual_seed(0)
+    make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+    own_make, own_judge = copy.deepcopy(make), copy.deepcopy(judge)
+    make_step, judge_step = sgd(own_make), sgd(own_judge)
+    makers = wb.Accumulator(make, sgd(make), steps=2, execute="compile")
+    judges = wb.Accumulator(judge, sgd(judge), steps=2, execute="compile")
+
+    def judged(micro: tuple[Tensor, Tensor]) -> wb.Loss:
+        noise, real = micro
+        made_up = judge(make(noise).detach()).square()
+        return wb.Loss((made_up + (judge(real) - 1).square()).sum(), len(noise))
+
+    def made(micro: tuple[Tensor, Tensor]) -> wb.Loss:
+        return wb.Loss((judge(make(micro[0])) - 1).square().sum(), len(micro[0]))
+
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(5):
+        noise = torch.randn(7, 3, generator=generator, dtype=torch.float64)
+        real = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+        parts = list(zip(noise.split(4), real.split(4), strict=True))
+        for micro in judges.over(parts):
+            judges.run(judged, micro)
+        for micro in makers.over(parts):
+            makers.run(made, micro)
+        # By hand: the judge is updated first, and the maker is judged by the new one.
+        made_up = own_judge(own_make(noise).detach()).square()
+        told_apart = (made_up + (own_judge(real) - 1).square()).sum() / 7
+        told_apart.backward(inputs=list(own_judge.parameters()))
+        judge_step.step()
+        judge_step.zero_grad()
+        fooled = (own_judge(own_make(noise)) - 1).square().sum() / 7
+        fooled.backward(inputs=list(own_make.parameters()))
+        make_step.step()
+        make_step.zero_grad()
+        assert distance(judge.parameters(), own_judge.parameters()) < EXACT
+        assert distance(make.parameters(), own_make.parameters()) < EXACT
+    assert {mode(judges, judged), mode(makers, made)} == {"operations"}
+    with pytest.raises(wb.errors.WindowError, match="give each accumulator a loop of its own"):
+        for micro in wb.over(parts, judges, makers):
+            judges.run(judged, micro)
+            makers.run(made, micro)  # its last micro-batch would see the new judge
+
+
+@pytest.mark.parametrize("execute", ["eager", "compile"])
+def test_nothing_else_is_added_to_a_window(execute: Any) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=4, execute=execute)
+    loss = cross_entropy(model)
+    for _ in range(6):
+        acc.run(loss, samples(3))
+    model(samples(3)["x"]).sum().backward()
+    with pytest.raises(wb.errors.WindowError, match="has changed since the window's last backward"):
+        acc.run(loss, samples(3))
+    acc.discard()
+    with pytest.raises(wb.errors.WindowError, match="a second backward for one micro-batch"):
+        for part in acc.over(pieces(samples(6), (3, 3))):
+            acc.run(loss, part)
+            acc.run(loss, part)
+    acc.discard()
+    for part in acc.over(pieces(samples(6), (3, 3))):
+        with pytest.raises(wb.errors.WindowError, match=r"last=True inside over\(\)"):
+            acc.run(loss, part, last=True)
+        acc.run(loss, part)
+
+
+def test_a_changed_value_that_the_function_reads_is_seen() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="compile")
+    weights = {"of": 1.0}
+
+    def loss(micro: Micro) -> wb.Loss:
+        total = functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
+        return wb.Loss(weights["of"] * total, len(micro["y"]))
+
+    whole = Whole(
+        model, loss=lambda m, b: weights["of"] * functional.cross_entropy(m(b["x"]), b["y"])
+    )
+    for number in range(6):
+        weights["of"] = 1.0 if number < 4 else 0.25
+        batch = samples(7)
+        whole.step(batch)
+        for micro in pieces(batch, (4, 3)):
+            acc.run(loss, micro)
+        assert distance(model.parameters(), whole.model.parameters()) < EXACT
+
+
+def test_what_is_refused() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    micro: Any = samples(3)
+    with (
+        torch.no_grad(),
+        pytest.raises(wb.errors.WindowError, match="to evaluate, call the loss function itself"),
+    ):
+        acc.run(cross_entropy(model), micro)
+    with pytest.raises(wb.errors.LossError, match="bare scalar"):
+        acc.run(lambda micro: model(micro["x"]).sum(), micro)
+    with pytest.raises(wb.errors.OptionError, match="must be a function of the micro-batch"):
+        acc.run(3, micro)  # type: ignore[arg-type]
+    with pytest.raises(wb.errors.LossError, match="terms"):
+        acc.run(lambda m: wb.Loss.terms({"a": (model(m["x"]).sum(), len(m["x"]))}), micro)
+    with pytest.raises(wb.errors.OptionError, match="execute='fast'"):
+        wb.Accumulator(model, sgd(model), steps=2, execute="fast")  # type: ignore[arg-type]
+
+
+def test_a_function_that_is_defined_in_the_loop_is_refused() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=4)
+    with pytest.raises(wb.errors.WindowError, match="define the function once, before the loop"):
+        for _ in range(9):
+            acc.run(lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"]), samples(3))
+
+
+def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="compile")
+
+    def loss(micro: Micro) -> wb.Loss:
+        if micro["x"].shape[0] == 5:
+            raise RuntimeError("a sample that cannot be read")
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    for _ in range(6):
+        acc.run(loss, samples(3))
+    assert mode(acc, loss) == "operations"
+    acc.run(loss, samples(3))
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        acc.run(loss, samples(5))  # before anything was added: the window goes on
+    whole = Whole(model)
+    twice = {name: torch.cat([leaf, leaf]) for name, leaf in samples(3).items()}
+    acc.run(loss, samples(3))
+    whole.step(twice)
+    whole.assert_same(model)
+    slots = acc._functions[loss].executor._slots.values()
+    [prepared] = [slot.ready for slot in slots if slot.ready]
+
+    def half(*_: Any) -> Any:
+        next(model.parameters()).grad.add_(1.0)  # type: ignore[union-attr]
+        raise torch.OutOfMemoryError("half way")
+
+    acc.run(loss, samples(3))
+    monkeypatch.setattr(type(prepared.joint), "__call__", half)
+    with pytest.raises(torch.OutOfMemoryError):
+        acc.run(loss, samples(3))
+    monkeypatch.undo()
+    with pytest.raises(wb.errors.WindowError, match="failed half way"):
+        acc.run(loss, samples(3))
+    acc.discard()
+    for _ in range(2):
+        acc.run(loss, samples(3))
+    whole.step(twice)
+    whole.assert_same(model)
