@@ -108,3 +108,12 @@ def test_what_is_advised_to_several_engines_and_other_orders(report: dict[str, A
 )
 def test_refused(report: dict[str, Any], case: str, said: str) -> None:
     assert report["refused"][case].startswith(said)
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_losses_that_do_not_add_up_are_refused(report: dict[str, Any], stage: str) -> None:
+    found = report["advice"]["tested"][stage]
+    assert len(found) == 4
+    for case, said in found.items():
+        part = "compare" if "contrast" in case else "divided by 3, the number of steps"
+        assert part in said, (case, said)

@@ -50,7 +50,6 @@ ROOT_UNIT = "whole_batch"
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
-    "window.fp8_kernels": frozenset({"triton"}),
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {

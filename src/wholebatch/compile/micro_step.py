@@ -50,8 +50,9 @@ from wholebatch.compile.shared_graphs import SharedGraphs
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.losses.loss import Loss, Terms
+from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import SIXTEEN_BIT, Precision
+from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.window import Window

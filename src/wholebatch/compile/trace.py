@@ -30,7 +30,8 @@ from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws
 from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss
-from wholebatch.window.precision import SIXTEEN_BIT, Precision
+from wholebatch.window.autocast import Precision
+from wholebatch.window.precision import SIXTEEN_BIT
 
 _READS = (
     "GuardOnDataDependentSymNode",

@@ -251,7 +251,7 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         for checks in watching:
-            checks.watch()
+            checks.watch(calls=checks.tests_calls)
 
 
 class LoopChecks:
@@ -266,7 +266,7 @@ class LoopChecks:
     checks.end_window(micro_batches)      # the window is over: the hooks go
     ```
 
-    Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched.
+    Models whose forwards run collectives (FSDP, DeepSpeed) are watched with `calls=False`.
     """
 
     def __init__(self, models: Iterable[nn.Module], *, audit: bool = True) -> None:
@@ -277,6 +277,7 @@ class LoopChecks:
         self._handles: list[Any] = []
         self._depth = 0
         self._paused = False
+        self.tests_calls = True
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._calls: list[AuditFinding] = []
         self._called: set[nn.Module] = set()
@@ -288,10 +289,11 @@ class LoopChecks:
         if self._audits and is_tested_window(number):
             refuse_new_norms(self._models, self._norms)
 
-    def watch(self) -> None:
-        """Note the outputs of the models, and test the first call of each."""
+    def watch(self, *, calls: bool = True) -> None:
+        """Note the outputs of the models; with `calls`, test the first call of each."""
         if not self.active or self._handles:
             return
+        self.tests_calls = calls
         _watching.add(self)
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
@@ -388,7 +390,8 @@ class LoopChecks:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._paused or transforms_active():
             return
-        if self._depth == 0 and torch.is_grad_enabled() and not in_backward():
+        is_call = self._depth == 0 and torch.is_grad_enabled() and not in_backward()
+        if is_call and self.tests_calls:
             self._test_call(module, args, kwargs)
         self._depth += 1
 
