@@ -45,8 +45,6 @@ _FOREIGN = {
     *("torch", "numpy", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
     *("logging", "threading", "wholebatch", "builtins", "typing"),
 }
-_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
-"""Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -585,8 +583,7 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
         for name in now.keys() | found.keys():
             if _same(now.get(name, now), found.get(name, found)):
                 continue
-            if not (isinstance(module, nn.RNNBase) and name in _OF_RNNS):
-                yield f"{type(module).__name__}.{name}"
+            yield f"{type(module).__name__}.{name}"
             if name in found:
                 now[name] = found[name]
             else:
