@@ -46,10 +46,10 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
     `units(x, y, sample_weight)` counts the units if the model cannot see them: for a custom
     `compute_loss`, or a loss that returns a single number. `batchnorm` sets how to treat
     BatchNormalization layers, which see one micro-batch at a time. A window with a loss or gradient
-    that is not finite changes no weights: `nonfinite="raise"` raises after it, "skip" goes on and
-    counts it in `optimizer.skipped`. Before the first window the loss of one micro-batch is
-    compared with those of its halves, and refused if they do not add up; `audit=False` leaves this
-    out.
+    that is not finite changes no weights and is counted in `optimizer.skipped`; `nonfinite="raise"`
+    raises at the end of its epoch, "skip" does not. Before the first window the loss of one
+    micro-batch is compared with those of its halves, and refused if they do not add up;
+    `audit=False` leaves this out.
     """
 
     train_function: Any

@@ -19,17 +19,17 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
     x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
     optimizer, is_sum = model.optimizer, []
 
-    def weighted(trainable: Any) -> Any:
+    def scaled(trainable: Any) -> Any:
         loss, units, aux = _loss(model, (trainable, *state[1:]), inputs)
         is_sum.append(units is NO_UNITS)
         with _scope(optimizer, variables):
-            value = optimizer.weighted(loss, units)
+            value = optimizer.inner_optimizer.scale_loss(loss)
         return value, (loss, None if units is NO_UNITS else units, aux)
 
-    (value, (loss, units, aux)), gradients = jax.value_and_grad(weighted, has_aux=True)(trainable)
+    (_, (loss, units, aux)), gradients = jax.value_and_grad(scaled, has_aux=True)(trainable)
     units = NO_UNITS if is_sum[0] else units
     y_pred, non_trainable, metrics = aux
-    trainable, variables = _add(optimizer, variables, trainable, gradients, units, value)
+    trainable, variables = _add(optimizer, variables, trainable, gradients, units, loss)
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (trainable, non_trainable, variables, metrics)
 

@@ -31,9 +31,9 @@ import keras
 from keras import ops, tree
 from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
-from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from keras.src.trainers.compile_utils import CompileLoss
 
-from wholebatch.errors import LossError, WindowError
+from wholebatch.errors import LossError
 
 SAMPLES = "samples"
 SUM = "sum"
@@ -278,34 +278,3 @@ def test_model_with_variables(model: Any, data: Any) -> bool:
             variable.assign(before[id(variable)])
     check_halves(found)
     return True
-
-
-@keras.saving.register_keras_serializable(package="wholebatch")
-class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
-    """A loss that passes its units to a GradientAccumulateOptimizer (`optimizer.loss(...)`)."""
-
-    def __init__(self, loss: Any, name: str | None = None) -> None:
-        self.loss = loss if isinstance(loss, keras.losses.Loss) else None
-        self._given = loss
-        self.optimizer: Any = None
-        super().__init__(name=name or "counted_loss")
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if self.optimizer is None:
-            raise WindowError(
-                "this loss was loaded from a file and has no optimizer: compile the model again "
-                "with loss=optimizer.loss(...)"
-            )
-        if self.loss is None:
-            self.loss = get_loss(self._given, y_true, y_pred)
-        noted: list[NotedLoss] = []
-        value = ObservedLoss(self.loss, noted)(y_true, y_pred, sample_weight)
-        self.optimizer.note(noted[0].units)
-        return value
-
-    def get_config(self) -> dict[str, Any]:
-        return {"loss": keras.saving.serialize_keras_object(self._given), "name": self.name}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        return cls(**{**config, "loss": keras.saving.deserialize_keras_object(config["loss"])})

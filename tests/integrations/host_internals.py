@@ -35,7 +35,6 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("squeeze_or_expand_to_same_rank", _KERAS_LOSS, "weights × mask as Keras does it"),
         Internal("CompileLoss", _KERAS_UTILS, "compiled losses that record their units"),
         Internal("_flat_losses", _KERAS_UTILS, "every single loss of a compiled model"),
-        Internal("get_loss", _KERAS_UTILS, "the loss that `optimizer.loss(name)` means"),
         Internal(
             "functional_from_config", "keras/src/models/functional.py", "models that load again"
         ),
