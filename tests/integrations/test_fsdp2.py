@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks, as Accelerate and Lightning set it up: the undivided global batch's update."""
+"""FSDP2 on two ranks inside Accelerate and Lightning: the update of the undivided global batch."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class ExactAccumulation(Callback):
             )
         CloseOptions(nonfinite=nonfinite, zero_units=zero_units).check(())
         self._units = units
-        self._options = {
+        self._options: dict[str, Any] = {
             "execute": execute,
             "precision": precision,
             "batchnorm": batchnorm,
