@@ -1,325 +1,523 @@
-"""How the micro-steps of real architectures run: recorded, compiled, traced or eager, and why.
+"""Speed, memory and exactness of real architectures, beside eager code and torch.compile.
 
-    python benchmarks/architectures.py                  # all of them, as far as this device goes
-    python benchmarks/architectures.py --trace-only     # without Inductor: seconds for each
-    python benchmarks/architectures.py --only t5 opt --verbose
+    python benchmarks/architectures.py --slice 1/2 --out rows.jsonl --budget 520    # on CUDA
+    python benchmarks/architectures.py --slice 2/2 --out rows.jsonl --budget 520
+    python benchmarks/architectures.py --page rows.jsonl    # docs/benchmarks/architectures.md
+    python benchmarks/architectures.py --models mixtral,phi3 --out rows.jsonl
+    python benchmarks/architectures.py --references --out rows.jsonl --budget 360
+    python benchmarks/architectures.py --models "llama 22x2048 micro 4" --precision fp8 --out FILE
+    python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
-Each model is a tiny random one (`tiny_models.py`). Two windows without padding make the graph; the
-third window has other samples, with padding, and is the one that is compared: a graph that is only
-right for the samples it was traced with shows here. The distance is the relative L2 error of the
-window's gradient to that of the undivided batch in float64, beside that of eager micro-batches.
-Writes docs/benchmarks/architectures.md and .json, unless `--only` is given.
+Every model runs in a process of its own, several of them side by side, since most of the time goes
+to compilers. A lock file lets one process at a time do what is measured. A row is one JSON line. It
+is appended to `--out` as soon as its model is done; a model that is there already is not run again.
+
+The times are medians of whole windows with the optimizer's step. The distances are relative L2
+errors of a window's gradient to that of the undivided batch in float64: of the undivided batch
+under autocast, and of the window of WholeBatch.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import gc
 import json
 import logging
 import os
+import signal
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Nothing is downloaded.
 
-import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from tiny_models import MODELS, Batch, Tiny
-
-import wholebatch as wb
-from wholebatch.compile.execute_mode import Notes
-from wholebatch.losses.loss import as_loss
-
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks" / "architectures"
-SAMPLES, MICRO = 8, 4
-OUTCOMES = {
-    "graph of compile": "recorded",
-    "graph of operations": "recorded as traced",
-    "compile": "compiled",
-    "operations": "traced",
-    "compiled forward": "compiled forward",
-    "eager": "eager",
-}
-HARD = (
-    "t5",
-    "t5, dropout",
-    "opt",
-    "bart",
-    "nn.LSTM",
-    "nn.LSTM, dropout",
-    "llama, LoRA (PEFT)",
-    "llama, enable_input_require_grads",
-    "llama, checkpointed",
-    "llama, checkpointed, attention dropout",
-    "mixtral",
-    "qwen3_moe",
-    "whisper",
-    "deberta-v2",
-    "mamba",
-    "llava",
-    "qwen2_vl",
-    "switch_transformers",
-)
-"""The models that CUDA, or the trace, is most likely to refuse."""
+PAGE = ROOT / "docs" / "benchmarks" / "architectures.md"
+WAYS = ("wholebatch", "loop", "torch.compile", "undivided")
+GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Row:
-    """One architecture: how it ran, and how far its gradient is from float64."""
-
-    name: str
-    group: str
-    outcome: str
-    reason: str
-    eager: float | None
-    graph: float | None
-    seconds: float
-    details: str = ""
-    """Tracebacks of what stood in the way."""
+# ----------------------------------------------------------- one model, in its own process
 
 
-def main() -> int:
-    options = _options()
-    _quieten()
-    device = torch.device(options.device)
-    known = {model.name: model for model in MODELS}
-    chosen = [known[name] for name in options.only or known if name in known]
-    unknown = set(options.only) - known.keys()
-    if unknown:
-        print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-        return 2
-    began, rows = time.perf_counter(), []
-    for place, model in enumerate(chosen, 1):
-        if time.perf_counter() - began > options.budget:
-            rows.append(Row(model.name, model.group, "not run", "no time left", None, None, 0.0))
-            continue
-        rows.append(row_of(model, device, options))
-        print(f"{place}/{len(chosen)} {_line(rows[-1])}", flush=True)
-        if options.verbose and rows[-1].details:
-            print(rows[-1].details, flush=True)
-    print(_counted(rows))
-    if not options.only:
-        _write(rows, device, options)
-    return 0
+def run_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one model in every way that was asked for; a failure is part of the row."""
+    import torch
+    from architecture_models import MODELS, REFERENCES
 
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--hard", action="store_true", help="only those most likely to fail")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--trace-only", action="store_true", help="do not run Inductor")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    parser.add_argument("--precision", default="full", choices=("full", "bf16", "fp16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--verbose", action="store_true", help="print tracebacks")
-    options = parser.parse_args()
-    if options.hard:
-        options.only = [*options.only, *HARD]
-    return options
-
-
-def _quieten() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-# --------------------------------------------------------------------- one row
-
-
-def row_of(tiny: Tiny, device: torch.device, options: argparse.Namespace) -> Row:
-    """Run one model; a failure of any kind is its row."""
+    torch.set_float32_matmul_precision("high")
+    found = next(one for one in (*MODELS, *REFERENCES) if one.name == options.child)
+    bench = Bench(found.sized(tiny=options.tiny), options)
+    row: dict[str, Any] = {
+        "name": found.name,
+        "group": found.group,
+        "window": bench.case.window,
+        "micro": bench.case.micro,
+        **environment(),
+    }
     began = time.perf_counter()
-    try:
-        outcome, reason, distances, details = _run(tiny, device, options)
-    except ModuleNotFoundError as problem:
-        outcome, reason, distances, details = "not run", str(problem), (None, None), ""
-    except Exception as problem:  # A model of somebody else's may raise anything.
-        outcome, distances, details = "failed", (None, None), traceback.format_exc()
-        reason = f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"
-    finally:
-        gc.collect()
-        torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    seconds = time.perf_counter() - began
-    return Row(tiny.name, tiny.group, outcome, reason, *distances, round(seconds, 1), details)
+    for way in options.ways.split(",") if options.ways else bench.case.ways:
+        try:
+            row[way] = bench.measured(way)
+        except Exception as problem:  # Somebody else's model may raise anything.
+            first = (str(problem).splitlines() or ["no message"])[0]
+            row[way] = {"error": f"{type(problem).__name__}: {first[:240]}"}
+        finally:
+            gc.collect()
+            torch.compiler.reset()
+            if bench.on_cuda:
+                torch.cuda.empty_cache()
+    row["seconds"] = round(time.perf_counter() - began, 1)
+    return row
 
 
-def _run(
-    tiny: Tiny, device: torch.device, options: argparse.Namespace
-) -> tuple[str, str, tuple[float | None, float | None], str]:
-    dtype = getattr(torch, options.dtype)
-    model = tiny.build().to(device, dtype)
-    batches = [_as(tiny.batch(SAMPLES, seed), device, dtype) for seed in (0, 0, 1)]
-    execute = "graph" if device.type == "cuda" else "compile"
-    with _Fallbacks() as fallbacks:
-        found, train = _gradient(tiny, copy.deepcopy(model), batches, execute, options)
-    mode = train._runner.executor.mode
-    distances: tuple[float | None, float | None] = (None, None)
-    if not tiny.random:
-        truth = _undivided(tiny, copy.deepcopy(model).double(), batches[-1])
-        eager, _ = _gradient(tiny, copy.deepcopy(model), batches, "eager", options)
-        distances = _distance(eager, truth), _distance(found, truth)
-    return OUTCOMES[mode], "; ".join(fallbacks.reasons), distances, "\n".join(fallbacks.tracebacks)
+def environment() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": date.today().isoformat(),
+    }
 
 
-class _Fallbacks:
-    """Keeps the reason of each fallback within this context, and its traceback."""
+class Bench:
+    """One architecture and the ways to train it."""
 
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-        self.tracebacks: list[str] = []
+    def __init__(self, case: Any, options: argparse.Namespace) -> None:
+        import torch
 
-    def __enter__(self) -> _Fallbacks:
-        self._tell = tell = Notes.fell_back
+        self.case = case
+        self.on_cuda = torch.cuda.is_available()
+        self.device = "cuda" if self.on_cuda else "cpu"
+        self._options = options
+        batch = case.batch(case.size, case.window)
+        self.batch = {name: value.to(self.device) for name, value in batch.items()}
+        self.parts = [
+            {name: value[start : start + case.micro] for name, value in self.batch.items()}
+            for start in range(0, case.window, case.micro)
+        ]
 
-        def fell_back(notes: Notes, from_: str, to: str, reason: str) -> None:
-            if reason not in self.reasons:
-                self.reasons.append(reason)
-                self.tracebacks.append(traceback.format_exc())
-            tell(notes, from_, to, reason)
+    def measured(self, way: str) -> dict[str, Any]:
+        """Return milliseconds per window and GiB; for WholeBatch also how it ran and distances."""
+        if way == "wholebatch":
+            return self._whole_batch()
+        compiled = way != "loop"
+        parts = [self.batch] if way == "undivided" else self.parts
+        return self._times(self._loop(parts, compiled=compiled), warm=3)
 
-        setattr(Notes, "fell_back", fell_back)  # noqa: B010
-        return self
+    def _model(self) -> tuple[Any, Any]:
+        import torch
 
-    def __exit__(self, *_: object) -> None:
-        setattr(Notes, "fell_back", self._tell)  # noqa: B010
+        model = self.case.build(self.case.size).to(self.device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.on_cuda)
 
+    def _autocast(self) -> Any:
+        import torch
 
-def _gradient(
-    tiny: Tiny, model: nn.Module, batches: list[Batch], execute: Any, options: argparse.Namespace
-) -> tuple[list[Tensor], wb.WholeBatch]:
-    """Return the gradient of the last batch, after windows of all of them."""
-    train = wb.WholeBatch(
-        model,
-        None,
-        loss=tiny.loss,
-        micro_batch=MICRO,
-        execute=execute,
-        precision=options.precision,
-        **tiny.options,
-    )
-    if options.trace_only:
-        train._runner.executor._plan.compiles = False
-    for batch in batches:
+        return torch.autocast(self.device, torch.bfloat16)
+
+    def _loop(self, parts: Sequence[Any], *, compiled: bool) -> Callable[[], None]:
+        """Return a function that makes one update by a loop over these micro-batches."""
+        import torch
+
+        model, optimizer = self._model()
+        forward = torch.compile(model) if compiled else model
+
+        def window() -> None:
+            for part in parts:
+                with self._autocast():
+                    loss = self.case.loss(forward, part)
+                (loss.total / (len(parts) * loss.units)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return window
+
+    def _whole_batch(self) -> dict[str, Any]:
+        import wholebatch as wb
+
+        model, optimizer = self._model()
+        execute: Any = self._options.execute or ("graph" if self.on_cuda else "compile")
+        train = wb.WholeBatch(
+            model,
+            optimizer,
+            loss=self.case.loss,
+            micro_batch=self.case.micro,
+            precision=self._options.precision,
+            execute=execute,
+            **self.case.options,
+        )
+        began = time.perf_counter()
+        train.step(self.batch)
+        first = time.perf_counter() - began
+        found = self._times(lambda: train.step(self.batch), warm=4)
+        executor = train._runner.executor
+        undivided = train._runner.is_undivided()
+        reasons = [
+            text.partition(": ")[2].partition(". Micro-steps")[0]
+            for text in executor.notes.history
+            if text.startswith("execute=")
+        ]
+        if undivided:
+            reasons.insert(0, "BatchNorm: the batch runs undivided, so that it is exact")
+        found |= {
+            "mode": executor.mode,
+            "undivided": undivided,
+            "reasons": reasons,
+            "first_window_s": round(first, 1),
+            "notes": executor.notes.history[-3:],
+        }
+        if self._options.distances and not self.case.random and self.case.group != "reference":
+            with self._alone():
+                found |= self._distances(train, model)
+        return found
+
+    # ----------------------------------------------------------------- times
+
+    def _times(self, window: Callable[[], Any], *, warm: int) -> dict[str, Any]:
+        """Return the median milliseconds of a window after `warm` of them, and the memory."""
+        import torch
+
+        for _ in range(warm):
+            window()
+        with self._alone():
+            if self.on_cuda:
+                torch.cuda.synchronize()
+                gc.collect()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            times: list[float] = []
+            began = time.perf_counter()
+            while len(times) < 5 or (time.perf_counter() - began < 1.2 and len(times) < 24):
+                at = time.perf_counter()
+                window()
+                if self.on_cuda:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - at)
+        found: dict[str, Any] = {"ms": round(1e3 * statistics.median(times), 2)}
+        if self.on_cuda:
+            found["gib"] = round(torch.cuda.memory_reserved() / GIB, 2)
+            found["peak_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
+        return found
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock that all processes share, and stop the other ones within this context."""
+        with open(self._options.lock, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            others = _siblings()
+            try:
+                for process in others:
+                    _signal(process, signal.SIGSTOP)
+                time.sleep(0.2)  # Kernels that they have launched come to an end.
+                yield
+            finally:
+                for process in others:
+                    _signal(process, signal.SIGCONT)
+
+    # ------------------------------------------------------------- distances
+
+    def _distances(self, train: Any, model: Any) -> dict[str, Any]:
+        """Return the distances to float64 of the undivided batch and of the window."""
+        import torch
+        from torch import nn
+
         model.zero_grad(set_to_none=True)
-        train.gradient(batch)
-    return _gradients(model), train
+        train.gradient(self.batch)
+        ours = _gradients(model)
+        model.zero_grad(set_to_none=True)
+        try:
+            with self._autocast():
+                loss = self.case.loss(model, self.batch)
+            (loss.total / loss.units).backward()
+            undivided = _gradients(model)
+            model.zero_grad(set_to_none=True)
+            exact = copy.deepcopy(model).double()
+            if hasattr(exact, "set_experts_implementation"):
+                exact.set_experts_implementation("eager")  # Grouped products have no float64.
+            coupled = any(
+                isinstance(one, nn.modules.batchnorm._BatchNorm) for one in exact.modules()
+            )
+            units = 0.0
+            for part in [self.batch] if coupled else self.parts:
+                loss = self.case.loss(exact, _in_double(part))
+                loss.total.backward()
+                units += float(loss.units)
+            truth = [gradient / units for gradient in _gradients(exact)]
+        except torch.OutOfMemoryError:
+            return {"distances": "out of memory"}
+        return {
+            "distance": _distance(ours, truth),
+            "undivided_distance": _distance(undivided, truth),
+        }
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
+def _siblings() -> list[int]:
+    """Return the other processes that measure models; none where the system does not list them."""
+    parent = os.getppid()
+    try:
+        listed = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="ascii")
+    except OSError:
+        return []
+    return [int(one) for one in listed.split() if int(one) != os.getpid()]
+
+
+def _signal(process: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _gradients(model: Any) -> list[Any]:
+    import torch
+
     return [
-        torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
         for p in model.parameters()
         if p.requires_grad
     ]
 
 
-def _undivided(tiny: Tiny, model: Any, batch: Batch) -> list[Tensor]:
-    """Return the gradient of the whole batch in float64."""
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch has no grouped product in float64.
-    if tiny.options.get("batchnorm") == "freeze":
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.eval()
-    batch = _as(batch, next(model.parameters()).device, torch.float64)
-    loss = as_loss(tiny.loss(model, batch))
-    (loss.total / loss.units).backward()  # type: ignore[union-attr]
-    return _gradients(model)
-
-
-def _as(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+def _in_double(batch: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: value.to(device, dtype if value.is_floating_point() else value.dtype)
+        name: value.double() if value.is_floating_point() else value
         for name, value in batch.items()
     }
 
 
-def _distance(found: Iterable[Tensor], truth: list[Tensor]) -> float:
-    above = torch.cat([(a.double() - b).flatten() for a, b in zip(found, truth, strict=True)])
-    return float(above.norm() / torch.cat([b.flatten() for b in truth]).norm())
+def _distance(found: Sequence[Any], truth: Sequence[Any]) -> float:
+    above = sum(float((a.double() - b).square().sum()) for a, b in zip(found, truth, strict=True))
+    return float((above / sum(float(b.square().sum()) for b in truth)) ** 0.5)
 
 
-# --------------------------------------------------------------------- the page
+# ------------------------------------------------------------- many models, side by side
 
 
-def _line(row: Row) -> str:
-    return (
-        f"{row.name}: {row.outcome} in {row.seconds} s, eager {_number(row.eager)}, "
-        f"graph {_number(row.graph)}{f' ({row.reason})' if row.reason else ''}"
-    )
+def run_all(options: argparse.Namespace) -> int:
+    """Run the chosen models in processes, and append their rows to the file."""
+    names = _chosen(options)
+    done = {row["name"] for row in _rows(options.out)} if options.out.exists() else set[str]()
+    todo = [name for name in names if name not in done]
+    until = time.monotonic() + options.budget
+    running: dict[str, tuple[subprocess.Popen[str], float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        while todo or running:
+            while todo and len(running) < options.together and time.monotonic() < until - 60:
+                name = todo.pop(0)
+                running[name] = _start(name, options, Path(folder)), time.monotonic()
+            for name, (process, began) in list(running.items()):
+                seconds = time.monotonic() - began
+                late = time.monotonic() > until or seconds > options.limit
+                if process.poll() is None and not late:
+                    continue
+                del running[name]
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+                    if seconds <= options.limit:
+                        print(f"{name}: the budget is spent after {seconds:.0f} s", flush=True)
+                        continue
+                _report(name, Path(folder), options, seconds)
+            if not running and todo:
+                print(f"no time left for {','.join(todo)}", flush=True)
+                break
+            time.sleep(0.2)
+    return 0
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
-
-
-def _counted(rows: list[Row]) -> str:
-    outcomes = [row.outcome for row in rows]
-    return ", ".join(f"{outcomes.count(one)} {one}" for one in dict.fromkeys(outcomes))
-
-
-def _write(rows: list[Row], device: torch.device, options: argparse.Namespace) -> None:
-    import transformers
-
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-    facts = {
-        "date": date.today().isoformat(),
-        "device": machine,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "dtype": options.dtype,
-        "precision": options.precision,
-        "trace_only": options.trace_only,
+def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--child", name]
+    command += ["--ways", options.ways] if options.ways else []
+    command += ["--lock", str(folder / "lock"), "--out", str(folder / f"{name}.json")]
+    command += ["--tiny"] if options.tiny else []
+    command += [] if options.distances else ["--no-distances"]
+    command += ["--execute", options.execute] if options.execute else []
+    command += ["--precision", options.precision]
+    paths = [ROOT / "src", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
+    around = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(4, (os.cpu_count() or 1) // 4))),
+        "TOKENIZERS_PARALLELISM": "false",
     }
-    kept = [{k: v for k, v in asdict(row).items() if k != "details"} for row in rows]
-    PAGE.with_suffix(".json").write_text(json.dumps({**facts, "rows": kept}, indent=1) + "\n")
-    how = "traced, without Inductor" if options.trace_only else "compiled by Inductor"
+    with open(folder / f"{name}.log", "w") as log:
+        return subprocess.Popen(command, env=around, stdout=log, stderr=log, text=True)
+
+
+def _report(name: str, folder: Path, options: argparse.Namespace, seconds: float) -> None:
+    """Print and append the row of a process that has ended, or what it wrote last."""
+    written = folder / f"{name}.json"
+    if written.exists():
+        row = json.loads(written.read_text())
+    else:
+        log = (folder / f"{name}.log").read_text().splitlines()
+        print("\n".join(log[-12:]), flush=True)
+        last = log[-1][-240:] if log else "no message"
+        row = {"name": name, "error": f"its process ended after {seconds:.0f} s: {last}"}
+    with open(options.out, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(_line(row), flush=True)
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    from architecture_models import MODELS, REFERENCES
+
+    known = [model.name for model in (*MODELS, *REFERENCES)]
+    if options.models:
+        names: list[str] = options.models.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise SystemExit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+        return names
+    if options.references:
+        return [model.name for model in REFERENCES]
+    names = [model.name for model in MODELS]
+    part, _, parts = options.slice.partition("/")
+    return names[int(part) - 1 :: int(parts)]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; a later row of a model replaces an earlier one."""
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return list({row["name"]: row for row in lines}.values())
+
+
+# --------------------------------------------------------------------------- the page
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Return the row as a line to print, with the peaks of memory."""
+    more = [f"{way} {row[way]}" for way in ("undivided",) if way in row]
+    peak = row.get("wholebatch", {}).get("peak_gib")
+    more += [] if peak is None else [f"peak {peak} GiB, {row['seconds']} s"]
+    return " | ".join([*_cells(row), *more])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["name"], "", "", "", "", "", "", row["error"]]
+    ours, loop, compiled = (row.get(way, {}) for way in WAYS[:3])
+    ratio = ""
+    if ours.get("undivided_distance"):
+        ratio = f"{ours['distance'] / ours['undivided_distance']:.2f}"
+    return [
+        row["name"],
+        _number(loop.get("ms")),
+        _number(compiled.get("ms")),
+        _number(ours.get("ms")),
+        "yes" if ours.get("mode") == "graph of compile" else ours.get("mode", ""),
+        ratio,
+        f"{_number(loop.get('gib'), 1)} / {_number(ours.get('gib'), 1)}",
+        "; ".join([*ours.get("reasons", []), *_errors(row)]),
+    ]
+
+
+def _errors(row: dict[str, Any]) -> list[str]:
+    return [f"{way}: {row[way]['error']}" for way in WAYS if "error" in row.get(way, {})]
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def write_page(path: Path) -> int:
+    """Write the table of all rows, and how many are recorded and faster than torch.compile."""
+    rows = [row for row in _rows(path) if row.get("group") != "reference"]
+    whole = [row for row in rows if "error" not in row and "ms" in row.get("wholebatch", {})]
+    if not whole:
+        print(f"{path} has no row with a time")
+        return 1
+    recorded = [row for row in whole if row["wholebatch"]["mode"] == "graph of compile"]
+    both = [row for row in whole if "ms" in row.get("torch.compile", {})]
+    faster = [row for row in both if row["wholebatch"]["ms"] <= row["torch.compile"]["ms"]]
+    facts = whole[0]
     lines = [
         "# Architectures",
         "",
-        f"`benchmarks/architectures.py`, {facts['date']}, {machine}, torch {facts['torch']}, "
-        f"transformers {facts['transformers']}, {options.dtype}, {how}: {_counted(rows)}.",
+        f"Written by `python benchmarks/architectures.py --page` on {facts['date']}: "
+        f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}.",
+        "",
+        f"{len(rows)} models; {len(recorded)} are recorded as one CUDA graph; {len(faster)} of the "
+        f"{len(both)} that `torch.compile` compiles are at least as fast as with it.",
         "",
         *_EXPLAINED,
         "",
     ]
-    for group in dict.fromkeys(row.group for row in rows):
-        lines += [f"## {group[0].upper()}{group[1:]}", "", "| | runs | eager | graph | reason |"]
-        lines += ["|---|---|---|---|---|"]
+    order = [row.get("group", "failed") for row in rows]
+    for group in dict.fromkeys(order):
+        lines += [f"## {group[0].upper()}{group[1:]}", ""]
         lines += [
-            f"| {row.name} | {row.outcome} | {_number(row.eager)} | {_number(row.graph)} | "
-            f"{row.reason.replace('|', chr(92) + '|')} |"
-            for row in rows
-            if row.group == group
+            "| | loop, ms | torch.compile, ms | WholeBatch, ms | recorded | distance | GiB | |"
         ]
+        lines += ["|---|---:|---:|---:|---|---:|---:|---|"]
+        for row in rows:
+            if row.get("group", "failed") == group:
+                cells = [cell.replace("|", "\\|") for cell in _cells(row)]
+                lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-    PAGE.with_suffix(".md").write_text("\n".join(lines))
-    print(f"wrote {PAGE.with_suffix('.md')}")
+    PAGE.write_text("\n".join(lines))
+    print(f"wrote {PAGE}")
+    return 0
 
 
 _EXPLAINED = (
-    "Tiny random models of `transformers`. Two windows of texts without padding make the graph;",
-    "the third has other texts, with padding, and is the one that is compared. *eager* and *graph*",
-    "are the relative L2 distances of that window's gradient to the undivided batch's in float64:",
-    "of eager micro-batches, and of the way it runs. (Many models compute norms and rotary tables",
-    "in float32 whatever their dtype, so that float64 is not exact to its last digits.) Models",
-    "that draw random numbers have no distance.",
+    "Random weights, bf16 autocast, fused AdamW. Texts: 8 layers of 768, sequences of 512 tokens,",
+    "windows of 32 in micro-batches of 4. Images: 224 pixels, windows of 128 in micro-batches of",
+    '16. WholeBatch runs with `execute="graph"`. Milliseconds are medians of whole windows, the',
+    "optimizer's step included. *recorded*: micro-steps are one compiled CUDA graph; else how they",
+    "run, and the reason in the last column. *distance*: the gradient's relative L2 distance to",
+    "float64, as a multiple of that of the undivided batch under autocast. *GiB*: memory reserved",
+    "on the device between windows, of the loop and of WholeBatch. The loops with BatchNorm",
+    "normalise each micro-batch by itself, so they train another model.",
 )
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", help="names, separated by commas")
+    parser.add_argument("--slice", default="1/1", help="part i of n, as i/n")
+    parser.add_argument("--references", action="store_true", help="the models of known times")
+    parser.add_argument("--ways", help=f"of {', '.join(WAYS)}; each model has its own")
+    parser.add_argument("--out", type=Path, help="a file for JSON lines")
+    parser.add_argument("--budget", type=float, default=520.0, help="seconds in all")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for one model")
+    parser.add_argument("--together", type=int, default=5, help="processes side by side")
+    parser.add_argument("--execute", help="of WholeBatch; by default the fastest for the device")
+    parser.add_argument(
+        "--precision", default="bf16", choices=("bf16", "fp8"), help="of WholeBatch"
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes")
+    parser.add_argument("--no-distances", dest="distances", action="store_false")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", default=os.devnull, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.page is None and options.out is None:
+        parser.error("--out FILE is missing: the rows are appended to it")
+    return options
+
+
+def main() -> int:
+    options = read_options()
+    if options.page is not None:
+        return write_page(options.page)
+    if options.child:
+        options.out.write_text(json.dumps(run_model(options)))
+        return 0
+    return run_all(options)
 
 
 if __name__ == "__main__":

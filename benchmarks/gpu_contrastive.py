@@ -1,15 +1,12 @@
 """Contrastive losses of large batches on a GPU: time and memory of two passes, side by side.
 
 A ViT-B/32 (88 M parameters, bf16 autocast) encodes two views of every image; the loss is InfoNCE
-over the whole batch. In one run: the whole batch at once, `wb.Coupled`, sentence-transformers'
-cached loss and GradCache, at a size where the first fits; then how the memory of the second grows
-with the batch; then one update from 65,536 pairs.
+over the whole batch. In one run: the whole batch at once, `wb.Coupled` and sentence-transformers'
+cached loss, at a size where the first fits; then how the memory of the second grows with the batch;
+then one update from 65,536 pairs.
 
     python benchmarks/gpu_contrastive.py                  # on CUDA; writes contrastive.json to $OUT
     python benchmarks/gpu_contrastive.py --small          # a look at the code path, anywhere
-    python benchmarks/gpu_contrastive.py --ratios         # on a CPU, by its time, in turns
-
-GradCache is compared where it is installed (`pip install gradcache`).
 
 Images are drawn from a pool on the device by their numbers: 65,536 pairs of them would be 20 GB.
 """
@@ -21,7 +18,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,12 +47,10 @@ class Size:
     compared: int
     grown: tuple[int, ...]
     largest: int
-    low: bool = True
 
 
 LARGE = Size("cuda", 768, 12, 224, 512, 256, 1024, (256, 2048, 8192, 32768), 65536)
 SMALL = Size("cpu", 32, 2, 64, 16, 8, 32, (8, 32), 64)
-MEDIUM = Size("cpu", 192, 4, 96, 16, 12, 48, (), 48, low=False)
 
 
 class Block(nn.Module):
@@ -144,7 +138,7 @@ def by_whole(size: Size, count: int) -> Callable[[], Any]:
     batch = pairs(count, size)
 
     def window() -> None:
-        with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
+        with torch.autocast(size.device, dtype=torch.bfloat16):
             a, b = encode(model, batch)
             a, b = F.normalize(a.float(), dim=-1), F.normalize(b.float(), dim=-1)
             total = F.cross_entropy(SCALE * (a @ b.T), torch.arange(count, device=a.device))
@@ -162,7 +156,7 @@ def by_wholebatch(size: Size, count: int, micro: int, keep: int = 1) -> Callable
         optimizer_of(model),
         loss=wb.Coupled(encode, loss, keep=keep),
         micro_batch=micro,
-        precision="bf16" if size.low else "full",
+        precision="bf16",
     )
     batch = pairs(count, size)
     return lambda: train.step(batch)
@@ -178,7 +172,7 @@ def by_halves(size: Size, count: int, micro: int) -> Callable[[], Any]:
         for backward in (False, True):
             for part in parts:
                 with (
-                    torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low),
+                    torch.autocast(size.device, dtype=torch.bfloat16),
                     torch.set_grad_enabled(backward),
                 ):
                     total = loss(encode(model, part)).total if backward else encode(model, part)[0]
@@ -204,7 +198,7 @@ def by_sentence_transformers(size: Size, count: int, micro: int) -> Callable[[],
             self.tower = Tower(size)
 
         def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-            with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
+            with torch.autocast(size.device, dtype=torch.bfloat16):
                 return {**features, "sentence_embedding": self.tower(features["input_ids"])}
 
     model = transformer(modules=[Wrapped()], device=size.device)
@@ -217,77 +211,13 @@ def by_sentence_transformers(size: Size, count: int, micro: int) -> Callable[[],
     features = [{"input_ids": batch["a"]}, {"input_ids": batch["b"]}]
 
     def window() -> None:
-        with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
+        with torch.autocast(size.device, dtype=torch.bfloat16):
             made = cached(features, torch.zeros(count, device=size.device))
         made.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return window
-
-
-def by_gradcache(size: Size, count: int, micro: int) -> Callable[[], Any] | str:
-    """Luyu Gao's GradCache on the same tower."""
-    try:
-        # What the registry has is called gradcache, and imports itself as grad_cache.
-        sys.modules.setdefault("grad_cache", import_module("gradcache"))
-        cache = import_module("grad_cache.grad_cache").GradCache
-    except ImportError as error:
-        return f"not installed ({error})"
-    model = Tower(size).to(size.device)
-    optimizer = optimizer_of(model)
-
-    def reps(made: Tensor) -> Tensor:
-        return made.float()
-
-    def contrast(both: Tensor) -> Tensor:
-        a, b = F.normalize(both, dim=-1).chunk(2)
-        return F.cross_entropy(SCALE * (a @ b.T), torch.arange(count, device=a.device))
-
-    # As above, two views of `micro` pairs at once; one input, so that one tower is one model.
-    step = cache([model], 2 * micro, contrast, get_rep_fn=reps)
-    batch = pairs(count, size)
-
-    def window() -> None:
-        with torch.autocast(size.device, dtype=torch.bfloat16, enabled=size.low):
-            step(torch.cat([batch["a"], batch["b"]]))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return window
-
-
-def ratios(size: Size, rounds: int) -> None:
-    """Processor time of each way over that of the whole batch: the median over rounds, in turns."""
-    torch.set_num_threads(1)
-    count, micro = size.compared, size.micro
-    ways: dict[str, Callable[[], Any] | str] = {"whole batch": by_whole(size, count)}
-    for keep in (0, 1, 2, count // micro):
-        ways[f"wb.Coupled, keep={keep}"] = by_wholebatch(size, count, micro, keep)
-    ways["its two halves alone"] = by_halves(size, count, micro)
-    ways["sentence-transformers"] = by_sentence_transformers(size, count, micro)
-    ways["GradCache"] = by_gradcache(size, count, micro)
-    windows = {name: way for name, way in ways.items() if not isinstance(way, str)}
-    seconds: dict[str, list[float]] = {name: [] for name in windows}
-    for turn in range(rounds + 1):  # the first is a warm-up
-        for name, window in windows.items():
-            begun = time.process_time()
-            window()
-            if turn:
-                seconds[name].append(time.process_time() - begun)
-    for name, way in ways.items():
-        if isinstance(way, str):
-            print(f"{name:24} {way}", flush=True)
-            continue
-        over = [
-            own / whole for own, whole in zip(seconds[name], seconds["whole batch"], strict=True)
-        ]
-        print(
-            f"{name:24} {statistics.median(seconds[name]):7.2f} s of processor time, "
-            f"{statistics.median(over):5.2f} x the whole batch",
-            f"({min(over):.2f} to {max(over):.2f})",
-            flush=True,
-        )
 
 
 def line(name: str, count: int, seconds: float, peak: float, beside: float | None = None) -> None:
@@ -298,11 +228,7 @@ def line(name: str, count: int, seconds: float, peak: float, beside: float | Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--ratios", action="store_true")
     given = parser.parse_args()
-    if given.ratios:
-        ratios(MEDIUM, rounds=3)
-        return
     size = SMALL if given.small else LARGE
     found: dict[str, Any] = {"rows": []}
 
@@ -334,15 +260,10 @@ def main() -> None:
     note("its two halves alone", window, size.compared, 3)
     del window
     _empty(size)
-    for name, peer in (
-        ("sentence-transformers", by_sentence_transformers),
-        ("GradCache", by_gradcache),
-    ):
-        try:
-            note(name, warm(peer(size, size.compared, size.micro)), size.compared, 3)
-        except Exception as error:  # a peer that fails here must not cost us our own figures
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        _empty(size)
+    theirs = by_sentence_transformers(size, size.compared, size.micro)
+    note("sentence-transformers", warm(theirs), size.compared, 3)
+    del theirs
+    _empty(size)
     found.pop("whole")
     _empty(size)
     for count in size.grown:
@@ -350,11 +271,12 @@ def main() -> None:
         _empty(size)
     note("wb.Coupled, largest", by_wholebatch(size, size.largest, size.micro), size.largest, 1)
     _empty(size)
-    try:
-        theirs = by_sentence_transformers(size, size.grown[-2], size.micro)
-        note("sentence-transformers", theirs, size.grown[-2], 1)
-    except Exception as error:
-        print(f"sentence-transformers: {type(error).__name__}: {error}", flush=True)
+    note(
+        "sentence-transformers",
+        by_sentence_transformers(size, size.grown[-2], size.micro),
+        size.grown[-2],
+        1,
+    )
 
 
 def _write(found: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@
     python benchmarks/gpu_speed.py --main --merge docs/benchmarks/speed.json   # what is missing
     python benchmarks/gpu_speed.py --main --plan          # the rows and their seconds, nothing runs
     python benchmarks/gpu_speed.py --rows "gpt-124m/loop/4" "gpt-124m/whole batch, compiled/0"
-    python benchmarks/gpu_speed.py --variants             # what each choice of ours is worth
     python benchmarks/gpu_speed.py --cpu                  # a small GPT, on two cores (make bench)
     python benchmarks/gpu_speed.py --tables --merge FILE  # speed.md again, with another run's rows
 
@@ -67,7 +66,6 @@ def read_options() -> argparse.Namespace:
     what = parser.add_argument_group("which rows")
     what.add_argument("--main", action="store_true", help="those of the documentation (CUDA)")
     what.add_argument("--cpu", action="store_true", help="a small GPT in fp32, taking turns")
-    what.add_argument("--variants", action="store_true", help="our own choices, one by one (CUDA)")
     what.add_argument("--rows", nargs="+", help="model/mode/size each; size 0: the whole batch")
     what.add_argument("--models", nargs="+", help="all modes and sizes of these models")
     what.add_argument("--modes", nargs="+", default=MODES)
@@ -87,8 +85,6 @@ def read_options() -> argparse.Namespace:
     how.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     how.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.variants and options.name == "speed":
-        options.name = "speed-variants"
     if options.cpu:
         options.name = "speed-cpu" if options.name == "speed" else options.name
         options.rounds, options.together, options.seconds = max(options.rounds, 9), 2, 0.0
@@ -98,7 +94,7 @@ def read_options() -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """The rows that were asked for, the most important first."""
-    from speed.plan import MAIN, SIZES, VARIANTS, WHOLE
+    from speed.plan import MAIN, SIZES, WHOLE
 
     if options.rows:
         parts = [row.rsplit("/", 1) for row in options.rows]
@@ -112,8 +108,6 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
             (model, "whole batch", 0),
             (model, WHOLE, 0),
         ]
-    if options.variants:
-        return VARIANTS
     if options.main or not options.models:
         return MAIN
     return [

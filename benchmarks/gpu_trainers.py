@@ -10,8 +10,9 @@
 A Llama of transformers under bf16 autocast (the tiny one in float32), fused AdamW, clipped by norm,
 on sequences of one length, without logging and saving. Windows are measured after the first few,
 which trace and compile; the median counts, by the device's clock and without waiting in between.
-GiB are what they have reserved on the device, the memory of recorded graphs with it. Packages that
-are missing are named and their rows left out. Everything runs in one process, one trainer after the
+GiB are what is reserved on the device at the end, the memory of recorded graphs with it. (The
+windows 2, 4, 8, ... of wholebatch also run eager code, and need its memory.) Packages that are
+missing are named and their rows left out. Everything runs in one process, one trainer after the
 other, each with a fresh model. The rows of `--llama` are processes, which get ready side by side;
 while one is timed the others are stopped.
 """
@@ -146,8 +147,8 @@ class Job:
     def found(self) -> tuple[float, float, str]:
         """Return ms per window, GiB, and the kernels."""
         ms = statistics.median(milliseconds(self.times[WARM - 1 : WARM + MEASURED]))
-        peak = torch.cuda.max_memory_reserved() if self.on_cuda else 0
-        return ms, peak / 2**30, self.profile
+        held = torch.cuda.memory_reserved() if self.on_cuda else 0
+        return ms, held / 2**30, self.profile
 
 
 def llama(job: Job) -> Any:

@@ -1,9 +1,6 @@
-"""Ten models of the usual kinds, with a batch of random data each."""
+"""Models of the usual kinds, and batches of random data for them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +8,7 @@ from torch.nn import functional as F
 
 from wholebatch.losses.loss import Loss, cross_entropy
 
-__all__ = ["MODELS", "Model", "loss"]
+__all__ = ["GPT", "UNet", "ViT", "images", "loss", "masks", "resnet", "texts"]
 
 
 class Layer(nn.Module):
@@ -111,18 +108,6 @@ def resnet(depths: tuple[int, ...], width: int = 64) -> nn.Module:
     return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
 
 
-def vgg() -> nn.Module:
-    layers: list[nn.Module] = []
-    before = 3
-    for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0):
-        if width:
-            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU(inplace=True)]
-            before = width
-        else:
-            layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
-
-
 class UNet(nn.Module):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -151,34 +136,6 @@ class UNet(nn.Module):
         return result.movedim(1, -1)
 
 
-class Mixer(nn.Module):
-    def __init__(self, width: int = 512, tokens: int = 196, layers: int = 8) -> None:
-        super().__init__()
-        self.patches = nn.Linear(768, width)
-        self.layers = nn.ModuleList(MixerLayer(width, tokens) for _ in range(layers))
-        self.head = nn.Linear(width, 1000)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x)
-        for layer in self.layers:
-            x = layer(x)
-        result: Tensor = self.head(x.mean(1))
-        return result
-
-
-class MixerLayer(nn.Module):
-    def __init__(self, width: int, tokens: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.across = nn.Sequential(nn.Linear(tokens, 384), nn.GELU(), nn.Linear(384, tokens))
-        self.along = nn.Sequential(nn.Linear(width, 2048), nn.GELU(), nn.Linear(2048, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.across(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        result: Tensor = x + self.along(self.norm2(x))
-        return result
-
-
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> Loss:
     return cross_entropy(model(micro["x"]), micro["y"])
 
@@ -193,66 +150,3 @@ def images(n: int, side: int = 224) -> dict[str, Tensor]:
 
 def masks(n: int) -> dict[str, Tensor]:
     return {"x": torch.randn(n, 3, 96, 96), "y": torch.randint(0, 8, (n, 96, 96))}
-
-
-def patches(n: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(n, 196, 768), "y": torch.randint(0, 1000, (n,))}
-
-
-@dataclass(frozen=True)
-class Model:
-    kind: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], dict[str, Tensor]]
-    sizes: tuple[int, ...]
-    """At which it is predicted and measured, with and without checkpointing, full and bf16."""
-    chosen: tuple[str, bool]
-    """The precision and checkpointing with which its largest micro-batch is looked for."""
-    limit: float = 6.0
-    """GiB of device memory for that."""
-
-
-MODELS = {
-    "gpt-163M": Model(
-        "transformer",
-        lambda: GPT(layers=12, width=768, heads=12, length=1024),
-        lambda n: texts(n, 1024),
-        (1, 4, 12),
-        ("bf16", False),
-    ),
-    "gpt-1.1B": Model(
-        "transformer",
-        lambda: GPT(layers=24, width=1792, heads=14, length=2048),
-        lambda n: texts(n, 2048),
-        (1, 2),
-        ("bf16", True),
-        limit=28.0,
-    ),
-    "gpt-31M-long": Model(
-        "transformer",
-        lambda: GPT(layers=6, width=256, heads=4, length=4096),
-        lambda n: texts(n, 4096),
-        (1, 6),
-        ("full", False),
-    ),
-    "encoder-85M": Model(
-        "transformer",
-        lambda: GPT(layers=12, width=640, heads=10, length=256, words=30522, causal=False),
-        lambda n: texts(n, 256, 30522),
-        (4, 32),
-        ("bf16", False),
-    ),
-    "vit-s": Model("transformer", ViT, images, (8, 64), ("full", False)),
-    "mixer": Model("transformer", Mixer, patches, (8, 64), ("bf16", False)),
-    "resnet-50": Model("cnn", lambda: resnet((3, 4, 6, 3)), images, (8, 32, 96), ("bf16", False)),
-    "resnet-small": Model(
-        "cnn",
-        lambda: resnet((1, 1, 1), 32),
-        lambda n: images(n, 64),
-        (16, 256),
-        ("full", False),
-        limit=1.5,
-    ),
-    "vgg-13": Model("cnn", vgg, lambda n: images(n, 128), (8, 64), ("bf16", False)),
-    "unet": Model("cnn", UNet, masks, (8, 64), ("full", False)),
-}

@@ -1,7 +1,6 @@
 """What measuring the gradient noise scale costs: windows with and without it, in turn.
 
     python benchmarks/noise.py [--cuda] [--json PATH] [--markdown PATH]
-    python benchmarks/noise.py --norms       # what the norms of more micro-batches would add
 
 Two runs of the same model make the same windows in turn, one with `noise=8` ("auto" for windows of
 8 micro-batches), one without. A round is eight windows of each, one of them measured. On the CPU
@@ -202,51 +201,13 @@ def markdown(tables: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def norms(windows: int = 20_000, width: int = 40) -> None:
-    """Print the error of one window's estimate of the critical batch, by the norms it is made from.
-
-    Gaussian gradients of known noise: of the first micro-batch and the whole, as it is done; of the
-    growing sum after every micro-batch, weighted as their noise asks for; of every micro-batch's
-    own gradient.
-    """
-    generator = torch.Generator().manual_seed(0)
-    deviation = torch.linspace(0.5, 1.5, width, dtype=torch.float64)
-    critical = float(deviation.square().sum()) / (width * 0.1**2)
-    print("micro-batches  first and whole  every sum  every own   (error / critical batch)")
-    for count, units in ((2, 32), (6, 10), (16, 8), (32, 8)):
-        noise = torch.randn(windows, count, width, generator=generator, dtype=torch.float64)
-        parts = units * 0.1 + units**0.5 * noise * deviation
-        sums, own = parts.cumsum(1).square().sum(-1), parts.square().sum(-1)
-        place = torch.arange(1, count + 1, dtype=torch.float64)
-        # |A|²/N = tr Σ + N |G|² at each place; places i < j have a correlation of i / j.
-        covariance = torch.minimum(place[:, None], place) / torch.maximum(place[:, None], place)
-        errors = []
-        for chosen in ([0, count - 1], list(range(count))):
-            design = torch.stack([torch.ones(len(chosen)), units * place[chosen]], 1).double()
-            weights = torch.linalg.inv(covariance[chosen][:, chosen])
-            solve = torch.linalg.inv(design.T @ weights @ design) @ design.T @ weights
-            spread, signal = (sums[:, chosen] / (units * place[chosen]) @ solve.T).unbind(1)
-            errors.append(spread - critical * signal)
-        whole = sums[:, -1]
-        spread = (own.sum(1) / units - whole / (count * units)) / (count - 1)
-        signal = whole / (count * units) ** 2 - spread / (count * units)
-        errors.append(spread - critical * signal)
-        scale = critical * width * 0.1**2
-        row = "".join(f"{float(error.std()) / scale:14.2f}" for error in errors)
-        print(f"{count:13d}{row}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     folder = Path(__file__).parents[1] / "docs" / "benchmarks"
     parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--norms", action="store_true")
     parser.add_argument("--json", type=Path, default=folder / "noise.json")
     parser.add_argument("--markdown", type=Path, default=folder / "noise.md")
     arguments = parser.parse_args()
-    if arguments.norms:
-        norms()
-        return 0
     if not arguments.cuda:
         torch.set_num_threads(1)
     kept: dict[str, Any] = {}

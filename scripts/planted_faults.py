@@ -3,6 +3,7 @@
     python scripts/planted_faults.py             # all of them, with the tests of each one's area
     python scripts/planted_faults.py clip shift  # those whose names contain a word
     python scripts/planted_faults.py --all-tests # the whole suite where the area finds nothing
+    python scripts/planted_faults.py --list      # where each one is, or that its line is not there
 
 Each fault replaces a text that occurs exactly once in `src/`; a second spelling of the same fault
 is for an older or a newer form of the line. The tree must be clean, and is put back after each.
@@ -96,7 +97,10 @@ FAULTS = (
     ),
     Fault(
         "dummy-counts",
-        (("append(units[name] if counts else 0)", "append(units[name])"),),
+        (
+            ("append(units[name] if counts else 0)", "append(units[name])"),
+            ("counted = units[name] if counts else 0", "counted = units[name]"),
+        ),
         (*RANKS, *LOOP),
     ),
     Fault(
@@ -105,6 +109,10 @@ FAULTS = (
             (
                 "for scheduler in self.target.schedulers:\n            step_scheduler",
                 "for scheduler in self.target.schedulers[:1]:\n            step_scheduler",
+            ),
+            (
+                "for scheduler in self._schedulers:\n            if isinstance",
+                "for scheduler in self._schedulers[:1]:\n            if isinstance",
             ),
         ),
         WINDOW,
@@ -161,6 +169,10 @@ FAULTS = (
             (
                 "total = torch.where(units == 0, mean.new_zeros(()), mean * units.to(mean.dtype))",
                 "total = mean * units.to(mean.dtype)",
+            ),
+            (
+                "total = torch.where((units == 0) & ~is_lost, mean.new_zeros(()), mean * weight)",
+                "total = mean * weight",
             ),
         ),
         LOSS,
@@ -326,7 +338,10 @@ FAULTS = (
     # Adapters.
     Fault(
         "trainer-counts-one-rank",
-        (("counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)", "pass"),),
+        (
+            ("counts = self.accelerator.gather(counts.reshape(1, 2)).sum(0)", "pass"),
+            ("counted = self.accelerator.gather(counted.reshape(1)).sum()", "pass"),
+        ),
         (*RANKS, *ADAPTERS),
     ),
     Fault(
@@ -369,6 +384,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("words", nargs="*", help="only faults whose names contain one of these")
     parser.add_argument("--all-tests", action="store_true")
+    parser.add_argument("--list", action="store_true", help="plant nothing; show the places")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for one fault")
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -378,6 +394,12 @@ def main() -> int:
         for fault in FAULTS
         if not arguments.words or any(word in fault.name for word in arguments.words)
     ]
+    if arguments.list:
+        for fault in chosen:
+            place = fault.place()
+            where = "NOT THERE" if place is None else place[0].relative_to(ROOT)
+            print(f"{fault.name:28} {where}")
+        return 0
     results: dict[str, dict[str, object]] = {}
     for number, fault in enumerate(chosen, 1):
         place = fault.place()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MAIN", "PEERS", "SIZES", "VARIANTS", "WHOLE", "Expected", "Spec", "expected"]
+__all__ = ["MAIN", "PEERS", "SIZES", "WHOLE", "Expected", "Spec", "expected"]
 
 Spec = tuple[str, str, int]
 """Model, mode, micro-batch size (0: the whole batch)."""
@@ -41,21 +41,6 @@ MAIN: list[Spec] = [
     ("resnet-50", "loop + torch.compile", 32),
     ("encoder", "loop + torch.compile", 16),
 ]
-
-VARIANTS: list[Spec] = [
-    ("gpt-124m", mode, 4)
-    for mode in (
-        OURS,
-        "wholebatch graph, loss by Inductor",
-        "wholebatch graph, small kernels combined",
-        "wholebatch graph, norms by Inductor",
-        "wholebatch graph, GELU by Inductor",
-        "wholebatch graph, gradients added apart",
-        "wholebatch eager",
-        "wholebatch eager, gradients by autograd",
-    )
-]
-"""What each choice costs or gains."""
 
 _GIB = {"gpt-124m": 9.0, "gpt-1.3b": 38.0, "resnet-50": 8.0, "encoder": 15.0}
 _GIB_OF_THE_WHOLE = {"gpt-124m": 62.0, "gpt-1.3b": 95.0}

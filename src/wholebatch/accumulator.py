@@ -480,11 +480,11 @@ class Accumulator(HasWindow):
         return self._size
 
     def _watch(self, size: int) -> None:
-        """Check the forwards of a first window in parts; not those with collectives."""
+        """Check the forwards of a first window in parts; none with collectives is repeated."""
         sync = self._window.sync
-        alone = not sync.counts_must_agree and not sync.grows_own_graph
-        if alone and (size > 1 or sync.ranks > 1):
-            self._checks.watch()
+        if size > 1 or sync.ranks > 1:
+            alone = not sync.counts_must_agree and not sync.grows_own_graph
+            self._checks.watch(calls=alone)
 
     def flush(self) -> Step | None:
         """Close the window with what it holds (a short last one); None when it holds nothing."""
@@ -593,7 +593,7 @@ class Accumulator(HasWindow):
         if self._window.options.zero_units == "raise":
             raise EmptyWindowError(
                 f"none of the {self._size} micro-batches of this window had a backward: nothing "
-                "to update from; pass zero_units='skip' if that may happen"
+                "to update from; pass close=wb.Close(zero_units='skip') if that may happen"
             )
         self._window.skipped += 1
 

@@ -45,10 +45,10 @@ from wholebatch.coupled.normalisation_layers import (
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
+from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import Precision
 from wholebatch.window.window import Window
 
 _log = logging.getLogger("wholebatch")
@@ -310,6 +310,7 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
+        self._test.read(loss)
         return loss
 
     def find_nonfinite(self) -> tuple[int | None, str] | None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.compile.nets import mode_of, steps_of, traced
+from tests.compile.nets import loss, mode_of, steps_of, traced
 from tests.support import EXACT, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
 from wholebatch.compile.captured_state import Fingerprint
@@ -330,6 +330,52 @@ def test_recurrent_layers_run_eagerly(kind: Any) -> None:
         whole.step(samples(10))
     assert mode_of(train) == "eager"
     whole.assert_same(model)
+
+
+# ------------------------------------------------------------- grouped products
+
+
+class Experts(nn.Module):
+    """Two experts; the first half of the samples goes to the one, the rest to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.read = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.experts = nn.Parameter(torch.randn(2, 16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32, device=x.device)
+        hidden = self.into(x).to(self.experts.dtype)
+        if x.dtype is torch.float64:  # torch has no grouped product in float64
+            first, second = hidden.split([len(x) // 2, len(x) - len(x) // 2])
+            return self.read(torch.cat([first @ self.experts[0], second @ self.experts[1]]))
+        return self.read(functional.grouped_mm(hidden, self.experts, offs=ends))
+
+
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="needs torch 2.10")
+def test_grouped_products_follow_autocast_in_a_graph() -> None:
+    gradients = {}
+    for name, dtype in (("exact", torch.float64), ("eager", torch.float32), ("graph", None)):
+        model = Experts().to(dtype or torch.float32)
+        make = traced if name == "graph" else wb.WholeBatch
+        options: dict[str, Any] = {} if name == "graph" else {"loss": loss, "execute": "eager"}
+        precision = "full" if name == "exact" else "bf16"
+        train = make(model, sgd(model), micro_batch=4, precision=precision, audit=False, **options)
+        for _ in range(2):
+            model.zero_grad()
+            train.gradient(samples(8, dtype=dtype or torch.float32))
+        gradients[name] = [p.grad for p in model.parameters()]
+    assert mode_of(train) == "operations"
+    wanted = gradients["exact"]
+    assert distance(gradients["graph"], wanted) <= 1.25 * distance(gradients["eager"], wanted)
+
+
+@pytest.mark.skipif(not hasattr(functional, "grouped_mm"), reason="needs torch 2.10")
+def test_grouped_products_in_float32_are_not_traced() -> None:
+    train = traced(Experts(), audit=False)
+    with pytest.warns(ExecuteWarning, match="its experts multiply groups of tokens in float32"):
+        train.step(samples(8, dtype=torch.float32))
 
 
 # -------------------------------------------------------------------- operations

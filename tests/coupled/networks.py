@@ -99,6 +99,40 @@ def resnet() -> nn.Module:
     return _headed(nn.Sequential(stem, Residual(4, 4), Residual(4, 6)), 6)
 
 
+class Bottleneck(nn.Module):
+    """A block of ResNet-50: 1×1, 3×3 and 1×1 convolutions, each with a BatchNorm."""
+
+    def __init__(self, given: int, inner: int, stride: int) -> None:
+        super().__init__()
+        made = 4 * inner
+        self.body = nn.Sequential(
+            *(nn.Conv2d(given, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()),
+            nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False),
+            *(nn.BatchNorm2d(inner), nn.ReLU()),
+            *(nn.Conv2d(inner, made, 1, bias=False), nn.BatchNorm2d(made)),
+        )
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or given != made:
+            project = nn.Conv2d(given, made, 1, stride, bias=False)
+            self.short = nn.Sequential(project, nn.BatchNorm2d(made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.short(x))
+
+
+def resnet50(width: int = 64) -> nn.Module:
+    """Return ResNet-50; `width` is 64 in the original."""
+    stem = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
+    layers: list[nn.Module] = [stem, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    given = width
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        inner = width * 2**stage
+        for block in range(blocks):
+            layers.append(Bottleneck(given, inner, 2 if stage and not block else 1))
+            given = 4 * inner
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(given, 5))
+
+
 def densenet() -> nn.Module:
     return _headed(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Dense(4, 3)), 13)
 

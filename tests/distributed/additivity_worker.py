@@ -71,7 +71,7 @@ def refused() -> str:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(220, exit=True)
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     report = {"distance": trained(rank), "refused": refused()}

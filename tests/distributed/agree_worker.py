@@ -153,7 +153,7 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(220, exit=True)
     dist.init_process_group("gloo")
     report: dict[str, Any] = {
         f"{make.__name__}, {train.__name__}": refused(make, train)

@@ -226,7 +226,7 @@ def full(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(120, exit=True)  # a hang shows where
+    faulthandler.dump_traceback_later(220, exit=True)  # a hang shows where
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     results = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.coupled.networks import NETWORKS
+from tests.coupled.networks import NETWORKS, resnet50
 from tests.coupled.test_coupled_loss import LOSSES, Clip, batch, encode, mean_of
 from tests.support import Seen, distance
 from wholebatch.distributed.ddp import Buckets
@@ -141,17 +143,17 @@ def refusals() -> list[str]:
     return said
 
 
-def network(name: str) -> float:
+def network(make: Callable[[], nn.Module], side: int = 6) -> float:
     """Gradients and running statistics of exact BatchNorm, over the ranks' uneven shares."""
     made = []
     draw = torch.Generator().manual_seed(1)
     data = {
-        "x": torch.randn(13, 3, 6, 6, generator=draw, dtype=torch.float64),
+        "x": torch.randn(13, 3, side, side, generator=draw, dtype=torch.float64),
         "y": torch.randint(0, 5, (13,), generator=draw),
     }
     for ranks in (False, True):
         torch.manual_seed(2)
-        inner = NETWORKS[name]().double()
+        inner = make().double()
         model: nn.Module = DistributedDataParallel(inner) if ranks else inner
         optimizer = sgd(model)
         seen = Seen(inner, optimizer)
@@ -177,7 +179,8 @@ def main() -> None:
     report["reductions"] = reductions()
     report["bf16"] = in_low_precision()
     report["refusals"] = refusals()
-    report["networks"] = {name: network(name) for name in NETWORKS}
+    report["networks"] = {name: network(make) for name, make in NETWORKS.items()}
+    report["networks"]["resnet-50"] = network(partial(resnet50, width=16), side=64)
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             json.dump(report, file)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.distributed.deepspeed_worker import Crossed, initialized, parameters_of
@@ -52,6 +53,44 @@ def walked() -> dict[str, list[str]]:
         ),
     }.items():
         found[name] = [outcome(stage, **options) for stage, options in (refused, *instead)]
+    return found
+
+
+def contrast(model: Any, batch: dict[str, Tensor]) -> wb.Loss:
+    """Compares the samples of a micro-batch with each other."""
+    similar = model(batch["x"]) @ model(batch["x"]).T
+    return wb.Loss(
+        F.cross_entropy(similar, torch.arange(len(similar)), reduction="sum"), len(similar)
+    )
+
+
+def divided(model: Any, batch: dict[str, Tensor]) -> wb.Loss:
+    """Divides its mean by the number of steps, as the usual loop does."""
+    return wb.mean_loss(model(batch["x"]).square().mean() / 3, len(batch["x"]))
+
+
+def tested(stage: int) -> dict[str, str]:
+    """Return what is said of losses that are wrong in micro-batches, before the first update."""
+    found = {}
+    for function in (contrast, divided):
+        for entry in ("WholeBatch", "Accumulator"):
+            engine = initialized(stage, sgd, model=nn.Sequential(nn.Linear(4, 8), nn.Tanh()))
+            before = parameters_of(engine)
+            batch = {"x": torch.randn(12, 4)}
+            try:
+                if entry == "WholeBatch":
+                    train = wb.WholeBatch(engine, engine.optimizer, loss=function, micro_batch=4)
+                    train.step(batch)
+                else:
+                    acc = wb.Accumulator(engine, engine.optimizer, steps=3)
+                    for rows in batch["x"].split(4):
+                        acc.backward(function(engine, {"x": rows}))
+                said = "accepted"
+            except wb.errors.WholebatchError as error:
+                said = str(error)
+            moved = not all(map(torch.equal, before, parameters_of(engine)))
+            found[f"{function.__name__} {entry}"] = "moved" if moved else said
+            engine.destroy()
     return found
 
 

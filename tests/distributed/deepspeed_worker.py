@@ -406,9 +406,15 @@ def main() -> None:
     said = refused() if not only else {}
     advice: dict[str, Any] = {}
     if only in ("", "advice"):
-        from tests.distributed.deepspeed_advice import in_another_order, two_engines, walked
+        from tests.distributed.deepspeed_advice import (
+            in_another_order,
+            tested,
+            two_engines,
+            walked,
+        )
 
         advice = {**walked(), "engines": two_engines(), "order": in_another_order()}
+        advice["tested"] = {stage: tested(stage) for stage in range(4)}
     bf16: dict[str, Any] = {}
     for stage in (2, 3) if only in ("", "bf16") else ():
         bf16[f"{stage}"] = in_bf16(stage)

@@ -94,7 +94,7 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     *first, state, flush = ranks[0]["refused"]
     hook, static, sparse, every, unknown, inside, narrow, alone, with_it, reduces, by_itself = first
     assert "a plain model in a job of 2 ranks: nothing reduces its gradients" in alone
-    assert 'by itself, say so: sync="none"' in alone
+    assert 'by itself, say so: close=wb.Close(sync="none")' in alone
     assert 'sync="none" on a model of ddp, which reduces gradients' in reduces
     assert (with_it, by_itself) == ("accepted", "accepted")
     assert narrow.startswith("weight is torch.bfloat16, and FSDP2 would round the sum")

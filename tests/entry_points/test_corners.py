@@ -156,6 +156,7 @@ def test_complex_parameters_with_optimizer_state_on_the_host(place: Any) -> None
     assert distance([ours], [theirs]) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, in its compiler
 def test_a_compiled_step_takes_a_parameter_in_another_memory_layout() -> None:
     model: Any = mlp()

@@ -93,6 +93,7 @@ torch.save(train((model, optimizer, loader, acc)), {out!r})
 """
 
 
+@pytest.mark.slow
 def test_resumed_in_a_new_process(tmp_path: Path) -> None:
     torch.manual_seed(1)
     random.seed(1)

@@ -36,7 +36,10 @@ def _model(kind: str, dtype: torch.dtype) -> Any:
     }
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**sizes)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).to(DEVICE, dtype)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(DEVICE, dtype)
+    if kind == "Mixtral" and dtype is torch.float64:
+        model.set_experts_implementation("eager")  # torch has no grouped product in float64
+    return model
 
 
 def _loss(model: Any, batch: Any) -> wb.Loss:
@@ -124,3 +127,9 @@ def test_a_qwen_with_grouped_heads_biases_and_tied_weights_uses_them() -> None:
             if "attention" in str(node.target) and "backward" not in str(node.target)
         }
         assert keys == {(1, 160, 64)}, keys
+
+
+def test_the_experts_of_a_mixtral_are_recorded() -> None:
+    made = _compare("Mixtral")
+    assert made
+    assert all("_grouped_mm" in _targets(one) for one in made)

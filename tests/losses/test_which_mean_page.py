@@ -26,6 +26,7 @@ def between(name: str) -> list[str]:
     return found.group(1).splitlines()
 
 
+@pytest.mark.slow
 def test_the_table_of_means_is_the_scripts(script: Any) -> None:
     lines = script.means_table()
     assert between("means") == lines

@@ -1,4 +1,4 @@
-"""A micro-batch that does not fit is learned once: later windows begin with what does."""
+"""A micro-batch that does not fit in two windows in a row: later windows begin with what does."""
 
 from __future__ import annotations
 
@@ -62,30 +62,15 @@ def test_a_handful_of_restarts_in_all(given: int, fits: int, learned: int, caplo
     with caplog.at_level(logging.WARNING, logger="wholebatch"):
         model, train, device = trained(given, fits)
     assert train.micro_batch_size == learned
-    assert train.recoveries == device.failures <= 4
+    assert train.recoveries == device.failures <= 8
     said = [r.getMessage() for r in caplog.records if "does not fit" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith(
-        f"micro_batch={given} does not fit: from now on micro-batches have {learned} samples; "
+        f"micro_batch={given} does not fit: from now on micro-batches have {learned} samples"
     )
     right, plain, _ = trained(learned, None)
     assert plain.recoveries == 0
     assert all(map(torch.equal, model.parameters(), right.parameters()))
-
-
-def test_the_size_that_was_asked_for_is_tried_again() -> None:
-    model = mlp()
-    device = Device(model, 4)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=8, audit=False)
-    train.step(samples(16))
-    assert (train.micro_batch_size, device.failures) == (4, 2)
-    device.fits = 8  # it was an accident: another program has left the memory
-    for _ in range(40):
-        assert train.micro_batch_size == 4
-        train.step(samples(16))
-    assert train.micro_batch_size == 8
-    assert train.step(samples(16)).micro_batches == 2
-    assert device.failures == 2
 
 
 def test_one_long_batch_is_an_accident_and_cuts_one_micro_batch() -> None:
@@ -103,7 +88,8 @@ def test_one_long_batch_is_an_accident_and_cuts_one_micro_batch() -> None:
     whole.step(samples(32))
     assert train.step(samples(32)).micro_batches == 5
     whole.assert_same(model)
-    assert train.micro_batch_size == 4  # the next window begins with what went through
+    assert train.step(samples(32)).micro_batches == 4  # the next window begins as before
+    assert train.micro_batch_size == 8
 
 
 @pytest.mark.parametrize("sizes", [7, 13, 29])
@@ -116,7 +102,7 @@ def test_the_update_is_that_of_the_whole_batch(sizes: int) -> None:
         train.step(samples(number))
         whole.step(samples(number))
     whole.assert_same(model, at_most=EXACT)
-    assert device.failures <= 4
+    assert device.failures <= 8
 
 
 def test_budgets_of_tokens_are_learned_too() -> None:
@@ -137,13 +123,13 @@ def test_budgets_of_tokens_are_learned_too() -> None:
     for seed in range(5):
         train.step(batch(seed))
         whole.step(batch(seed))
-    assert device.failures <= 3
+    assert device.failures <= 6
     assert train.micro_batch_size is None
     whole.assert_same(model)
 
 
 def test_state_keeps_what_was_learned() -> None:
-    _, train, _ = trained(16, 4, windows=1)
+    _, train, _ = trained(16, 4, windows=2)
     saved = train.state_dict()
     model = dropped()
     device = Device(model, 4)

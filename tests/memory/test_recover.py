@@ -19,7 +19,6 @@ from tests.memory.models import loss, mlp, vectors
 from wholebatch.batch import batch_size_of, split
 from wholebatch.errors import OptionError
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.micro_batch_fitting import Sizing
 from wholebatch.memory.out_of_memory import Recovered, Recovery, within
 from wholebatch.window.precision import LossScale
 
@@ -272,28 +271,3 @@ def test_whole_batch_within_a_budget_is_the_same_update() -> None:
     assert (one, many > 1) == (1, True)
     for a, b in zip(whole, parts, strict=True):
         assert (a - b).norm() <= 1e-12 * a.norm()
-
-
-def test_sizes_go_down_at_once_and_up_with_patience() -> None:
-    sizing = Sizing(64, most=64, patience=3)
-    sizing.went_well(peak=10, budget=10)
-    assert sizing.size == 64
-    sizing.failed(64, into=32)
-    assert sizing.size == 32
-    for _ in range(6):
-        assert sizing.size == 32
-        sizing.went_well(peak=990, budget=1000)
-    assert sizing.size == 32, "no room was measured"
-    for _ in range(6):
-        sizing.went_well(peak=500, budget=1000)
-    assert sizing.size == 40
-    again = Sizing(64, most=64)
-    again.load_state_dict(sizing.state_dict())
-    assert again.size == 40
-    for _ in range(6):
-        again.went_well()
-    assert again.size == 50, "the patience is remembered too"
-    sizing.failed(41, into=21)
-    assert sizing.size == 40, "a micro-batch larger than the size in force says nothing about it"
-    with pytest.raises(OptionError, match="size=0: must be from 1 to most=4"):
-        Sizing(0, most=4)

@@ -259,6 +259,7 @@ def test_activation_checkpointing(reentrant: bool, whole_batch: bool) -> None:
     whole.assert_same(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_model() -> None:
     model, batch = mlp(), samples(10)
     whole = Whole(model)

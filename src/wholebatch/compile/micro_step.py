@@ -46,11 +46,13 @@ from wholebatch.compile.gradient_buffers import (
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.joint_graph import JointStep, Prepared
-from wholebatch.compile.symbolic_sizes import SharedGraphs, Sizes
+from wholebatch.compile.shared_graphs import SharedGraphs
+from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.losses.loss import Loss, Terms
+from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import SIXTEEN_BIT, Precision
+from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.window import Window
@@ -359,6 +361,8 @@ class Executor:
 
         `again`: compare the graph that is there.
         """
+        if slot.stage is not Stage.EAGER:
+            self._make_room(replaces=not again)
         alone = not self._window.now.owners
         earlier = None
         unproven = self._shapes.wants_proof(inputs, self._own(), compiled=compiled)
@@ -392,8 +396,8 @@ class Executor:
             if self._fingerprint is not None:
                 self._fingerprint.accept_tensors()
             self._plan.spent += time.perf_counter() - began
-        # The memory of eager code and of the trial run is not needed again.
-        empty_cache(self._device)
+            # The memory of eager code and of the trial run is not needed again.
+            empty_cache(self._device)
         self.notes.tell(
             f"{'compiled' if step.joint.compiled else 'traced'} a micro-step of "
             f"{step.joint.operations} operations{' and recorded it' if step.captured else ''} in "
@@ -401,6 +405,22 @@ class Executor:
             f"and {step.joint.fused['embeddings']} embeddings add themselves"
         )
         return added
+
+    def _make_room(self, *, replaces: bool) -> None:
+        """Free the memory of captured graphs before eager code runs, if it has to.
+
+        It has to where the device is nearly full, and where one graph `replaces` another: graphs
+        keep their memory as long as one of them is alive. They are captured again when they run.
+        """
+        if self._device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if replaces or free < torch.cuda.memory_reserved(self._device):
+            for slot in self._slots.values():
+                if slot.ready is not None:
+                    slot.ready = replace(slot.ready, run=slot.ready.joint)
+            self._pool = None
+        empty_cache(self._device)
 
     def _own(self) -> set[Key]:
         """Return the kinds that have a graph for exactly their sizes."""

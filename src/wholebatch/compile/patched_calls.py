@@ -30,12 +30,14 @@ def traceable_calls() -> Iterator[None]:
     - `module.to(dtype)` in a forward may convert nothing; a conversion is refused.
     - Distributions do not check the values of their parameters.
     - Attention knows a mask that is always causal, and gets others in rows.
+    - Grouped products of experts follow autocast, as `linear` does.
     """
+    grouped = {"grouped_mm": _grouped_mm} if _GROUPED_MM is not None else {}
     with (
         _ONE_AT_A_TIME,
         replaced_attributes(torch, _check_tensor_all_with=_assert_in_graph),
         replaced_attributes(nn.Module, _apply=_convert_nothing),
-        replaced_attributes(functional, scaled_dot_product_attention=attention),
+        replaced_attributes(functional, scaled_dot_product_attention=attention, **grouped),
         # torch.compile also leaves out these checks, which read the parameters.
         replaced_attributes(torch.distributions.Distribution, _validate_args=False),
     ):
@@ -53,6 +55,29 @@ def _convert_nothing(
         if function(tensor) is not tensor:
             raise CannotTrace(f"its forward moves or casts a {type(module).__name__}")
     return module
+
+
+_GROUPED_MM: Any = getattr(functional, "grouped_mm", None)
+
+
+def _grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
+    """Multiply in autocast's dtype, which must be bfloat16.
+
+    Autocast does not know this operation. In other dtypes torch can neither trace nor record it: it
+    reads the sizes of the groups on the host.
+    """
+    device = right.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        left, right = left.to(dtype), right.to(dtype)
+    if right.dtype is not torch.bfloat16:
+        kind = str(right.dtype).removeprefix("torch.")
+        raise CannotTrace(
+            f"its experts multiply groups of tokens in {kind}, which reads the sizes of the groups "
+            "on the host; only bfloat16 does not (precision='bf16')"
+        )
+    made: Tensor = _GROUPED_MM(left, right, **more)
+    return made
 
 
 def refuse_recurrent_layers(model: nn.Module) -> None:

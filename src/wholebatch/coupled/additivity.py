@@ -97,6 +97,7 @@ class AdditivityTest:
         self._tries = _TRIES  # of the first test
         self._changes = LookAgain()
         self._is_due = False
+        self._unread_steps: Collection[int] = ()
 
     def begin_window(self, changed: bool | None = None) -> bool:
         """Count a window that is split; return True if it is to be tested."""
@@ -130,6 +131,8 @@ class AdditivityTest:
         `run`, `outputs` and `name` are those of `check_adds_up`.
         """
         self._is_due, is_first = False, self._tries > 0
+        if is_first and self._shares_forwards:
+            self._unread_steps = samples.steps
         division = _ReadDivision(run, samples.steps)
         found = refused_by_type(self._model)
         layout = samples.first_samples() if is_first else samples.micro_batch(self._tests)
@@ -160,6 +163,13 @@ class AdditivityTest:
         self._refuse((*found, *division.findings(), *result.findings))
         if not self._tries and self._ranks == 1 and self._loss is not None:
             self._changes.seen = [Fingerprint(self._model, self._loss)]
+
+    def read(self, loss: Loss | Terms) -> None:
+        """Refuse a first loss that is divided by the number of steps; the test made no graph."""
+        if self._unread_steps:
+            found, self._unread_steps = _division(loss, self._unread_steps), ()
+            if found is not None:
+                found.report(self._off)
 
     def join(self) -> None:
         """Take part in the other ranks' test, without a sample of one's own."""
@@ -210,12 +220,9 @@ class _ReadDivision:
 
     def run(self, batch: Any) -> Any:
         result = self._run(batch)
-        is_loss = isinstance(result, Loss | Terms) and not isinstance(result, OfTheBatch)
-        if is_loss and not self._is_read:
+        if not self._is_read:
             self._is_read = True
-            for term in terms_of(result).values():
-                read = find_step_division(last_reductions(term.total), term.units, self._steps)
-                self._found = self._found or read
+            self._found = _division(result, self._steps)
         return result
 
     def findings(self) -> list[AuditFinding]:
@@ -227,3 +234,14 @@ class _ReadDivision:
             return []
         name = "(the loss function)"
         return [AuditFinding(name, "division by the steps", "divided", self._found.message)]
+
+
+def _division(loss: Any, steps: Collection[int]) -> StepDivision | None:
+    """Return the division of a loss by the number of steps, as its graph tells it."""
+    if not isinstance(loss, Loss | Terms) or isinstance(loss, OfTheBatch):
+        return None
+    read = (
+        find_step_division(last_reductions(term.total), term.units, steps)
+        for term in terms_of(loss).values()
+    )
+    return next((found for found in read if found is not None), None)

@@ -2,7 +2,7 @@
 
 A stream gives its losses and keeps its forwards to itself. So only this is tested:
 
-1. a loss of the whole batch (`wb.info_nce`), by its type;
+1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
 3. a mean given as a sum, or a sum as a mean, by the last reduction of the loss;
 4. a mean that is divided by the number of steps, or scaled by a GradScaler;
@@ -40,7 +40,7 @@ from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.tested_windows import is_tested_window
-from wholebatch.window.window import graph_nodes, transforms_active
+from wholebatch.window.window import graph_nodes, refuse_freed_graph, transforms_active
 
 _log = logging.getLogger("wholebatch")
 
@@ -251,7 +251,7 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         for checks in watching:
-            checks.watch()
+            checks.watch(calls=checks.tests_calls)
 
 
 class LoopChecks:
@@ -266,7 +266,7 @@ class LoopChecks:
     checks.end_window(micro_batches)      # the window is over: the hooks go
     ```
 
-    Models whose forwards run collectives (FSDP, DeepSpeed) must not be watched.
+    Models whose forwards run collectives (FSDP, DeepSpeed) are watched with `calls=False`.
     """
 
     def __init__(self, models: Iterable[nn.Module], *, audit: bool = True) -> None:
@@ -277,6 +277,7 @@ class LoopChecks:
         self._handles: list[Any] = []
         self._depth = 0
         self._paused = False
+        self.tests_calls = True
         self._outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         self._calls: list[AuditFinding] = []
         self._called: set[nn.Module] = set()
@@ -288,10 +289,11 @@ class LoopChecks:
         if self._audits and is_tested_window(number):
             refuse_new_norms(self._models, self._norms)
 
-    def watch(self) -> None:
-        """Note the outputs of the models, and test the first call of each."""
+    def watch(self, *, calls: bool = True) -> None:
+        """Note the outputs of the models; with `calls`, test the first call of each."""
         if not self.active or self._handles:
             return
+        self.tests_calls = calls
         _watching.add(self)
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
@@ -328,7 +330,11 @@ class LoopChecks:
             given = [(one, units) for one in (total if mean is None else mean,) if one is not None]
         for loss, of in given:
             if loss.grad_fn is not None:  # else no loss at all, which is refused elsewhere
-                self._check(loss, check_units(of), mean is not None, steps)
+                try:
+                    self._check(loss, check_units(of), mean is not None, steps)
+                except RuntimeError as error:
+                    refuse_freed_graph(error)
+                    raise
 
     def _check(self, loss: Tensor, units: Units, is_mean: bool, steps: int) -> None:
         terms = last_reductions(loss)
@@ -384,7 +390,8 @@ class LoopChecks:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._paused or transforms_active():
             return
-        if self._depth == 0 and torch.is_grad_enabled() and not in_backward():
+        is_call = self._depth == 0 and torch.is_grad_enabled() and not in_backward()
+        if is_call and self.tests_calls:
             self._test_call(module, args, kwargs)
         self._depth += 1
 

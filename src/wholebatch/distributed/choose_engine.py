@@ -76,7 +76,7 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
 _WRAPPED = (
     "what wraps it: the DistributedDataParallel (not its .module), the model after fully_shard, or "
     "the engine of deepspeed.initialize (not its .module). If each rank is to train by itself, say "
-    'so: sync="none"'
+    'so: close=wb.Close(sync="none")'
 )
 
 

@@ -106,7 +106,7 @@ class DeepSpeed(Sync):
                 else "reduces once per window and keeps whole gradients until then"
             )
             raise OptionError(
-                f'sync={sync!r} with ZeRO {self._stage}: it {why}; use sync="auto", or '
+                f"sync={sync!r} with ZeRO {self._stage}: it {why}; leave it out, or use "
                 f"ZeRO {'1' if each else '2'}"
             )
 
@@ -133,7 +133,7 @@ class DeepSpeed(Sync):
         if options["scaler"] is not None:
             raise UnsupportedError(
                 "scaler= with a DeepSpeed engine: its backward is its own and takes no scaler, and "
-                "its fp16 is not shown to be exact; leave scaler= away and train in float32"
+                "its fp16 is not shown to be exact; leave it out and train in float32"
             )
         if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
@@ -214,7 +214,7 @@ class DeepSpeed(Sync):
     def _check_order(self) -> None:
         if self._order is None:
             return
-        if self._group.differing([self._order.value]) is not None:
+        if not self._group.all_have(self._order.value):
             raise UnsupportedError(
                 f"the backwards of this window reached other parameters, or in another order, on "
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "

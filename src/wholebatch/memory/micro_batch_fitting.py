@@ -21,77 +21,12 @@ from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.make_it_fit import ladder, refusal
-from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
 from wholebatch.memory.predict import state_bytes
 from wholebatch.memory.trial_step import TrialSteps, held_bytes, measure_step
 from wholebatch.memory.undivided_batch import UndividedBatch
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.window.precision import LossScale
-
-_STEP_UP = 1.25
-_SPARE = 0.95
-_MOST_PATIENCE = 1280
-
-
-class Sizing:
-    """Remembers how large micro-batches may be, from window to window.
-
-    >>> sizing = Sizing(32, most=64, patience=2)
-    >>> sizing.failed(32, into=16)
-    >>> sizing.size
-    16
-    >>> for _ in range(4):
-    ...     sizing.went_well(peak=500, budget=1000)
-    >>> sizing.size
-    20
-
-    After `patience` windows without a failure it tries a quarter more, if the peak that was
-    measured leaves room for it (or if nothing was measured); with `returns` it tries `most` again,
-    the size that a user asked for. Each failure doubles the patience, up to a limit: data whose
-    sequences grow would otherwise fail again and again.
-    """
-
-    def __init__(self, size: int, *, most: int, patience: int = 20, returns: bool = False) -> None:
-        if not 1 <= size <= most:
-            raise OptionError(f"size={size}: must be from 1 to most={most} samples")
-        self.size = size
-        self.most = most
-        self.patience = patience
-        self._returns = returns
-        self._well = 0
-
-    def failed(self, samples: int, *, into: int) -> None:
-        """A micro-batch of so many samples ran out of memory and was cut into parts of `into`."""
-        if samples <= self.size:
-            self.size = into
-        self.patience = min(_MOST_PATIENCE, 2 * self.patience)
-        self._well = 0
-
-    def went_well(self, *, peak: int | None = None, budget: int | None = None) -> None:
-        """A window ended without a failure; `peak` is the memory that it took."""
-        self._well += 1
-        if self._well < self.patience or self.size == self.most:
-            return
-        self._well = 0
-        if self._returns:
-            self.size = self.most
-            return
-        larger = min(self.most, max(self.size + 1, int(self.size * _STEP_UP)))
-        # The part of the peak that does not grow with the size only makes this too careful.
-        if peak is None or budget is None or peak * larger / self.size <= _SPARE * budget:
-            self.size = larger
-
-    def state_dict(self) -> dict[str, int]:
-        """To resume with the same splits."""
-        return {"size": self.size, "patience": self.patience, "well": self._well}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on as `state_dict` says."""
-        self.size = min(self.most, state["size"])
-        self.patience = state["patience"]
-        self._well = state["well"]
-
 
 _log = logging.getLogger("wholebatch")
 
@@ -101,10 +36,10 @@ class Fitting:
 
     `micro_batch="auto"` chooses when the first batch is there: by real steps whose effects are
     undone on CUDA or where a budget was given (`memory="20GiB"`, `0.5`, `"free"`), else it takes
-    the whole batch. A window that runs out of memory all the same
-    begins again with smaller micro-batches. Later windows begin with those: "auto" grows again when
-    there is room, a size that was given does not. With `micro_batch=None` each batch is one
-    micro-batch, unless it does not fit.
+    the whole batch. A window that runs out of memory all the same begins again with smaller
+    micro-batches. If the next one does too, later windows begin with the size that went through:
+    one failure alone may be a long sequence. With `micro_batch=None` each batch is one micro-batch,
+    unless it does not fit.
     """
 
     def __init__(
@@ -147,11 +82,11 @@ class Fitting:
             sync.ranks == 1 or is_auto or memory is not None
         )
         self._recovery = Recovery(model, scale=scale, static=layout["static"])
-        self.sizing: Sizing | None = None
+        self._fits: int | None = None
+        """Samples (or tokens, where those were given) of a micro-batch, as chosen or learned."""
+        self._has_failed = False  # the last window ran out of memory
         self.said: str | None = None
         """What "auto" chose and why, in two lines, once it has."""
-        self._chosen_for: int | None = None
-        self._peak: int | None = None  # of the last window, where it was counted
         self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
         self._ends: list[int] = []  # of each batch that was split last, the samples up to its end
 
@@ -164,9 +99,7 @@ class Fitting:
         """Samples that were found to fit; None if what was given does, or before "auto" chose."""
         if self._undivided is not None and self._is_undivided():
             return self.samples
-        if self.sizing is None or isinstance(self._micro_batch, Tokens):
-            return None
-        return self.sizing.size
+        return None if isinstance(self._micro_batch, Tokens) else self._fits
 
     def split(self, batch: Any) -> list[Any]:
         """Return the micro-batches of this batch, or of several `Batches`.
@@ -263,13 +196,11 @@ class Fitting:
 
     def _chosen_size(self, batches: Sequence[Any]) -> int:
         """Return how many samples "auto" takes; it chooses on the largest batch."""
-        largest = self.largest_of(batches)
-        samples = batch_size_of(largest, **self._layout)
-        if self.sizing is None:
-            chosen = min(self._agreed_choice(largest, samples), samples)
-            self.sizing = Sizing(chosen, most=samples)
-        self.sizing.most = max(self.sizing.most, samples)
-        return self.sizing.size
+        if self._fits is None:
+            largest = self.largest_of(batches)
+            samples = batch_size_of(largest, **self._layout)
+            self._fits = min(self._agreed_choice(largest, samples), samples)
+        return self._fits
 
     def largest_of(self, batches: Sequence[Any]) -> Any:
         if len(batches) == 1:
@@ -280,43 +211,32 @@ class Fitting:
         """Return what was given, or as much of it as was found to fit."""
         given = self._micro_batch
         assert not isinstance(given, str)
-        if self.sizing is None:
+        if self._fits is None:
             return given
-        if isinstance(given, Tokens):
-            return replace(given, budget=max(1, self.sizing.size))
-        return self.sizing.size if given is None else min(given, self.sizing.size)
+        return replace(given, budget=self._fits) if isinstance(given, Tokens) else self._fits
 
     def _learn(self, recovered: Sequence[Recovered]) -> None:
-        """Let later windows begin with the size that went through; said once for each size."""
+        """Begin later windows with what fits, if two windows in a row ran out of memory."""
         for recovery in recovered:
-            if self._micro_batch == "auto":
-                assert self.sizing is not None
-                self.sizing.failed(recovery.samples, into=recovery.into)
             _log.warning(
                 "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
                 "again",
                 recovery.samples,
                 recovery.into,
             )
-        if not recovered or self._micro_batch == "auto":
+        is_second, self._has_failed = self._has_failed and bool(recovered), bool(recovered)
+        if not is_second:
             return
-        now = self._fitting_size()
-        if isinstance(now, Tokens):
-            unit, asked = "tokens", now.budget
-            size = max(1, int(asked * _share_left(recovered)))
+        if isinstance(self._micro_batch, Tokens):
+            now = self._fits or self._micro_batch.budget
+            self._fits, unit = max(1, int(now * _share_left(recovered))), "tokens"
         else:
-            unit, asked = "samples", now or max(recovery.samples for recovery in recovered)
-            size = min(recovery.into for recovery in recovered)
-        if self.sizing is None:
-            self.sizing = Sizing(asked, most=asked, returns=True)
-        self.sizing.failed(asked, into=size)
+            self._fits, unit = min(recovery.into for recovery in recovered), "samples"
         _log.warning(
-            "micro_batch=%s does not fit: from now on micro-batches have %d %s; what was asked for "
-            "is tried again after %d windows",
+            "micro_batch=%s does not fit: from now on micro-batches have %d %s",
             self._micro_batch,
-            size,
+            self._fits,
             unit,
-            self.sizing.patience,
         )
 
     @property
@@ -344,25 +264,15 @@ class Fitting:
     def attempts(self, micros: Sequence[Any], discard: Callable[[], None]) -> Iterator[Attempt]:
         """Yield attempts at a window until one fits; later windows begin with its sizes."""
         seen = len(self.recovered)
-        on_cuda = self._device.type == "cuda"
-        if on_cuda and self.sizing is not None and self.sizing.size < self.sizing.most:
-            # A window's own peak: that of a failed attempt would forbid to grow for good.
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-        last = None
-        for last in self._recovery.attempts(
+        yield from self._recovery.attempts(
             micros, discard=discard, relieved=self._relieved, inside=self.inside
-        ):
-            yield last
-        assert last is not None
-        if on_cuda and self.sizing is not None and not self._optimizer.state:
+        )
+        is_auto = self._micro_batch == "auto"
+        if is_auto and self._device.type == "cuda" and not self._optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.
             torch.cuda.empty_cache()
         self._learn(self.recovered[seen:])
-        self._peak = last.meter.peak if isinstance(last.meter, MemoryMeter) else None
-        if len(self.recovered) == seen and self.sizing is not None:
-            self.sizing.went_well(peak=self._highest(), budget=self._budget or self._chosen_for)
 
     def may_begin_again(self) -> bool:
         """True if a window that runs out of memory can begin again.
@@ -372,13 +282,13 @@ class Fitting:
         return self.recovers and (self._sync.ranks == 1 or not self._is_undivided())
 
     @contextmanager
-    def inside(self) -> Iterator[Any]:
+    def inside(self) -> Iterator[None]:
         """Run forwards and backwards within the budget; save memory as an undivided batch must."""
         is_whole = self._undivided is not None and self._is_undivided()
         budget = within(self._budget, model=self._model, optimizer=self._optimizer)
         saving = self._undivided.running() if self._undivided and is_whole else nullcontext()
-        with saving, budget as meter:
-            yield meter
+        with saving, budget:
+            yield
 
     def _relieved(self, failure: str) -> bool:
         """Save memory after running out of it; True if the micro-batches can stay as they are."""
@@ -391,32 +301,12 @@ class Fitting:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that was found to fit, and what it was found for."""
-        sizing = self.sizing
-        return {
-            "sizing": None if sizing is None else sizing.state_dict(),
-            "most": None if sizing is None else sizing.most,
-            "given": str(self._micro_batch),
-        }
+        return {"fits": self._fits, "given": str(self._micro_batch)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with those sizes, unless another `micro_batch` is given now."""
-        if saved["sizing"] is not None and saved.get("given", "auto") == str(self._micro_batch):
-            returns = self._micro_batch != "auto"
-            self.sizing = Sizing(saved["sizing"]["size"], most=saved["most"], returns=returns)
-            self.sizing.load_state_dict(saved["sizing"])
-
-    def _highest(self) -> int | None:
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        return self._peak
-
-    def room(self) -> int | None:
-        """Bytes that the last window left of the memory; None where either is not known."""
-        budget = self._budget or self._chosen_for
-        if budget is None and self._device.type == "cuda":
-            budget = self._chosen_for = self._bytes("free")
-        peak = self._highest()
-        return None if peak is None or budget is None else max(0, budget - peak)
+        """Go on with that size, unless another `micro_batch` is given now."""
+        if saved["given"] == str(self._micro_batch):
+            self._fits = saved["fits"]
 
     def _bytes(self, memory: Budget) -> int:
         return parse_memory(
@@ -449,7 +339,7 @@ class Fitting:
         on_cuda = self._device.type == "cuda"
         if self._budget is None and not on_cuda:
             return samples
-        self._chosen_for = budget = self._budget or self._bytes("free")
+        budget = self._budget or self._bytes("free")
         if on_cuda:  # in force from here on, for the trial steps too
             within(self._budget, model=self._model)
         on_device = self._optimizer_state == "device"

@@ -60,13 +60,12 @@ class Attempt:
         self.failure: str | None = None
         """The first line of the error that ended it. The error itself is not kept: its traceback
         holds every frame of the attempt, and those hold the tensors that must be gone."""
-        self.meter: Any = None
         self._before = before
         self._inside = inside
 
     def __enter__(self) -> Attempt:
         if self._inside is not None:
-            self.meter = self._inside.__enter__()
+            self._inside.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:

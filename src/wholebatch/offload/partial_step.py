@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.streamed_state import StreamedState
-from wholebatch.window.close import foreign_code
+from wholebatch.window.close import user_code_in_step
 
 BUCKET_BYTES = 64 * 2**20
 """The largest bucket, in bytes of its parameters in float32."""
@@ -52,12 +52,12 @@ def post_hooks_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def refuse_pre_hooks(optimizer: torch.optim.Optimizer, option: str) -> None:
     """Refuse the user's own code in a step: it would run once per bucket."""
-    found = foreign_code(optimizer)
+    found = user_code_in_step(optimizer)
     if found is not None:
         raise UnsupportedError(
             f"{option} with {found} on {type(optimizer).__name__}: the optimizer steps on a few "
             "parameters at a time, so it would run several times per update; remove it, or leave "
-            'optimizer_state="device"'
+            f"{option} out"
         )
 
 
@@ -81,7 +81,7 @@ def check_per_parameter(optimizer: torch.optim.Optimizer, option: str) -> None:
     raise UnsupportedError(
         f"{option} with {name}: on a small example, steps on one parameter after the other did not "
         f"make the update of one step on all ({why}). Only optimizers that update each parameter "
-        'from its own gradient and state can do that; leave optimizer_state="device"'
+        f"from its own gradient and state can do that; leave {option} out"
     )
 
 

@@ -1,0 +1,265 @@
+"""What a message advises can be done: every option that it names is there, where it is raised.
+
+A message says what was given, then a colon, then what to do. Whatever stands after the colon is
+advice. An option in it (`name=`, `--name`) must be one of the entry point that raises the message,
+and in a call (`wb.Close(nonfinite=...)`) one of what is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from wholebatch.cli.app import COMMANDS
+from wholebatch.cli.command_options import Command
+
+SOURCE = Path(wb.__file__).parent
+
+# ------------------------------------------------------------------ what there is
+
+
+def options_of(*calls: Any) -> set[str]:
+    return {name for call in calls for name in inspect.signature(call).parameters}
+
+
+TORCH = options_of(wb.WholeBatch, wb.Accumulator, wb.Accumulator.backward, wb.Accumulator.over)
+"""Options of the two entry points that nearly all code serves."""
+CALLED: dict[str, Any] = {
+    **{f"wb.{name}": getattr(wb, name) for name in wb.__all__ if callable(getattr(wb, name))},
+    **{f"wb.losses.{name}": getattr(wb.losses, name) for name in wb.losses.__all__},
+    "backward": wb.Accumulator.backward,
+    "over": wb.Accumulator.over,
+    "Coupled": wb.Coupled,
+    "tokens": wb.tokens,
+    "WholeBatch": wb.WholeBatch,
+    "Accumulator": wb.Accumulator,
+    "wb.Loss": wb.Loss,
+    "DataLoader": torch.utils.data.DataLoader,
+    "DistributedSampler": torch.utils.data.DistributedSampler,
+}
+"""Names that are called in messages, with what they are."""
+
+
+def adapters() -> dict[str, set[str]]:
+    """Options of the adapters whose libraries are installed, by the beginning of their paths."""
+    found: dict[str, set[str]] = {}
+    for path, names in {
+        "integrations/accelerate": ["accelerate.AccelerateAccumulator"],
+        "integrations/lightning": ["lightning.ExactAccumulation", "lightning.FabricAccumulator"],
+        "integrations/transformers": ["transformers.exact"],
+        "integrations/keras": [
+            "keras.GradientAccumulateModel",
+            "keras.GradientAccumulateOptimizer",
+        ],
+        "integrations/jax": ["jax.accumulate", "jax.multi_steps"],
+    }.items():
+        calls = []
+        for name in names:
+            module, _, attribute = name.partition(".")
+            try:
+                calls.append(getattr(import_module(f"wholebatch.integrations.{module}"), attribute))
+            except ImportError:
+                break
+        else:
+            found[path] = options_of(*calls)
+            for call in calls:
+                CALLED[call.__name__] = call
+    return found
+
+
+OTHERS: dict[str, Any] = {
+    "drop_last": torch.utils.data.DistributedSampler,
+    "fused": torch.optim.AdamW,
+    "mode": torch.compile,
+    "reduction": functional.cross_entropy,
+    "sparse": nn.Embedding,
+    "track_running_stats": nn.BatchNorm1d,
+    "use_reentrant": checkpoint,
+}
+"""Options of torch that messages advise."""
+OF_TRAINERS = {
+    *("fsdp_version", "gradient_checkpointing_kwargs", "lmbda", "router_aux_loss_coef"),
+    *("seq_kd", "use_cache"),
+}
+"""Options of Accelerate, Transformers and TRL that messages advise."""
+ADAPTERS = adapters()
+PARTS = {
+    "losses/": options_of(
+        *(getattr(wb.losses, name) for name in wb.losses.__all__), wb.cross_entropy
+    ),
+    "batch/": options_of(wb.tokens, wb.samples),
+    "coupled/audit": options_of(wb.tokens),
+    "runner": {"rows"},  # of the contrastive losses, as the message says
+    "pipeline": options_of(wb.Pipeline, wb.Close),
+    "memory/micro_batch_fitting": {"most"},  # a check of our own calls
+}
+"""Options of what else raises messages, by the beginning of the path."""
+
+
+def flags_of(name: str) -> set[str]:
+    """The flags of a command of the command line."""
+    command = getattr(import_module(f"wholebatch.cli.{name}_command"), name)
+    if not isinstance(command, Command):  # lint has a parser of its own
+        command = import_module("wholebatch.lint.command_line")
+        return set(re.findall(r"--[a-z][a-z-]+", inspect.getsource(command)))
+    return {flag for action in command.parser()._actions for flag in action.option_strings}
+
+
+# ------------------------------------------------------------------ what messages say
+
+
+def texts(node: ast.AST) -> str:
+    """The text of a string, with {} for what is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            "{}" if isinstance(one, ast.FormattedValue) else texts(one) for one in node.values
+        )
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def messages(path: Path) -> Iterator[str]:
+    """Every string of a file that is a sentence: no docstring, no part of another one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            left_out |= {id(one) for one in ast.walk(node) if one is not node}
+    for node in ast.walk(tree):
+        if id(node) not in left_out and " " in (text := texts(node)):
+            yield text
+
+
+CALL = re.compile(r"([\w.]+)\(([^()]*)\)")
+OPTION = re.compile(r"(?<![\w.-])([a-z_]+)=(?!=)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+def advice_in(message: str) -> str:
+    """What stands after the first colon that ends what was given."""
+    return message.partition(": ")[2]
+
+
+def wrong_advice(message: str, allowed: set[str], flags: set[str]) -> list[str]:
+    """The options that a message advises and that are not there."""
+    advised, wrong = advice_in(message), []
+    for called, arguments in CALL.findall(advised):
+        if called in CALLED:
+            known = inspect.signature(CALLED[called]).parameters
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+            wrong += [
+                f"{called}({name}=)"
+                for name in OPTION.findall(arguments)
+                if name not in known and not takes_all
+            ]
+    while CALL.search(advised):
+        advised = CALL.sub(" ", advised)
+    wrong += [f"{name}=" for name in OPTION.findall(advised) if name not in allowed]
+    return wrong + [flag for flag in FLAG.findall(advised) if flag not in flags]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix()
+)
+def test_options_that_a_message_advises_are_there(path: Path) -> None:
+    name = path.relative_to(SOURCE).as_posix()
+    allowed = {*TORCH, *OTHERS, *OF_TRAINERS}
+    for folder, options in {**ADAPTERS, **PARTS}.items():
+        if name.startswith(folder):
+            allowed |= options
+    flags = {flag for command in COMMANDS for flag in flags_of(command)}
+    command = re.fullmatch(r"cli/(\w+)_command\.py", name)
+    if command is not None:
+        flags = flags_of(command[1]) | ({"--json"} if command[1] == "report" else set())  # verify's
+    wrong = {
+        text: found for text in messages(path) if (found := wrong_advice(text, allowed, flags))
+    }
+    assert not wrong
+
+
+def test_options_of_torch_that_are_advised_are_there() -> None:
+    for name, call in OTHERS.items():
+        assert name in inspect.signature(call).parameters, name
+
+
+def test_wrong_advice_is_found() -> None:
+    """The test above can fail: on the messages that it was written for."""
+    allowed, flags = TORCH, flags_of("train")
+    assert wrong_advice("not finite: pass nonfinite='skip'", allowed, flags) == ["nonfinite="]
+    assert wrong_advice("it: say batch_size=100", allowed, flags) == ["batch_size="]
+    assert wrong_advice("it: use wb.Close(skip=True)", allowed, flags) == ["wb.Close(skip=)"]
+    assert wrong_advice("it: give --steps", allowed, flags) == ["--steps"]
+    assert not wrong_advice("it: wb.Close(nonfinite='skip'), clip_norm=1", allowed, flags)
+
+
+# ------------------------------------------------------------------ advice that is followed
+
+
+def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+    return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+
+def whole_batch(batches: list[dict[str, Tensor]], **options: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=2, **options)
+    for batch in batches:
+        train.step(batch)
+
+
+def accumulator(batches: list[dict[str, Tensor]], **options: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    windows = wb.Accumulator(model, optimizer, steps=2, **options)
+    for micro in windows.over([part for batch in batches for part in wb.split(batch, 2)]):
+        windows.backward(loss(model, micro))
+
+
+def batch(*, x: float = 1.0, y: int = 1) -> dict[str, Tensor]:
+    return {"x": torch.full((4, 4), x), "y": torch.full((4,), y)}
+
+
+@pytest.mark.parametrize("entry_point", [whole_batch, accumulator])
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (batch(x=float("nan")), wb.errors.NonFiniteError),
+        (batch(y=-100), wb.errors.EmptyWindowError),
+    ],
+)
+def test_advised_option_lets_the_run_go_on(
+    entry_point: Callable[..., None], bad: dict[str, Tensor], error: type[Exception]
+) -> None:
+    with pytest.raises(error) as raised:
+        entry_point([batch(), bad])
+    advised = re.search(r"pass (\w+)=(wb\.Close\(.*?\))", str(raised.value))
+    assert advised is not None
+    entry_point([batch(), bad, batch()], **{advised[1]: eval(advised[2], {"wb": wb})})
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_message_says_to_remove_a_backward_of_the_loop(retain: bool, after: bool) -> None:
+    model = nn.Linear(4, 3)
+    windows = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+    with pytest.raises(wb.errors.WholebatchError, match=r"loss\.backward\(\)") as raised:
+        for micro in windows.over([batch(), batch()]):
+            mean = functional.cross_entropy(model(micro["x"]), micro["y"])
+            if not after:
+                mean.backward(retain_graph=retain)
+            windows.backward(mean=mean, units=4)
+            if after:
+                functional.cross_entropy(model(micro["x"]), micro["y"]).backward()
+    assert "remove" in str(raised.value)
+    windows.discard()
