@@ -101,7 +101,7 @@ def is_as_near(found: Sequence[Tensor], wanted: Sequence[Tensor], truth: Sequenc
     the truth, no tensor of `found` may be much farther or much smaller.
     """
     distance = 1.25 * _distance(wanted, truth)
-    if _distance(found, truth) > distance:
+    if not _distance(found, truth) <= distance:  # Not a number, or farther.
         return False
     return distance < _norm(truth) or all(
         _distance([a], [c]) <= 2 * _distance([b], [c]) + 0.1 * _norm([c])
