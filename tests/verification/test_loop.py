@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-# Each mistake on three models; every second one with AdamW, which hides all scales.
+# Each mistake on both models; every second one with AdamW, which hides all scales.
 @pytest.mark.parametrize("case", ZOO)
 @pytest.mark.parametrize("loop", PLANTED, ids=lambda loop: loop.__name__)
 def test_planted_mistakes_are_named(loop: Any, case: str) -> None:
@@ -107,7 +107,7 @@ def test_right_loops_are_right(loop: Any) -> None:
     assert verdict.exit_status == 0
     assert not verdict.mistakes
     assert not any(trial.notes for trial in verdict.trials)
-    assert len(verdict.trials) >= 12
+    assert len(verdict.trials) >= 8
 
 
 def test_there_are_twenty_right_loops() -> None:
