@@ -426,6 +426,8 @@ class Window:
         )
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        if not self.sync.owns_step:
+            self.target.refuse_cast(window.inputs)
         self._refuse_other_ranks()
         self.store.begin(window.inputs)
         self.sync.begin(window.inputs)
@@ -460,10 +462,14 @@ class Window:
         return self.open is not None
 
     @property
+    def number(self) -> int:
+        """The number of the window that is open, or comes next; the first has 1."""
+        return self.updates + self.skipped + 1
+
+    @property
     def is_test_window(self) -> bool:
         """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
-        number = self.updates + self.skipped + 1
-        return number > 1 and is_tested_window(number)
+        return self.number > 1 and is_tested_window(self.number)
 
     @property
     def current(self) -> OpenWindow:
@@ -594,6 +600,8 @@ class Window:
     ) -> Step:
         window.refuse_broken()
         self._schedules.refuse_moved()
+        if not self.sync.owns_step:
+            self.target.refuse_cast(window.inputs)
         if not window.reduced:
             self.store.reduce_now()
         weights = window.weights or self._last_weights  # none: this rank only joins the others
