@@ -24,8 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from wholebatch.errors import WindowError
 from wholebatch.window.close import read_scalars
 from wholebatch.window.gradient_store import DeviceStore
-from wholebatch.window.tested_windows import is_tested_window
-from wholebatch.window.window import Window
+from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
 _version = operator.attrgetter("_version")
