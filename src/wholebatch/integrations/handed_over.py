@@ -146,6 +146,7 @@ class HandedOver(Accumulator):
         while self._step_hooks:
             self._step_hooks.pop().remove()
         self._window.hooks.give_back()
+        self._functions.clear()  # graphs leave the device's memory
         self._checks.stop()
         for policy in self._batchnorms:
             policy.detach()

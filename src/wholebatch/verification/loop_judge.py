@@ -166,6 +166,8 @@ class LoopJudge:
         self.notes: list[str] = []
         self.units: Sequence[float] = ()
         self.by = "gradients"
+        self.has_other_weights = False
+        """True if the weights of the losses are known, and are no shares of the units."""
         self.tolerance, self.floor = _WEIGHTS, max(window.eps for window in self.ranks)
 
     # ------------------------------------------------------------- the trial
@@ -529,6 +531,7 @@ class LoopJudge:
         if wrong:
             return wrong[0]
         if reasons:
+            self.has_other_weights = True
             return reasons[0]
         return max((a for a in answers if isinstance(a, MistakeFit)), key=lambda a: a.distance)
 

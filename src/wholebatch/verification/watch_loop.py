@@ -246,13 +246,19 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     if not shared:
         return [_nothing(prefix).not_judged("the ranks have made different steps")]
     trials: list[LoopTrial] = []
+    certain = {shared[0]}
     first = len(by_number[0][shared[0]].backwards)
     owns: Sequence[float] = ()
     for number in shared:
         window = [row[number] for row in by_number]
-        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=owns)
+        # A loss's own weight may grow with the windows; a short one has that of the first.
+        is_short = len(window[0].backwards) != first
+        known = owns if is_short else ()
+        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=known)
         trials.append(judge.trial())
         owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
+        if judge.has_other_weights and not is_short:
+            certain.add(number)
     # Of a later window, it is not known to which model a loss belongs, nor what was moved.
     unknown = ("cleared-in-the-window", "only-the-last", NOT_JUDGED)
     full = {window.number for window in ranks[0] if window.is_full} | {shared[0]}
@@ -263,7 +269,7 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     kept = [
         trial
         for number, trial in pairs
-        if number == shared[0]
+        if number in certain
         or (number in full and trial.found != NOT_JUDGED)
         or (is_right and trial.found not in unknown)
     ]

@@ -575,7 +575,8 @@ class WindowRecorder:
                 if not hasattr(part, "running_mean"):
                     held += part.named_buffers(recurse=False)
                 for own, tensor in held:
-                    if tensor.is_floating_point() and id(tensor) not in self._index:
+                    is_trained = self._index.get(id(tensor)) in self._had_gradient
+                    if tensor.is_floating_point() and not is_trained:
                         few = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)]
                         found[number, f"{name}.{own}".lstrip(".")] = few.cpu().clone()
         return found
