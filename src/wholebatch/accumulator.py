@@ -347,7 +347,13 @@ class Accumulator(HasWindow):
                     "announce() with run(), whose loss has one total and its units: give the "
                     "wb.Loss.terms(...) of your own forward to backward()"
                 )
-            place = Place(self._in_parts, self._planned_steps, is_last and not more, self._counts)
+            place = Place(
+                first=self._places == 0,
+                in_parts=self._in_parts,
+                steps=self._planned_steps,
+                last=is_last and not more,
+                counts=self._counts,
+            )
             self.last_loss = function(micro, place)
             return self._end_backward(is_last, more)
 
