@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from wholebatch.compile import Execute
 from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
-from wholebatch.integrations.handed_over import HandedOver
+from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
-from wholebatch.window.close import CloseOptions, Policy
+from wholebatch.options import Close
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step
 
@@ -84,7 +84,7 @@ class FabricAccumulator(HandedOver):
     `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
     those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
     there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
-    with `nonfinite="skip"` the loop's step then changes nothing.
+    with `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
     """
 
     closes_by = "its last micro-batch's backward must say last=True"
@@ -98,8 +98,7 @@ class FabricAccumulator(HandedOver):
         execute: Execute = "auto",
         precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
+        close: Close | None = None,
         audit: bool = True,
     ) -> None:
         if not isinstance(fabric, Fabric):
@@ -119,8 +118,7 @@ class FabricAccumulator(HandedOver):
             execute=execute,
             precision=precision,
             batchnorm=batchnorm,
-            zero_units=zero_units,
-            nonfinite=nonfinite,
+            close=close,
             audit=audit,
         )
 
@@ -164,8 +162,8 @@ class ExactAccumulation(Callback):
     window that was completed last, with its exact mean `loss` and its `units`.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
-    is left; with `nonfinite="skip"` such a window makes no update (schedulers are stepped all the
-    same). The precision plugin's loss scale skips by itself, as Lightning has it.
+    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update (schedulers are
+    stepped all the same). The precision plugin's loss scale skips by itself, as Lightning has it.
 
     On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
     far as its code allows that: what it logs must be tensors, and it must not use batch_idx.
@@ -179,8 +177,7 @@ class ExactAccumulation(Callback):
         execute: Execute = "auto",
         precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
+        close: Close | None = None,
         audit: bool = True,
     ) -> None:
         if units is not None and not callable(units):
@@ -188,14 +185,13 @@ class ExactAccumulation(Callback):
                 f"units={units!r}: must be a function of the batch, or None where training_step "
                 'returns {"loss": ..., "units": ...}'
             )
-        CloseOptions(nonfinite=nonfinite, zero_units=zero_units).check(())
+        handed_over_close(close).with_clip_norm(None).check(())
         self._units = units
         self._options: dict[str, Any] = {
             "execute": execute,
             "precision": precision,
             "batchnorm": batchnorm,
-            "zero_units": zero_units,
-            "nonfinite": nonfinite,
+            "close": close,
             "audit": audit,
         }
         self._windows: TrainerAccumulator | None = None
