@@ -711,9 +711,9 @@ class Window:
         if window.known is not None and window.known.keys() == set(names):
             known = column([window.known[name] for name in names], count.device)
             is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
-        units = count.max() if window.known is None else torch.ones_like(count[0])
-        normalise = 1.0 / (units * window.seed) / window.loss_scale
-        is_one = window.known is not None and window.loss_scale == window.seed == 1.0
+        divisor = count.max() if window.known is None else torch.ones_like(count[0])
+        normalise = 1.0 / (divisor * window.seed) / window.loss_scale
+        is_one = window.known is not None and bool(window.loss_scale == window.seed == 1.0)
         return Sums(total, count, is_valid, normalise, is_one)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
