@@ -19,8 +19,11 @@ from tests.coupled.windows import Images, batch, error, mean, result, whole
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, Seen, Whole, distance, sgd
 from wholebatch.batch import Batches
+from wholebatch.compile.execute_mode import ExecuteWarning
+from wholebatch.compile.micro_step import Executor
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.undivided_batch import UndividedBatch
 
 
@@ -84,6 +87,29 @@ def test_inputs_in_host_memory_keep_their_memory_format() -> None:
     assert error(result(model)[0], want[0]) <= EXACT
 
 
+def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eager code fits: the batch goes on as it is, and only the graph is not made."""
+    model = resnet().double()
+    undivided, optimizer = Whole(model, loss=mean), sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, execute="compile")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(Executor, "_made", fails)
+    undivided.step(batch(12))
+    with pytest.warns(ExecuteWarning, match="there is no memory for its graph"):
+        train.step(batch(12))
+    same_as_whole(model, seen, undivided)
+    fitting = train._fitting._undivided
+    assert fitting is not None
+    assert fitting.settings[fitting.place] == "as it is"
+    assert train._runner.executor.is_eager
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "unet"])
 def test_out_of_memory_at_any_operation_checkpoints_the_blocks(name: str) -> None:
@@ -134,7 +160,8 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:
 
 
 def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
-    def trained(memory: Any) -> Any:
+    def trained(memory: Any) -> tuple[int, int]:
+        """The setting in use, and the peak of a window."""
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(6)))
         head = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
@@ -148,13 +175,16 @@ def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
             train.step(data)
             undivided.step(data)
         same_as_whole(head, seen, undivided)
-        return train
+        with MemoryMeter(model=head, optimizer=optimizer) as meter:
+            train.step(data)
+        assert train._fitting._undivided is not None
+        return train._fitting._undivided.place, meter.peak
 
-    free = trained("1GiB")
-    assert free._fitting._undivided.place == 0
-    limited = trained(free._fitting._peak * 7 // 10)
-    assert limited._fitting._undivided.place == 1
-    assert limited._fitting._peak < 0.7 * free._fitting._peak
+    place, free = trained("1GiB")
+    assert place == 0
+    place, limited = trained(free * 7 // 10)
+    assert place == 1
+    assert limited < 0.7 * free
 
 
 class Block(nn.Module):
