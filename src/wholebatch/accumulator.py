@@ -544,7 +544,7 @@ class Accumulator(HasWindow):
     def _open_place(self) -> None:
         """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
-        self._checks.begin_window(self._window.updates + 1)
+        self._checks.begin_window(self._window.number)
         self._watch(self._size)
         for policy in self._refusing:
             policy.begin_window()
