@@ -5,6 +5,7 @@
     python benchmarks/architectures.py --page rows.jsonl    # docs/benchmarks/architectures.md
     python benchmarks/architectures.py --models mixtral,phi3 --out rows.jsonl
     python benchmarks/architectures.py --references --out rows.jsonl --budget 360
+    python benchmarks/architectures.py --models "llama 22x2048 micro 4" --precision fp8 --out FILE
     python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
 Every model runs in a process of its own, several of them side by side, since most of the time goes
@@ -151,13 +152,13 @@ class Bench:
         import wholebatch as wb
 
         model, optimizer = self._model()
-        execute = self._options.execute or ("graph" if self.on_cuda else "compile")
+        execute: Any = self._options.execute or ("graph" if self.on_cuda else "compile")
         train = wb.WholeBatch(
             model,
             optimizer,
             loss=self.case.loss,
             micro_batch=self.case.micro,
-            precision="bf16",
+            precision=self._options.precision,
             execute=execute,
             **self.case.options,
         )
@@ -345,6 +346,7 @@ def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.P
     command += ["--tiny"] if options.tiny else []
     command += [] if options.distances else ["--no-distances"]
     command += ["--execute", options.execute] if options.execute else []
+    command += ["--precision", options.precision]
     paths = [ROOT / "src", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     around = {
         **os.environ,
@@ -494,6 +496,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for one model")
     parser.add_argument("--together", type=int, default=5, help="processes side by side")
     parser.add_argument("--execute", help="of WholeBatch; by default the fastest for the device")
+    parser.add_argument(
+        "--precision", default="bf16", choices=("bf16", "fp8"), help="of WholeBatch"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")

@@ -5,6 +5,9 @@ DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 examples/deepspeed_z
 
 from __future__ import annotations
 
+import os
+import sys
+
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -56,4 +59,9 @@ def main() -> float:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        command = (
+            "DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 examples/deepspeed_zero.py"
+        )
+        sys.exit(f"run me with torchrun: {command}")
     main()

@@ -5,6 +5,9 @@ torchrun --standalone --nproc-per-node 2 examples/pipeline_stages.py
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,4 +50,7 @@ def main() -> float:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        command = "torchrun --standalone --nproc-per-node 2 examples/pipeline_stages.py"
+        sys.exit(f"run me with torchrun: {command}")
     main()

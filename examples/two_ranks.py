@@ -11,6 +11,8 @@ different numbers of micro-batches.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -94,4 +96,7 @@ def main() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        command = "torchrun --standalone --nproc-per-node 2 examples/two_ranks.py"
+        sys.exit(f"run me with torchrun: {command}")
     main()

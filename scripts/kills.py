@@ -9,70 +9,34 @@ optimizer state, random generators and metrics.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import torch
 
 ROOT = Path(__file__).parents[1]
-RECIPE = """
-import time
-import torch
-from torch import nn
-import wholebatch as wb
+sys.path.insert(0, str(ROOT))
 
-defaults = {"batch_size": 10, "micro_batch": 4, "updates": 60, "checkpoint_every": 4}
-audit = False
-
-class Points:
-    def __len__(self):
-        return 37
-    def __getitem__(self, index):
-        place = torch.Generator().manual_seed(index)
-        x = torch.randn(5, generator=place) + 0.1 * torch.randn(5)
-        return {"x": x, "y": torch.tensor(index % 3)}
-
-def model():
-    return nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
-
-def data():
-    return Points()
-
-def loss(model, micro):
-    time.sleep(0.01)  # slow enough that a moment inside a window can be hit
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
-
-def scheduler(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-"""
+from tests.cli.helpers import NOISY, assert_same_bits, metrics_of, newest_checkpoint  # noqa: E402
+from tests.processes import ENVIRONMENT, Started  # noqa: E402
 
 
-def start(folder: Path, out: str, *, ranks: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, out: str, *, ranks: int) -> Started:
     """Begin or continue the run in a process group of its own."""
-    command = [sys.executable, "-m", "wholebatch.cli"]
-    if ranks > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command = [*launcher, "--nproc-per-node", str(ranks), "-m", "wholebatch.cli"]
     options = ["train", "mine.py", "--resume", "--out", out]
+    options += ["--updates", "60", "--checkpoint-every", "4"]
     options += ["--parallel", "fsdp2"] if ranks > 1 else []
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *options],
+    # Slow enough that a moment inside a window can be hit.
+    environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "SECONDS": "0.01"}
+    return Started(
+        "wholebatch.cli",
+        options,
+        folder=folder,
         cwd=folder,
-        env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=(folder / f"{out}.out").open("ab"),
-        stderr=(folder / f"{out}.err").open("ab"),
-        start_new_session=True,
+        environment=environment,
+        ranks=ranks if ranks > 1 else None,
     )
 
 
@@ -89,44 +53,41 @@ def run_with_kills(folder: Path, out: str, *, ranks: int, kills: int, seed: int)
         wanted = windows_of(folder / out) + chance.randint(0, max(1, 100 // max(1, kills)))
         until = time.monotonic() + 120
         if number % 5 == 4:  # while it starts, reads the checkpoint or joins
-            time.sleep(chance.uniform(0.5, 6.0))
+            time.sleep(chance.uniform(0.1, 3.0))
         else:
-            while running.poll() is None and windows_of(folder / out) < wanted:
-                assert time.monotonic() < until, (folder / f"{out}.err").read_text()[-3000:]
+            while running.status is None and windows_of(folder / out) < wanted:
+                assert time.monotonic() < until, (folder / "stderr").read_text()[-3000:]
                 time.sleep(0.002)
             time.sleep(chance.uniform(0.0, 0.05))
-        struck += running.poll() is None
-        with suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
-    status = start(folder, out, ranks=ranks).wait(timeout=300)
-    assert status == 0, (folder / f"{out}.err").read_text()[-3000:]
+        struck += running.status is None
+        running.kill()
+    ended = start(folder, out, ranks=ranks).wait(timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     return struck
 
 
-def state_of(run: Path) -> dict[str, Any]:
-    """Return the last checkpoint with its shards, and the metrics but for times."""
-    from wholebatch.cli.checkpoints import Checkpoints, fill_shards
-    from wholebatch.cli.metrics import TIMING
-    from wholebatch.cli.parallel_ranks import World
-
-    loaded = Checkpoints(run / "checkpoints", World(0, device=torch.device("cpu"))).load()
-    assert loaded is not None
-    assert not loaded.damaged
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in lines]
-    return {**fill_shards(loaded.state, loaded.path, lambda place: None), "metrics": metrics}
+def is_same(one: Path, other: Path) -> bool:
+    """Return True if the runs have the same checkpoint and the same metrics, but for times."""
+    try:
+        assert_same_bits(newest_checkpoint(one), newest_checkpoint(other))
+        assert_same_bits(metrics_of(one), metrics_of(other))
+    except AssertionError as difference:
+        print(difference)
+        return False
+    return True
 
 
-def same(one: Any, other: Any) -> bool:
-    """True if both have the same structure and the same bits."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def kill(folder: Path, *, ranks: int, kills: int, seed: int) -> bool:
+    """Train once alone and once with kills; print what came of it, and return if it is right."""
+    (folder / "mine.py").write_text(NOISY, encoding="utf-8")
+    alone = start(folder, "straight", ranks=ranks).wait(timeout=300)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    struck = run_with_kills(folder, "killed", ranks=ranks, kills=kills, seed=seed)
+    equal = is_same(folder / "straight", folder / "killed")
+    how = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
+    bits = "the same bits" if equal else "DIFFERENT BITS"
+    print(f"{how}: {struck} of {kills} kills struck a running process, {bits}")
+    return equal and struck > 0
 
 
 def main() -> int:
@@ -138,17 +99,7 @@ def main() -> int:
     right = True
     for ranks in given.ranks or (1, 2):
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            (folder / "mine.py").write_text(RECIPE, encoding="utf-8")
-            assert start(folder, "straight", ranks=ranks).wait(timeout=300) == 0
-            struck = run_with_kills(
-                folder, "killed", ranks=ranks, kills=given.kills, seed=given.seed
-            )
-            is_same = same(state_of(folder / "straight"), state_of(folder / "killed"))
-            how = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
-            bits = "the same bits" if is_same else "DIFFERENT BITS"
-            print(f"{how}: {struck} of {given.kills} kills struck a running process, {bits}")
-            right &= is_same and struck > 0
+            right &= kill(Path(name), ranks=ranks, kills=given.kills, seed=given.seed)
     return 0 if right else 1
 
 

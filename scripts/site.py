@@ -13,48 +13,66 @@ from typing import Any
 ORDER: dict[str, tuple[str, ...]] = {
     "Start": (
         "index.md",
-        "gradient-accumulation.md",
+        "install.md",
         "choose.md",
+        "gradient-accumulation.md",
         "gallery.md",
-        "migrate/hand-written.md",
         "troubleshooting.md",
         "faq.md",
         "glossary.md",
         "compatibility.md",
     ),
+    "Your trainer": (
+        "integrations/own-loop.md",
+        "integrations/transformers.md",
+        "integrations/accelerate.md",
+        "integrations/lightning.md",
+        "integrations/keras.md",
+        "integrations/jax.md",
+    ),
     "Guides": (
+        "which-mean.md",
+        "several-losses.md",
+        "laws.md",
         "speed.md",
         "fp8.md",
         "memory.md",
-        "options.md",
-        "laws.md",
+        "optimizer-state.md",
         "batchnorm.md",
         "contrastive.md",
-        "which-mean.md",
-        "several-losses.md",
         "moe.md",
         "diffusion.md",
         "packing.md",
-        "scaling.md",
         "noise.md",
-        "optimizer-state.md",
         "whole-gradient.md",
-        "distributed.md",
         "engines.md",
+        "distributed.md",
         "kubernetes.md",
         "monitoring.md",
     ),
-    "Commands": ("train.md", "verify.md", "tune.md", "report.md"),
-    "Integrations": (),
-    "Lint": ("lint/README.md",),
+    "Commands": (
+        "train.md",
+        "verify.md",
+        "lint/README.md",
+        "plan.md",
+        "scaling.md",
+        "tune.md",
+        "report.md",
+        "recipes.md",
+    ),
+    "Lint rules": (),
     "Reference": (
         "reference/index.md",
         "reference/training.md",
         "reference/losses.md",
         "reference/proof.md",
         "reference/memory.md",
-        "reference/trainers.md",
         "reference/tools.md",
+        "reference/transformers.md",
+        "reference/accelerate.md",
+        "reference/lightning.md",
+        "reference/keras.md",
+        "reference/jax.md",
     ),
     "Measured": ("comparison.md",),
     "How it is built": ("architecture.md",),
@@ -65,13 +83,21 @@ TITLES = {
     "benchmarks/speed-cpu.md": "Speed on a CPU",
     "benchmarks/gradient_memory.md": "Memory by category",
     "reference/memory.md": "Memory prediction",
+    "reference/tools.md": "Tuning",
+    "lint/README.md": "lint",
+    "train.md": "train",
+    "verify.md": "verify",
+    "plan.md": "plan",
+    "scaling.md": "scale",
+    "tune.md": "tune",
+    "report.md": "report",
+    "recipes.md": "recipes",
 }
 """Names in the sidebar of pages whose first heading is not enough there."""
 FOLDERS = {
     "": "Guides",
-    "migrate": "Start",
-    "integrations": "Integrations",
-    "lint": "Lint",
+    "integrations": "Your trainer",
+    "lint": "Lint rules",
     "reference": "Reference",
     "benchmarks": "Measured",
 }
@@ -80,12 +106,15 @@ FOLDERS = {
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```.*?^```[^\n]*$", re.M | re.S)
 # A search for a word of the field finds the page about all of it first, and not its list.
-WEIGHT = {"gradient-accumulation.md": 8, "coverage.md": 0.3}
+WEIGHT = {"gradient-accumulation.md": 8}
+INTERNAL = "internals"
+"""The folder of notes for developers, which the site leaves out (`exclude_docs` in mkdocs.yml)."""
 
 
 def navigation(docs: Path) -> list[dict[str, list[str]]]:
     """The parts of the site with the pages that there are."""
-    there = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
+    paths = (path.relative_to(docs) for path in docs.rglob("*.md"))
+    there = sorted(path.as_posix() for path in paths if path.parts[0] != INTERNAL)
     named = {page for pages in ORDER.values() for page in pages}
     parts = {title: [page for page in pages if page in there] for title, pages in ORDER.items()}
     for page in there:
@@ -111,7 +140,7 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
     def kept(match: re.Match[str]) -> str:
         words, target = match[1], match[2]
         file = Path(page.parent / target).resolve()
-        if file.is_relative_to(docs.resolve()):
+        if file.is_relative_to(docs.resolve()) and INTERNAL not in file.parts:
             return match[0]
         name = file.relative_to(docs.resolve().parent).as_posix()
         if words.strip("`") == name:

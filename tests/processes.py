@@ -76,8 +76,10 @@ class Started:
 
     def kill(self) -> None:
         """Kill the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended, or has no group of its own yet
+            self._process.kill()
         self._process.join()
 
 

@@ -1,6 +1,14 @@
 """A language model in Accelerate's loop: windows of 4 micro-batches, padded sequences.
 
 accelerate launch examples/integrations/accelerate_loop.py
+
+This is the script before. These lines make every update that of the whole batch
+(docs/integrations/accelerate.md):
+
+    - accelerator.backward(loss)
+    + from wholebatch.integrations.accelerate import AccelerateAccumulator
+    + windows = AccelerateAccumulator(accelerator, model, optimizer)
+    + windows.backward(mean=loss, units=(batch["y"] != -100).sum())
 """
 
 import argparse

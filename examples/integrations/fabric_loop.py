@@ -1,6 +1,14 @@
 """A language model in a loop over Fabric: windows of 4 micro-batches, padded sequences.
 
 python examples/integrations/fabric_loop.py
+
+This is the script before. These lines make every update that of the whole batch
+(docs/integrations/lightning.md):
+
+    - fabric.backward(loss / options.steps)
+    + from wholebatch.integrations.lightning import FabricAccumulator
+    + windows = FabricAccumulator(fabric, model, optimizer)
+    + windows.backward(mean=loss, units=(batch["y"] != -100).sum(), last=last)
 """
 
 import argparse

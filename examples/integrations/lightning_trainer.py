@@ -1,6 +1,12 @@
 """A language model in Lightning's Trainer: windows of 4 micro-batches, padded sequences.
 
 python examples/integrations/lightning_trainer.py
+
+This is the script before. These lines make every update that of the whole batch
+(docs/integrations/lightning.md):
+
+    + from wholebatch.integrations.lightning import ExactAccumulation
+    + callbacks=[ExactAccumulation(units=lambda batch: (batch["y"] != -100).sum())],
 """
 
 import argparse

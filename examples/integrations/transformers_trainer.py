@@ -1,6 +1,15 @@
 """GPT-2 in Transformers' Trainer: windows of 4 micro-batches, padded sequences.
 
 python examples/integrations/transformers_trainer.py
+
+This is the script before. These lines make every update that of the whole batch
+(docs/integrations/transformers.md):
+
+    - trainer = MyTrainer(model=model, args=args, train_dataset=samples())
+    + from wholebatch.integrations.transformers import exact
+    + trainer = exact(MyTrainer, units=lambda inputs: (inputs["labels"][:, 1:] != -100).sum())(
+    +     model=model, args=args, train_dataset=samples()
+    + )
 """
 
 import argparse

@@ -25,9 +25,9 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from operator import mul, truediv
+from operator import mul
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,11 @@ from wholebatch.window.close import dense_gradients, read_scalars
 if TYPE_CHECKING:
     from wholebatch.window.window import Step, Window
 
-
-_Z = 1.96  # For the 95% interval.
-_AGREE = 2.0  # Stretches of windows that differ by fewer standard deviations agree.
+_log = logging.getLogger("wholebatch")
+_FEWEST = 8
+"""The fewest windows of an estimate."""
+_Z = 2.1
+"""Standard errors on each side of the 95% interval, for about 20 windows or more."""
 
 
 @dataclass(frozen=True)
@@ -155,91 +157,44 @@ class NoiseScale:
 
 
 class Estimator:
-    """Averages observations, newer ones with more weight, and bounds the ratio of the averages.
+    """Averages observations, and bounds the ratio of the averages.
 
-    The weights halve every `half_life` windows. The half-life doubles, and doubles again, as long
-    as earlier windows agree with the newer ones. If all windows agree, all have equal weight: a
-    value that does not change is known better the longer it is observed.
+    Their weights halve every `half_life` measured windows: the scale grows while a model learns.
     """
 
-    def __init__(self, *, half_life: float = 32.0, most: int = 1024) -> None:
-        self._half_life = half_life
-        self._most = most
+    def __init__(self, *, half_life: float = 128.0) -> None:
+        self._decay = 0.5 ** (1.0 / half_life)
+        self._most = int(min(4 * half_life, 10_000))
         self.seen: list[Observation] = []
-        # The last observation used, and the estimate.
-        self._told: tuple[Observation, NoiseScale] | None = None
 
     def add(self, observation: Observation) -> None:
-        self.seen.append(observation)
-        if len(self.seen) > self._most:
-            del self.seen[: self._most // 4]
+        self.seen = [*self.seen, observation][-self._most :]
 
     def estimate(self) -> NoiseScale | None:
-        """Return the estimate from the windows so far; None for fewer than two.
-
-        It is asked for in every window. So it is recomputed only when the number of windows has
-        grown by about 1/16. That depends on the number alone, so that a resumed run gives the same
-        values.
-        """
-        number = len(self.seen)
-        told = self.seen[: number - number % max(1, number // 16)]
-        if len(told) < 2:
+        """Return the estimate from the windows so far; None for fewer than 8."""
+        seen = self.seen
+        if len(seen) < _FEWEST:
             return None
-        if self._told is None or self._told[0] is not told[-1]:
-            self._told = told[-1], self._estimate(told)
-        return self._told[1]
-
-    def _estimate(self, seen: Sequence[Observation]) -> NoiseScale:
-        squares = [one.square for one in seen]
-        sizes = _sizes(squares)
-        spreads = [one.spread / size for one, size in zip(seen, sizes, strict=True)]
-        signals = [one.signal / size for one, size in zip(seen, sizes, strict=True)]
-        shortest = _fading(len(seen), self._half_life)
-        recent = Averages.of(spreads, signals, shortest)
-        low, high = fieller(recent, z=student(recent.count - 1.0))
-        # The interval covers the newest windows and their drift; the estimate within it may rest on
-        # more.
-        weights = _fading(len(seen), _half_life(spreads, signals, self._half_life))
-        found = Averages.of(spreads, signals, weights)
-        if not low <= found.ratio <= high:
-            weights, found = shortest, recent
-        size = _dot(weights, squares) / _dot(weights, map(truediv, squares, sizes))
+        sizes = _sizes([one.square for one in seen])
+        weights = [self._decay**age for age in reversed(range(len(seen)))]
+        averages = Averages.of(
+            [one.spread / size for one, size in zip(seen, sizes, strict=True)],
+            [one.signal / size for one, size in zip(seen, sizes, strict=True)],
+            weights,
+        )
+        low, high = fieller(averages, z=_Z)
+        size = _dot(weights, sizes) / sum(weights)
         return NoiseScale(
-            critical=found.ratio,
+            critical=averages.ratio,
             low=low,
             high=high,
-            spread=found.above * size,
-            signal=found.below * size,
+            spread=averages.above * size,
+            signal=averages.below * size,
             samples=len(seen),
             # The last window alone may be the short one at the end of an epoch.
             batch=median(one.units for one in seen[-5:]),
             micro_batches=int(median(one.micro_batches for one in seen[-5:])),
         )
-
-
-def _half_life(above: Sequence[float], below: Sequence[float], shortest: float) -> float:
-    """Return the half-life to average tr Σ (above) and |G|² (below) with.
-
-    It is doubled while two stretches of one length, the newest windows and those before them, give
-    the same ratio, and infinite if the older half of all windows agrees with the newer one.
-    """
-    half_life, number, half = shortest, 0, len(above) // 2
-    while shortest <= half and number < half:
-        number = min(int(2 * half_life), half)
-        new, old = slice(-number, None), slice(-2 * number, -number)
-        even = [1.0] * number
-        if not Averages.of(above[new], below[new], even).agrees_with(
-            Averages.of(above[old], below[old], even)
-        ):
-            break
-        half_life = math.inf if number == half else 2 * half_life
-    return half_life
-
-
-def _fading(number: int, half_life: float) -> list[float]:
-    """Return weights that halve every `half_life` windows; the newest is last, and 1."""
-    decay = 0.5 ** (1.0 / half_life)
-    return [decay**age for age in range(number - 1, -1, -1)]
 
 
 def _dot(some: Iterable[float], others: Iterable[float]) -> float:
@@ -248,18 +203,13 @@ def _dot(some: Iterable[float], others: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Averages:
-    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance.
-
-    `count` is the number of equally weighted windows with the same information. All of this is made
-    of Python's numbers: a hundred of them are quicker than a call of torch.
-    """
+    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance."""
 
     above: float
     below: float
     var_above: float
     var_below: float
     cov: float
-    count: float = math.inf
 
     @staticmethod
     def of(above: Sequence[float], below: Sequence[float], weights: Sequence[float]) -> Averages:
@@ -268,24 +218,15 @@ class Averages:
         x, y = _dot(weights, above) / total, _dot(weights, below) / total
         xs = [weight * (one - x) for weight, one in zip(weights, above, strict=True)]
         ys = [weight * (one - y) for weight, one in zip(weights, below, strict=True)]
-        count = total * total / _dot(weights, weights)
+        count = total * total / _dot(weights, weights)  # of equal weights with that information
         per = (count - 1.0) / count * total * total
-        return Averages(x, y, _dot(xs, xs) / per, _dot(ys, ys) / per, _dot(xs, ys) / per, count)
+        return Averages(x, y, _dot(xs, xs) / per, _dot(ys, ys) / per, _dot(xs, ys) / per)
 
     @property
     def ratio(self) -> float:
         if self.above > 0.0 and self.below > 0.0:
             return self.above / self.below
         return math.inf if self.above > 0.0 else 0.0
-
-    def agrees_with(self, other: Averages) -> bool:
-        """True if the ratios are equal: above × other.below − other.above × below is but noise."""
-        gap = self.above * other.below - other.above * self.below
-        variance = sum(
-            b.below**2 * a.var_above - 2 * b.below * b.above * a.cov + b.above**2 * a.var_below
-            for a, b in ((self, other), (other, self))
-        )
-        return gap * gap <= _AGREE**2 * variance
 
 
 def _sizes(squares: Sequence[float]) -> list[float]:
@@ -318,180 +259,126 @@ def fieller(of: Averages, *, z: float) -> tuple[float, float]:
     return (max(0.0, (b - root) / a) if a else c / (2.0 * b) if b > 0.0 else 0.0), math.inf
 
 
-def student(freedom: float) -> float:
-    """Return the two-sided 95% point of Student's t, by its expansion around the normal's."""
-    z, v = _Z, max(freedom, 1.0)
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    )
-
-
 def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-_log = logging.getLogger("wholebatch")
-_AT_FIRST, _OFTEN, _RARELY, _MICRO_BATCHES = 24, 4, 32, 64
-"""The norms that "auto" takes often; the windows between them then, and later at most."""
-
-
-@dataclass(frozen=True)
-class Look:
+class Measurements(NamedTuple):
     """The measurements of a window on this rank, still on the device."""
 
-    norm: Tensor | float | None = None  # Of the gradients after the first micro-batch.
-    units: Units = 0.0  # Of that micro-batch.
-    seed: Tensor | float = 1.0  # The gradients are those of the sum times this.
-    whole: Tensor | float | None = None  # The norm at the end, if the close does not report it.
-    micro_batches: int = 0
+    norm: Tensor
+    """Of the gradients after the first micro-batch."""
+    scale: Tensor | float
+    """The gradients are those of the summed loss times this."""
+    units: Units
+    """Of the first micro-batch."""
+    micro_batches: int
 
 
 class Probe:
-    """Measures one window in `every`, or in what "auto" makes it; all others are left alone.
+    """Measures one window in `every`; all others are left alone.
 
     In a measured window the norm of the gradients is taken once more, after the first micro-batch.
     With several ranks there is one more small collective. No bit of the update changes, nothing is
     copied, and nothing is read from the device before the window is closed.
     """
 
-    def __init__(
-        self, every: int | Literal["auto"], window: Window, *, coupled: bool = False
-    ) -> None:
+    def __init__(self, every: int, window: Window, *, coupled: bool = False) -> None:
+        if not is_positive(every):
+            raise OptionError(f"measure_noise({every!r}): must be a positive number of windows")
+        _refuse_unmeasurable(window, coupled)
         self._window = window
         self._every = every
-        if every != "auto" and not is_positive(every):
-            raise OptionError(
-                f'noise={every!r}: must be "auto", or every how many windows to look at one'
-            )
-        self.off = _hindrance(window, coupled)
-        """The reason why nothing is measured, or None."""
-        if self.off is not None and every != "auto":
-            raise UnsupportedError(f"noise={every}: {self.off}")
-        if self.off is not None:
-            _log.info("the gradient noise scale is not measured: %s", self.off)
         self._estimator = Estimator()
-        self._norm: Tensor | float | None = None
-        self._newest: Observation | None = None
-        self._has_terms = False
+        self._norm: Tensor | None = None
+        self._warned = False
         self.active = False
 
     def begin(self) -> None:
         """Begin a window, or begin it again."""
-        window, every = self._window, self._interval()
         # Skip the first window: it may be atypical (graphs are made in it).
-        is_due = (window.updates + window.skipped) % every == 1 % every
-        self.active = is_due and self.off is None
+        number = self._window.updates + self._window.skipped
+        self.active = number % self._every == 1 % self._every
         self._norm = None
-
-    def _interval(self) -> int:
-        """Return the number of windows of which one is measured; all ranks have the same.
-
-        A norm reads every gradient once, and a micro-batch takes many times as long. So once in a
-        number of micro-batches is a small part of the time for any batch.
-        """
-        if self._every != "auto":
-            return self._every
-        measured = self._measured()
-        if len(measured) < _AT_FIRST:
-            return _OFTEN
-        own = measured[-1].micro_batches / self._window.sync.ranks
-        return max(1, min(_RARELY, int(_MICRO_BATCHES / own)))
-
-    def _measured(self) -> list[Observation]:
-        return self._estimator.seen + ([] if self._newest is None else [self._newest])
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
         """Take the norm after the gradient of the first micro-batch was added."""
-        if done == 1:
-            self._norm = self._norm_so_far() if self.active else None
-            self._estimate_anew()
-
-    def _estimate_anew(self) -> None:
-        """Take in the last measured window, in the one after it: the device is busy meanwhile."""
-        if self._newest is not None:
-            self._estimator.add(self._newest)
-            self._newest = None
-            self._estimator.estimate()
+        if done == 1 and self.active:
+            self._norm = self._norm_so_far()
 
     def _norm_so_far(self) -> Tensor | None:
         gradients = dense_gradients(self._window.current.inputs)
         return self._window.sync.total_norm(gradients) if gradients else None
 
-    @torch.no_grad()
-    def look(self) -> Look | None:
-        """Return the measurements of the window, before its close clears them."""
-        if not self.active:
-            return None
-        window, sync = self._window.current, self._window.sync
-        self._has_terms = bool(set(window.units) - {SINGLE})
-        units = window.units.get(SINGLE)
-        changed = bool(self._window.hooks)  # The reported norm is that after the user's hooks.
-        if self._has_terms or not units or self._norm is None or (changed and sync.ranks > 1):
-            return Look()
-        seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
-        seed = seed * window.loss_scale * window.averaged_by
-        whole = self._norm_so_far() if changed else None
-        return Look(self._norm, units[0], seed, whole, window.micro_batches)
+    def measurements(self) -> Measurements | None:
+        """Return the measurements of the window, before its close clears them.
 
-    def closed(self, look: Look | None, step: Step) -> None:
-        """Add the measurements of a closed window. All ranks call this, or none."""
-        self._estimate_anew()  # A rank without data, or a resumed window, has not.
+        None if the window cannot be measured.
+        """
+        window = self._window.current
+        units = window.units.get(SINGLE)
+        if units is None and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the gradient noise scale is not measured: the loss has several terms, each over "
+                "units of its own"
+            )
+        if not self.active or not units or self._norm is None or self._window.hooks:
+            return None
+        seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
+        scale = seed * window.loss_scale * window.averaged_by
+        return Measurements(self._norm, scale, units[0], window.micro_batches)
+
+    def closed(self, measured: Measurements | None, step: Step, *, joined: bool) -> None:
+        """Add the measurements of a closed window. All ranks call this, or none.
+
+        A rank that only `joined` has no micro-batch, and adds nothing.
+        """
         if not self.active:
             return
-        self._norm, sync = None, self._window.sync
-        joined, look = look is None, look or Look()
-        norm, units, seed, whole = read_scalars(
-            [0.0 if look.norm is None else look.norm, look.units, look.seed, look.whole or 0.0]
+        moment = first = micro_batches = 0.0
+        if measured is not None:
+            norm, scale, first, micro_batches = read_scalars(measured)
+            moment = (norm / scale) ** 2 / first if first else 0.0
+        unseen = measured is None and not joined
+        numbers = self._window.sync.sum(
+            [moment, first, float(first > 0), micro_batches, float(unseen)]
         )
-        # A rank without data says nothing, and one whose micro-batch had no units neither.
-        unseen = look.norm is None and not joined
-        square = (norm / seed) ** 2
-        moment = square / units if units else 0.0
-        sums = [moment, units, float(units > 0), float(look.micro_batches)]
-        numbers = sync.sum([*sums, float(self._has_terms), float(unseen)])
-        self._has_terms = numbers[4] > 0
-        if self._has_terms:  # All ranks stop, or none.
-            self.off = "the loss has several terms, each over units of its own"
-            _log.warning("the gradient noise scale is not measured: %s", self.off)
-        if step.skipped is not None or self.off is not None or numbers[5]:
+        if step.skipped is not None or numbers[4]:
             return
-        whole = step.grad_norm * step.units if look.whole is None else whole / seed
-        self._newest = Observation.of(
-            numbers[:3], norm=whole, units=step.units, micro_batches=int(numbers[3])
+        found = Observation.of(
+            numbers[:3],
+            norm=step.grad_norm * step.units,
+            units=step.units,
+            micro_batches=int(numbers[3]),
         )
+        if found is not None:
+            self._estimator.add(found)
 
     @property
     def estimate(self) -> NoiseScale | None:
-        """Return the estimate from the windows before the last one, if any."""
-        return None if self.off is not None else self._estimator.estimate()
+        """Return the estimate from the windows so far, if there are enough."""
+        return self._estimator.estimate()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far."""
-        return {
-            "seen": [list(astuple(one)) for one in self._measured()],
-            "taken in": len(self._estimator.seen),
-        }
+        return {"seen": [list(astuple(one)) for one in self._estimator.seen]}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self._norm = None
         if state is not None:
-            seen = [Observation(*one) for one in state["seen"]]
-            self._estimator.seen = seen[: state["taken in"]]
-            self._newest = seen[-1] if len(seen) > state["taken in"] else None
+            self._estimator.seen = [Observation(*one) for one in state["seen"]]
 
 
-def _hindrance(window: Window, coupled: bool) -> str | None:
+def _refuse_unmeasurable(window: Window, coupled: bool) -> None:
+    """Refuse windows in which no rank sees the gradient of its own first micro-batch."""
+    why = window.sync.hides_gradients
     if coupled:
-        return (
+        why = (
             "the samples of a batch depend on each other (exact BatchNorm, wb.Coupled), so no "
             "micro-batch has a gradient of its own"
         )
-    if window.sync.hides_gradients is not None:
-        return window.sync.hides_gradients
-    if window.calls_on_gradient and window.sync.ranks > 1:
-        return "on_gradient= may change the gradient of all ranks before its norm is taken"
-    return None
+    elif window.calls_on_gradient:
+        why = "on_gradient= may change the gradient before its norm is taken"
+    if why is not None:
+        raise UnsupportedError(f"measure_noise(): {why}")

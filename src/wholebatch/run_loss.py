@@ -21,8 +21,9 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.loop_checks import unwatched
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
+from wholebatch.window.autocast import Full, Precision
 from wholebatch.window.forward_state import replaced_attributes
-from wholebatch.window.precision import Full, Precision, choose
+from wholebatch.window.precision import choose
 from wholebatch.window.window import Window
 
 

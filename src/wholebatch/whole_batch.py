@@ -176,18 +176,14 @@ class WholeBatch(HasWindow):
         """Windows that ran out of memory and were begun again with smaller micro-batches."""
         return len(self._fitting.recovered)
 
-    def measure_noise(self, every: int | Literal["auto"] = "auto") -> str | None:
+    def measure_noise(self, every: int = 8) -> None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows; "auto" is once in 64 micro-batches.
-
-        Returns:
-            The reason if "auto" can measure nothing here, else None.
+            every: Measure one of so many windows.
         """
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
-        return self._probe.off
 
     @property
     def noise(self) -> NoiseScale | None:
@@ -371,7 +367,7 @@ class WholeBatch(HasWindow):
                 self._probe.begin()
             self.last_step = self._joined(like)
             if self._probe is not None:
-                self._probe.closed(None, self.last_step)
+                self._probe.closed(None, self.last_step, joined=True)
         return self.last_step
 
     def _joined(self, like: Any) -> Step:
@@ -405,12 +401,12 @@ class WholeBatch(HasWindow):
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         try:
-            seen = None if self._probe is None else self._probe.look()
+            measured = None if self._probe is None else self._probe.measurements()
             step = self._window.close(
                 steps=steps, has_more=self._has_more, while_waiting=self._while_waiting
             )
             if self._probe is not None:
-                self._probe.closed(seen, step)
+                self._probe.closed(measured, step, joined=False)
             if step.skipped is None:
                 self._runner.end_window()
             return step

@@ -13,8 +13,9 @@ SRC = Path(__file__).parents[2] / "src"
 
 # Dropout, and a sample that is drawn anew each time: everything that resuming could get wrong.
 # STOP_AT=n sends the process a signal in its n-th loss, so that a stop is in a known micro-batch.
+# SECONDS is how long a loss takes at least.
 NOISY = """
-import os, signal
+import os, signal, time
 import torch
 from torch import nn
 import wholebatch as wb
@@ -41,6 +42,7 @@ def data():
 def loss(model, micro):
     global calls
     calls += 1
+    time.sleep(float(os.environ.get("SECONDS", "0")))
     if str(calls) == os.environ.get("STOP_AT"):
         for _ in range(int(os.environ.get("STOP_TIMES", "1"))):
             signal.raise_signal(getattr(signal, os.environ.get("STOP_BY", "SIGINT")))
@@ -112,6 +114,7 @@ def newest_checkpoint(run: Path) -> dict[str, Any]:
 
     loaded = Checkpoints(run / "checkpoints", World(0, device=torch.device("cpu"))).load()
     assert loaded is not None
+    assert not loaded.damaged
     state: dict[str, Any] = fill_shards(loaded.state, loaded.path, lambda place: None)
     return state
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scripts.kills import kill
 from tests.cli.helpers import (
     EXACT,
     NOISY,
     Ran,
     assert_same_bits,
-    environment_of,
     metrics_of,
     newest_checkpoint,
 )
 
 Command = Callable[..., Ran]
 Write = Callable[..., Path]
-ROOT = Path(__file__).parents[2]
 
 STREAM = (
     "    return Points()",
@@ -108,20 +105,11 @@ def test_resume_begins_a_run_that_is_not_there(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "ranks", ["1", pytest.param("2", marks=pytest.mark.distributed)], ids=["one", "fsdp2"]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.distributed)], ids=["one", "fsdp2"]
 )
-def test_kills_lose_nothing(ranks: str, tmp_path: Path) -> None:
+def test_kills_lose_nothing(ranks: int, tmp_path: Path) -> None:
     """`make kills` kills 20 times; here a few."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/kills.py", "--kills", "3", "--ranks", ranks],
-        env=environment_of(),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert "the same bits" in done.stdout
+    assert kill(tmp_path, ranks=ranks, kills=3, seed=1)
 
 
 @pytest.mark.slow

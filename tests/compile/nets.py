@@ -15,7 +15,7 @@ from wholebatch.compile.graph_inputs import Key, take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.joint_graph import Prepared
 from wholebatch.compile.trace import Form, State, trace
-from wholebatch.window.precision import Precision
+from wholebatch.window.autocast import Precision
 
 Micro = dict[str, Tensor]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,7 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.compile.nets import loss, mean_of_tokens, mode_of, steps_of, tagged
 from tests.support import Seen, Whole, sgd
-from wholebatch.compile import joint_graph, repeated_blocks
-from wholebatch.compile.joint_graph import JointStep
+from wholebatch.compile import joint_graph
 from wholebatch.compile.repeated_blocks import BlockProgram, PieceProgram, _Input
 
 
@@ -136,34 +134,11 @@ def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[i
     assert all(one._run.pieces > 12 for one in joints.values())  # type: ignore[attr-defined]
 
 
-def test_the_number_of_compilations_does_not_grow_with_the_depth(
-    compilations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for depth, much in ((4, math.inf), (8, math.inf), (4, 0.0)):
-        monkeypatch.setattr(repeated_blocks, "_MUCH", much)
-        compilations.clear()
-        program = blocks_of(trained(Deep(depth).double()))
-        found.append((compilations[: program.compiled], program.compiled))
-    assert found[0] == found[1]
-    # With 0, anything that is saved is enough: the backward of a layer computes its GELU again.
-    more = [b - a for a, b in zip(found[0][0], found[2][0], strict=True)]
-    assert sorted(more) == [0, 0, 0, 0, 1]
-
-
 def test_layers_with_different_constants_are_not_taken_for_each_other(
     compilations: list[int],
 ) -> None:
     trained(Deep(6, scale=lambda i: 1.0 / (i + 1)).double())
     assert compilations
-
-
-def test_blocks_can_be_switched_off(
-    compilations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(JointStep, "blocks", False)
-    assert blocks_of(trained(Deep(6).double())).pieces == 1
-    assert min(compilations) > 600
 
 
 class Drop(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -328,3 +329,53 @@ def test_an_encoder_that_is_not_repeatable_leaves_nothing_behind() -> None:
         train.step(batch())
     assert all(p.grad is None for p in model.parameters())
     assert train.updates == 0
+
+
+class Counting(nn.Module):
+    """A tower that counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = tower()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        made: Tensor = self.net(x)
+        return made
+
+
+def of_tensors(
+    encode: Callable[[Any, Tensor], Any] = lambda model, x: model(x), **options: Any
+) -> wb.Coupled:
+    return wb.Coupled(encode, lambda z: wb.Loss((z @ z.T).square().sum(), len(z)), **options)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_buffers_move_once_per_micro_batch(keep: int) -> None:
+    model = Counting()
+    loss = of_tensors(keep=keep)
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=False)
+    train.step(torch.randn(11, 6, dtype=torch.float64))
+    assert model.calls == 3
+
+
+def test_pythons_random_numbers_are_the_same_in_both_passes() -> None:
+    model = tower()
+    loss = of_tensors(lambda model, x: model(x * random.random()))
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=False)
+    assert train.step(torch.randn(11, 6, dtype=torch.float64)).micro_batches == 3
+
+
+@pytest.mark.parametrize(
+    "encode, message",
+    [
+        (lambda model, x: "text", "encode returned str"),
+        (lambda model, x: [model(x)] * len(x), "another structure"),
+    ],
+)
+def test_what_an_encoder_returns_is_checked(encode: Any, message: str) -> None:
+    model = tower()
+    train = wb.WholeBatch(model, sgd(model), loss=of_tensors(encode), micro_batch=4, audit=False)
+    with pytest.raises(wb.errors.LossError, match=message):
+        train.step(torch.randn(11, 6, dtype=torch.float64))

@@ -12,17 +12,15 @@ from tests.support import EXACT
 
 WORKER = Path(__file__).with_name("agree_worker.py")
 DOORS = ("in_a_loop", "of_the_whole", "counted_before")
+OTHER_PARAMETERS = "RankError: ranks differ in their parameters (names, shapes, order, or which are"
+OTHER_WEIGHTS = "RankError: the weights differ between ranks, so their models would never be the"
 SENTENCES = {
-    "frozen": "RankError: module.0.weight (16, 5) float64: it is trained on rank 0, and frozen or "
-    "in no optimizer on ranks 1, 2.",
-    "not_in_the_optimizer": "RankError: module.2.bias (16,) float64: it is trained on ranks 1, 2, "
-    "and frozen or in no optimizer on rank 0.",
-    "other_order": "RankError: module.0.weight (16, 5) float64: the optimizer of ranks 1, 2 has it "
-    "in another place than that of rank 0.",
-    "equal_sizes": "RankError: module.0.weight (5, 5) float64: it is trained on ranks 1, 2, and "
-    "frozen or in no optimizer on rank 0.",
-    "loaded_on_one": "RankError: module.2.bias has other weights on ranks 1, 2 than on rank 0,",
-    "beside_the_model": "RankError: parameter 6 has other weights on ranks 1, 2 than on rank 0,",
+    "frozen": OTHER_PARAMETERS,
+    "not_in_the_optimizer": OTHER_PARAMETERS,
+    "other_order": OTHER_PARAMETERS,
+    "equal_sizes": OTHER_PARAMETERS,
+    "loaded_on_one": OTHER_WEIGHTS,
+    "beside_the_model": OTHER_WEIGHTS,
     "left_out_by_ddp": "UnsupportedError: module.2.weight: DistributedDataParallel is told to",
 }
 
@@ -34,7 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SENTENCES)
-def test_every_rank_is_told_the_parameter_and_the_ranks(case: str, ranks: Any) -> None:
+def test_every_rank_is_told_what_differs(case: str, ranks: Any) -> None:
     for rank in ranks:
         for door in DOORS:
             assert rank[f"{case}, {door}"].startswith(SENTENCES[case])
@@ -49,5 +47,5 @@ def test_what_is_frozen_and_ordered_alike_is_exact(ranks: Any) -> None:
 def test_other_weights_are_found_after_a_run_was_loaded(ranks: Any) -> None:
     for rank in ranks:
         for sentence in rank["resumed"]:
-            assert "module.0.bias has other weights on rank 2 than on ranks 0, 1" in sentence
+            assert sentence.startswith(OTHER_WEIGHTS.removeprefix("RankError: "))
         assert len(rank["resumed"]) == 1

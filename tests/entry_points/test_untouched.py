@@ -82,6 +82,10 @@ def test_what_may_be_done_in_a_window() -> None:
     for micro in acc.over(MICROS):
         acc.backward(summed(model, micro), units=len(micro["y"]))
         torch.autograd.grad(mean(model, micro), list(model.parameters()))
+        model.eval()
+        with torch.no_grad():
+            model(micro["x"])
+        model.train()
     whole.assert_same(model)
 
 

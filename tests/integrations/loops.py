@@ -16,6 +16,17 @@ Micros = Sequence[dict[str, Tensor]]
 LossOf = Callable[[nn.Module, Any], Tensor]
 
 
+def prepared(*given: Any, **options: Any) -> Any:
+    """A new Accelerator and what it made of these."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, **options)
+    return accelerator, *accelerator.prepare(*given)
+
+
 def in_accelerate(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -25,22 +36,18 @@ def in_accelerate(
     **options: Any,
 ) -> None:
     """Accelerate's loop."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
     from wholebatch.integrations.accelerate import AccelerateAccumulator
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     given = DataLoader(micros, batch_size=None)  # type: ignore[arg-type]
-    prepared, stepped, loader = accelerator.prepare(model, optimizer, given)
-    windows = AccelerateAccumulator(accelerator, prepared, stepped, **options)
+    accelerator, inner, stepped, loader = prepared(
+        model, optimizer, given, gradient_accumulation_steps=steps
+    )
+    windows = AccelerateAccumulator(accelerator, inner, stepped, **options)
     for batch in loader:
-        with accelerator.accumulate(prepared):
-            windows.backward(mean=loss(prepared, batch), units=len(batch["y"]))
+        with accelerator.accumulate(inner):
+            windows.backward(mean=loss(inner, batch), units=len(batch["y"]))
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(prepared.parameters(), 1e9)
+                accelerator.clip_grad_norm_(inner.parameters(), 1e9)
             stepped.step()
             stepped.zero_grad()
             looked_at(model, batch)
@@ -187,18 +194,12 @@ def in_accumulator(
     **options: Any,
 ) -> None:
     """`wb.Accumulator` over what Accelerate prepared."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
     from wholebatch.options import grouped
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True)
-    prepared, stepped = accelerator.prepare(model, optimizer)
-    acc = Accumulator(prepared, stepped.optimizer, **grouped({"steps": steps, **options}))
+    _, inner, stepped = prepared(model, optimizer)
+    acc = Accumulator(inner, stepped.optimizer, **grouped({"steps": steps, **options}))
     for batch in acc.over(micros):
-        acc.backward(mean=loss(prepared, batch), units=len(batch["y"]))
+        acc.backward(mean=loss(inner, batch), units=len(batch["y"]))
         looked_at(model, batch)
 
 

@@ -1,4 +1,4 @@
-"""The list of correct cases, and the doors that each fits."""
+"""The list of correct cases, and the interfaces that each fits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Make = Callable[[random.Random, int], Task]
 CASES: dict[str, tuple[Make, tuple[str, ...]]] = {}
 
 
-def correct(*doors: str) -> Callable[[Make], Make]:
+def correct(*interfaces: str) -> Callable[[Make], Make]:
     def keep(make: Make) -> Make:
-        CASES[make.__name__.replace("_", " ")] = (make, doors)
+        CASES[make.__name__.replace("_", " ")] = (make, interfaces)
         return make
 
     return keep

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.mistakes.task import Batch, Task, features
 
-# Doors that see or own the forward can hold a micro-batch against its halves.
+# Interfaces that see or own the forward can hold a micro-batch against its halves.
 LOOKING = ("WholeBatch", "Lightning", "Trainer")
 STREAMS = ("Accumulator", "Accumulator, counted", "Accelerate", "Fabric")
 EVERYWHERE = (*LOOKING, *STREAMS)
@@ -29,7 +29,7 @@ class Mistake:
     name: str
     plant: Callable[[Task], Task]
     words: str  # what an error or warning must contain
-    doors: tuple[str, ...] = LOOKING
+    interfaces: tuple[str, ...] = LOOKING
     listed: bool = False  # in the issue's own table
     only: frozenset[str] | None = None  # the kinds of models that it fits; None: all
     never: frozenset[str] = frozenset()

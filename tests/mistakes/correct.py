@@ -24,11 +24,13 @@ def task(name: str, seed: int) -> Task:
 
 
 def combinations() -> list[tuple[str, str]]:
-    """Every correct case with every door that it fits."""
-    made = [(name, door) for name, (_, doors) in CASES.items() for door in doors]
+    """Every correct case with every interface that it fits."""
+    made = [
+        (name, interface) for name, (_, interfaces) in CASES.items() for interface in interfaces
+    ]
     for number, name in enumerate(KINDS):
         streams = () if name in WITH_BATCHNORM else STREAMS[number % 2 :: 2]
-        made += [(name, door) for door in ("WholeBatch", *streams)]
+        made += [(name, interface) for interface in ("WholeBatch", *streams)]
         if number % 3 == 0 and streams:
             made.append((name, "Trainer"))
     return made

@@ -1,4 +1,4 @@
-"""Train a task through a door, and say what was wrong with how a planted mistake was met."""
+"""Train a task through a interface, and say what was wrong with how a planted mistake was met."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.mistakes import kinds, models, sequences
-from tests.mistakes.doors import DOORS
+from tests.mistakes.interfaces import INTERFACES
 from tests.mistakes.planted import Mistake
 from tests.mistakes.task import Task, flat, trajectory
 
@@ -23,7 +23,7 @@ HOSTS = r"lightning|transformers|accelerate|dataloader|pin_memory|LeafSpec|trees
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a door said while it trained, and the parameters that it left."""
+    """What a interface said while it trained, and the parameters that it left."""
 
     error: str | None
     warned: list[str]
@@ -41,7 +41,7 @@ class Logged(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def train(task: Task, door: str, sizes: list[int], windows: int = 1) -> Outcome:
+def train(task: Task, interface: str, sizes: list[int], windows: int = 1) -> Outcome:
     error = None
     logged = Logged()
     logging.getLogger("wholebatch").addHandler(logged)
@@ -49,7 +49,7 @@ def train(task: Task, door: str, sizes: list[int], windows: int = 1) -> Outcome:
         warnings.simplefilter("always")
         torch.manual_seed(11)
         try:
-            DOORS[door](task, sizes, windows)
+            INTERFACES[interface](task, sizes, windows)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         finally:
@@ -65,13 +65,13 @@ def of_a_host(warning: warnings.WarningMessage) -> bool:
     return re.search(HOSTS, found) is not None and "wholebatch/src" not in found
 
 
-def split(door: str, samples: int, draw: random.Random) -> list[int]:
+def split(interface: str, samples: int, draw: random.Random) -> list[int]:
     """Uneven sizes of micro-batches that add up to the batch.
 
-    `WholeBatch` sees all samples. Other doors see the first micro-batch when they look: it has four
-    samples or more, because what two of them do to each other may be nothing.
+    `WholeBatch` sees all samples. Other interfaces test the first micro-batch: it has four samples
+    or more, because what two of them do to each other may be nothing.
     """
-    if door == "WholeBatch":
+    if interface == "WholeBatch":
         return [draw.randint(3, 7)]
     sizes = [draw.randint(4, 6), *(draw.randint(1, 3) for _ in range(draw.randint(1, 2)))]
     return [*sizes, samples - sum(sizes)]
@@ -83,22 +83,22 @@ def off(end: Tensor, states: list[Tensor], at: int) -> float:
     return float((end - states[at]).norm()) / length if length else float((end != states[at]).any())
 
 
-def complaint(mistake: Mistake, kind: str, door: str, seed: int) -> str | None:
+def complaint(mistake: Mistake, kind: str, interface: str, seed: int) -> str | None:
     """None where the mistake was named in time, or the update is exact all the same."""
-    draw = random.Random(f"{mistake.name} {door} {kind} {seed}")
+    draw = random.Random(f"{mistake.name} {interface} {kind} {seed}")
 
     def planted() -> Task:
         task = kinds.task(kind, seed)
         return mistake.plant(task.but(steps=len(sizes)))
 
     samples = len(next(iter(kinds.task(kind, seed).batch.values())))
-    sizes = split(door, samples, draw)
+    sizes = split(interface, samples, draw)
     torch.manual_seed(11)
     states = trajectory(planted(), mistake.windows)
     task = planted()
-    outcome = train(task, door, sizes, mistake.windows)
+    outcome = train(task, interface, sizes, mistake.windows)
     said = "\n".join([outcome.error or "", *outcome.warned])
-    where = f"{mistake.name} | {door} | {kind} {seed} {sizes}"
+    where = f"{mistake.name} | {interface} | {kind} {seed} {sizes}"
     distance = off(outcome.end, states, mistake.windows)
     if outcome.error is None and distance <= task.tolerance and not task.random:
         return None
@@ -113,9 +113,9 @@ def complaint(mistake: Mistake, kind: str, door: str, seed: int) -> str | None:
     return None
 
 
-def kinds_for(mistake: Mistake, door: str) -> list[str]:
-    """The kinds of models that a mistake can be planted in, for this door."""
+def kinds_for(mistake: Mistake, interface: str) -> list[str]:
+    """The kinds of models that a mistake can be planted in, for this interface."""
     names = set(kinds.KINDS) if mistake.only is None else set(mistake.only)
-    if door not in ("WholeBatch", "by hand"):
+    if interface not in ("WholeBatch", "by hand"):
         names -= kinds.WITH_BATCHNORM
     return sorted(names - mistake.never)

@@ -1,4 +1,4 @@
-"""Correct training with loops of its own: GANs, averages of weights, clipping, many windows.
+"""Correct training in loops of its own: a GAN, averaged weights, layers thawed between windows.
 
 Each function trains twice, divided and undivided, and returns how far the two are apart.
 """
@@ -16,8 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import wholebatch as wb
 from tests.mistakes.kinds import rows, task
-from tests.mistakes.task import Batch, Task, flat, pieces, sgd
-from wholebatch.options import grouped
+from tests.mistakes.task import Batch, Task, flat, sgd
 
 LOOPS: dict[str, Callable[[], float]] = {}
 
@@ -84,21 +83,6 @@ def a_gan_in_two_whole_batches() -> float:
 
 
 @loop
-def a_gan_in_two_accumulators() -> float:
-    pair, sizes = Pair(), [5, 2, 6, 4]
-    accumulators = [
-        (wb.Accumulator(part, sgd(part), steps=4), of)
-        for part, of in ((pair.critic, critic_losses), (pair.maker, maker_losses))
-    ]
-    for _ in range(3):
-        for acc, of in accumulators:
-            for micro in acc.over(pieces(pair_batch(), sizes)):
-                losses = of(pair, micro)
-                acc.backward(losses.sum(), units=len(losses))
-    return apart(pair, undivided_pair(3), Pair())
-
-
-@loop
 def an_average_of_weights() -> float:
     made, twin = task("mlp", 2), task("mlp", 2)
     start = copy.deepcopy(made.model)
@@ -126,77 +110,6 @@ def undivided(made: Task, optimizer: Any, clip: Callable[[Any], Any] | None = No
     optimizer.step()
 
 
-def several(kind: str, options: dict[str, Any], clip: Any = None, updates: int = 3) -> float:
-    """WholeBatch with options, three updates, beside plain torch with `clip`."""
-    made, twin = task(kind, 4), task(kind, 4)
-    start = copy.deepcopy(made.model)
-    train = wb.WholeBatch(
-        *(made.model, sgd(made.model)),
-        loss=lambda m, b: wb.Loss(*made.sum(m, b)),
-        **grouped({"micro_batch": 4, **options}),
-    )
-    optimizer = sgd(twin.model)
-    for _ in range(updates):
-        train.step(made.batch)
-        undivided(twin, optimizer, clip)
-    return apart(made.model, twin.model, start)
-
-
-@loop
-def clipping_by_norm() -> float:
-    return several("lstm", {"clip_norm": 0.05}, lambda p: nn.utils.clip_grad_norm_(p, 0.05))
-
-
-@loop
-def clipping_by_value() -> float:
-    return several("vae", {"clip_value": 0.01}, lambda p: nn.utils.clip_grad_value_(p, 0.01))
-
-
-@loop
-def units_that_are_announced() -> float:
-    made = task("transformer", 4)
-    return several("transformer", {"units": made.units})
-
-
-@loop
-def batchnorm_over_three_updates() -> float:
-    return several("cnn with batchnorm", {})
-
-
-@loop
-def windows_with_a_short_tail() -> float:
-    """Seven uneven micro-batches in windows of three: the last window has one."""
-    made, twin = task("tied language model", 4, 21), task("tied language model", 4, 21)
-    start = copy.deepcopy(made.model)
-    sizes = [4, 2, 3, 4, 1, 3, 4]
-    acc = wb.Accumulator(made.model, sgd(made.model), steps=3)
-    for micro in acc.over(pieces(made.batch, sizes)):
-        given = made.sum(made.model, micro)
-        acc.backward(given.value, units=given.units)
-    optimizer = sgd(twin.model)
-    for batch in pieces(twin.batch, [9, 8, 4]):
-        undivided(twin.but(batch=batch), optimizer)
-    return apart(made.model, twin.model, start)
-
-
-@loop
-def a_schedule_of_the_whole() -> float:
-    """The user steps the schedule between windows, not in them."""
-    made, twin = task("flow", 4), task("flow", 4)
-    start = copy.deepcopy(made.model)
-    optimizer, other = sgd(made.model), sgd(twin.model)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, other)]
-    acc = wb.Accumulator(made.model, optimizer, steps=3)
-    for _ in range(3):
-        for micro in acc.over(pieces(made.batch, [4, 4, len(made.batch["x"]) - 8])):
-            given = made.sum(made.model, micro)
-            if acc.backward(given.value, units=given.units) is not None:
-                schedules[0].step()
-        undivided(twin, other)
-        schedules[1].step()
-    return apart(made.model, twin.model, start)
-
-
 @loop
 def layers_thawed_between_windows() -> float:
     """Gradual unfreezing, between two updates."""
@@ -215,21 +128,4 @@ def layers_thawed_between_windows() -> float:
             twin.model[0].requires_grad_(True)
         train.step(made.batch)
         undivided(twin, other)
-    return apart(made.model, twin.model, start)
-
-
-@loop
-def validation_between_windows() -> float:
-    """A forward in evaluation mode, without gradients, between two micro-batches."""
-    made, twin = task("weight norm", 4), task("weight norm", 4)
-    start = copy.deepcopy(made.model)
-    acc = wb.Accumulator(made.model, sgd(made.model), steps=3)
-    for micro in acc.over(pieces(made.batch, [4, 4, len(made.batch["x"]) - 8])):
-        given = made.sum(made.model, micro)
-        acc.backward(given.value, units=given.units)
-        made.model.eval()
-        with torch.no_grad():
-            made.model(micro["x"])
-        made.model.train()
-    undivided(twin, sgd(twin.model))
     return apart(made.model, twin.model, start)

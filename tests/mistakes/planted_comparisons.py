@@ -22,7 +22,7 @@ from tests.mistakes.catalogue import (
 from tests.mistakes.task import Batch, Mean, Sum, Task
 
 
-@mistake(COUPLES, listed=True, doors=("WholeBatch",))
+@mistake(COUPLES, listed=True, interfaces=("WholeBatch",))
 def a_contrastive_loss_by_our_cross_entropy(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         z, losses = samples_of(task, model, micro)
@@ -31,7 +31,7 @@ def a_contrastive_loss_by_our_cross_entropy(task: Task) -> Task:
     return task.but(loss=loss)
 
 
-@mistake(COUPLES, listed=True, doors=EVERYWHERE)
+@mistake(COUPLES, listed=True, interfaces=EVERYWHERE)
 def a_contrastive_loss_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         z, losses = samples_of(task, model, micro)
@@ -41,7 +41,7 @@ def a_contrastive_loss_as_a_sum(task: Task) -> Task:
     return task.but(loss=loss, announced=lambda micro: len(next(iter(micro.values()))))
 
 
-@mistake(COUPLES, listed=True, doors=EVERYWHERE)
+@mistake(COUPLES, listed=True, interfaces=EVERYWHERE)
 def a_contrastive_loss_as_a_mean(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         z, losses = samples_of(task, model, micro)
@@ -50,7 +50,7 @@ def a_contrastive_loss_as_a_mean(task: Task) -> Task:
     return task.but(loss=loss, announced=lambda micro: len(next(iter(micro.values()))))
 
 
-@mistake(COUPLES, listed=True, doors=("WholeBatch", *STREAMS))
+@mistake(COUPLES, listed=True, interfaces=("WholeBatch", *STREAMS))
 def info_nce_without_coupled(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         z, _ = samples_of(task, model, micro)
@@ -133,7 +133,7 @@ def pairwise_ranking(task: Task) -> Task:
     return coupled(term)(task)
 
 
-@mistake(COUPLES + "|units", doors=("WholeBatch", "Trainer"))  # 4 samples may tell nothing
+@mistake(COUPLES + "|units", interfaces=("WholeBatch", "Trainer"))  # 4 samples may tell nothing
 def hardest_half_of_the_batch(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         _, losses = samples_of(task, model, micro)

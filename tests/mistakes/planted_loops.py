@@ -29,17 +29,19 @@ def in_the_loop(line: Callable[[Moment], None]) -> Callable[[Task], Task]:
     return lambda task: task.but(line=stands)
 
 
-@mistake(TOUCHED, doors=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
+@mistake(TOUCHED, interfaces=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
 def zero_grad_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(lambda moment: moment.model.zero_grad())(task)
 
 
-@mistake(TOUCHED, moves=True, doors=("WholeBatch", "Accumulator", "Accumulator, counted", "Fabric"))
+@mistake(
+    TOUCHED, moves=True, interfaces=("WholeBatch", "Accumulator", "Accumulator, counted", "Fabric")
+)
 def the_optimizers_step_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(lambda moment: moment.optimizer.step())(task)
 
 
-@mistake(TOUCHED, doors=LOOP)
+@mistake(TOUCHED, interfaces=LOOP)
 def a_plain_backward_beside(task: Task) -> Task:
     def line(moment: Moment) -> None:
         if moment.number == 0 and moment.micro is not None:
@@ -48,14 +50,14 @@ def a_plain_backward_beside(task: Task) -> Task:
     return in_the_loop(line)(task)
 
 
-@mistake(TOUCHED + "|clip", doors=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
+@mistake(TOUCHED + "|clip", interfaces=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
 def clipping_kept_in_the_loop(task: Task) -> Task:
     return in_the_loop(lambda m: nn.utils.clip_grad_norm_(m.model.parameters(), 1e-3) and None)(
         task
     )
 
 
-@mistake(r"learning rate|schedul|\blr\b", doors=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
+@mistake(r"learning rate|schedul|\blr\b", interfaces=(*LOOP, "Lightning", "Trainer"), never=IN_TURN)
 def the_schedule_kept_in_the_loop(task: Task) -> Task:
     def line(moment: Moment) -> None:
         for group in moment.optimizer.param_groups:
@@ -67,7 +69,7 @@ def the_schedule_kept_in_the_loop(task: Task) -> Task:
 @mistake(
     r"parameter|changed in the middle|modified by an inplace",
     moves=True,
-    doors=(*LOOP, "Lightning", "Trainer"),
+    interfaces=(*LOOP, "Lightning", "Trainer"),
 )
 def weights_decayed_in_the_loop(task: Task) -> Task:
     @torch.no_grad()
@@ -78,7 +80,7 @@ def weights_decayed_in_the_loop(task: Task) -> Task:
     return in_the_loop(line)(task)
 
 
-@mistake(r"froz|requires_grad|freez|grad", doors=(*LOOP, "Lightning", "Trainer"))
+@mistake(r"froz|requires_grad|freez|grad", interfaces=(*LOOP, "Lightning", "Trainer"))
 def a_parameter_frozen_in_the_window(task: Task) -> Task:
     def line(moment: Moment) -> None:
         trained = [p for p in moment.model.parameters() if p.requires_grad]
@@ -88,7 +90,7 @@ def a_parameter_frozen_in_the_window(task: Task) -> Task:
     return in_the_loop(line)(task)
 
 
-@mistake(r"gradient", listed=True, doors=EVERYWHERE)
+@mistake(r"gradient", listed=True, interfaces=EVERYWHERE)
 def gradients_left_from_before(task: Task) -> Task:
     def line(moment: Moment) -> None:
         if moment.place == "start":
@@ -101,12 +103,12 @@ def gradients_left_from_before(task: Task) -> Task:
     return task.but(line=line)
 
 
-@mistake(r"gradient|clear", listed=True, doors=("Fabric, never cleared",), windows=2)
+@mistake(r"gradient|clear", listed=True, interfaces=("Fabric, never cleared",), windows=2)
 def gradients_that_the_loop_never_clears(task: Task) -> Task:
     return task
 
 
-@mistake(r"accumulate", listed=True, doors=("Accelerate without accumulate()",))
+@mistake(r"accumulate", listed=True, interfaces=("Accelerate without accumulate()",))
 def a_loop_without_accumulate(task: Task) -> Task:
     return task
 
@@ -115,7 +117,7 @@ def a_loop_without_accumulate(task: Task) -> Task:
     r"never",
     listed=True,
     # Lightning runs backward inside the optimizer's step, after its hooks, divided or not.
-    doors=tuple(door for door in EVERYWHERE if door != "Lightning"),
+    interfaces=tuple(interface for interface in EVERYWHERE if interface != "Lightning"),
     never=frozenset({"complex"} | RANDOM),
 )
 def a_step_hook_that_wants_whole_gradients(task: Task) -> Task:
@@ -143,7 +145,7 @@ def a_step_hook_that_wants_whole_gradients(task: Task) -> Task:
 @mistake(
     r"units",
     listed=True,
-    doors=("Trainer that prepares inputs",),
+    interfaces=("Trainer that prepares inputs",),
     only=frozenset({"weighted samples"}),
 )
 def units_counted_before_inputs_are_prepared(task: Task) -> Task:

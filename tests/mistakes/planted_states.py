@@ -54,7 +54,7 @@ def around(kind: Callable[[Tensor], nn.Module]) -> Callable[[Task], Task]:
     return plant
 
 
-STATE = {"listed": True, "doors": EVERYWHERE, "never": frozenset(WITH_BATCHNORM)}
+STATE = {"listed": True, "interfaces": EVERYWHERE, "never": frozenset(WITH_BATCHNORM)}
 
 
 @mistake(MOVES, **STATE)
@@ -82,7 +82,7 @@ def a_power_iteration_by_hand(task: Task) -> Task:
     return around(OwnSpectralNorm)(task)
 
 
-@mistake(MOVES + "|spectral", doors=EVERYWHERE, never=frozenset(WITH_BATCHNORM))
+@mistake(MOVES + "|spectral", interfaces=EVERYWHERE, never=frozenset(WITH_BATCHNORM))
 def torchs_spectral_norm(task: Task) -> Task:
     return around(TorchSpectralNorm)(task)
 
@@ -92,7 +92,7 @@ def a_batchnorm_of_ones_own(task: Task) -> Task:
     return around(OwnBatchNorm)(task)
 
 
-@mistake(MOVES, doors=EVERYWHERE, never=frozenset(WITH_BATCHNORM))
+@mistake(MOVES, interfaces=EVERYWHERE, never=frozenset(WITH_BATCHNORM))
 def a_hidden_state_that_is_carried_over(task: Task) -> Task:
     return around(CarriedState)(task)
 
@@ -117,7 +117,7 @@ def outputs_scaled_by_a_statistic_of_the_batch(task: Task) -> Task:
     return around(ScaledByStatistic)(task)
 
 
-@mistake(COUPLES, doors=("WholeBatch",))
+@mistake(COUPLES, interfaces=("WholeBatch",))
 def outputs_halved_by_a_statistic_of_the_batch(task: Task) -> Task:
     """A decision that eight samples show and two may not: a host may have no more to look at."""
     return around(HalvedByStatistic)(task)
@@ -128,12 +128,12 @@ def samples_mixed_with_their_neighbours(task: Task) -> Task:
     return around(MixedUp)(task)
 
 
-@mistake(r"gradient|" + COUPLES, doors=LOOKING)
+@mistake(r"gradient|" + COUPLES, interfaces=LOOKING)
 def a_gradient_normalised_in_the_backward(task: Task) -> Task:
     return around(lambda out: normalise_gradient())(task)
 
 
-@mistake(r"gradient", doors=LOOKING)
+@mistake(r"gradient", interfaces=LOOKING)
 def a_gradient_clamped_in_the_backward(task: Task) -> Task:
     return around(lambda out: clamp_gradient(len(out)))(task)
 
@@ -196,7 +196,7 @@ def a_teacher_moved_by_the_loss(task: Task) -> Task:
     return task.but(loss=loss, announced=lambda micro: len(next(iter(micro.values()))))
 
 
-@mistake(MOVES, only=frozenset(WITH_BATCHNORM), doors=("WholeBatch",))
+@mistake(MOVES, only=frozenset(WITH_BATCHNORM), interfaces=("WholeBatch",))
 def a_weight_by_batchnorms_own_counter(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         given = task.sum(model, micro)

@@ -21,7 +21,7 @@ from tests.mistakes.catalogue import (
 from tests.mistakes.task import Batch, Mean, Sum, Task, quotient
 
 
-@mistake(IS_MEAN, listed=True, doors=("WholeBatch", *STREAMS))
+@mistake(IS_MEAN, listed=True, interfaces=("WholeBatch", *STREAMS))
 def a_mean_given_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         _, losses = samples_of(task, model, micro)
@@ -30,7 +30,7 @@ def a_mean_given_as_a_sum(task: Task) -> Task:
     return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
 
 
-@mistake(IS_MEAN, listed=True, doors=("WholeBatch", *STREAMS), only=CLASSIFIERS)
+@mistake(IS_MEAN, listed=True, interfaces=("WholeBatch", *STREAMS), only=CLASSIFIERS)
 def torchs_mean_cross_entropy_given_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         out = task.forward(model, micro)
@@ -39,7 +39,7 @@ def torchs_mean_cross_entropy_given_as_a_sum(task: Task) -> Task:
     return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
 
 
-@mistake(IS_MEAN, doors=("WholeBatch", *STREAMS))
+@mistake(IS_MEAN, interfaces=("WholeBatch", *STREAMS))
 def a_sum_divided_by_its_units_given_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         given = task.sum(model, micro)
@@ -48,7 +48,7 @@ def a_sum_divided_by_its_units_given_as_a_sum(task: Task) -> Task:
     return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
 
 
-@mistake(IS_MEAN, doors=("WholeBatch", *STREAMS), only=frozenset({"gpt2", "bert"}))
+@mistake(IS_MEAN, interfaces=("WholeBatch", *STREAMS), only=frozenset({"gpt2", "bert"}))
 def the_models_own_mean_given_as_a_sum(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         labels = micro["x"].masked_fill(~micro["mask"], -100)
@@ -59,7 +59,7 @@ def the_models_own_mean_given_as_a_sum(task: Task) -> Task:
     return task.but(loss=loss, truth=lambda model, batch: loss(model, batch).value)
 
 
-@mistake(r"\bsum\b|add up", doors=EVERYWHERE, only=CLASSIFIERS)
+@mistake(r"\bsum\b|add up", interfaces=EVERYWHERE, only=CLASSIFIERS)
 def torchs_summed_cross_entropy_given_as_a_mean(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         total = F.cross_entropy(task.forward(model, micro), micro["y"], reduction="sum")
@@ -77,7 +77,7 @@ def a_sum_given_as_a_mean(task: Task) -> Task:
     return task.but(loss=loss, announced=task.units)
 
 
-@mistake(r"mean|units", doors=("WholeBatch", "Lightning", *STREAMS))
+@mistake(r"mean|units", interfaces=("WholeBatch", "Lightning", *STREAMS))
 def a_mean_of_one_unit(task: Task) -> Task:
     """What `loss / len(batch)` and one unit per micro-batch are: a mean of means."""
 
@@ -97,12 +97,12 @@ def a_mean_of_tokens_with_padding_in_its_units(task: Task) -> Task:
     return task.but(loss=loss, announced=lambda micro: micro["mask"].numel())
 
 
-@mistake(r"units", only=MASKED, doors=("WholeBatch",))
+@mistake(r"units", only=MASKED, interfaces=("WholeBatch",))
 def units_announced_with_padding(task: Task) -> Task:
     return task.but(options={"units": lambda micro: micro["mask"].numel()})
 
 
-@mistake(r"units", only=MASKED, doors=("WholeBatch",))
+@mistake(r"units", only=MASKED, interfaces=("WholeBatch",))
 def samples_announced_for_a_loss_over_tokens(task: Task) -> Task:
     return task.but(options={"units": lambda micro: len(micro["mask"])})
 
@@ -117,7 +117,7 @@ def a_regulariser_in_every_micro_batch(task: Task) -> Task:
     return task.but(loss=loss)
 
 
-@mistake(r"steps|divided|divid", doors=(*STREAMS, "Lightning", "Trainer"))
+@mistake(r"steps|divided|divid", interfaces=(*STREAMS, "Lightning", "Trainer"))
 def a_loss_still_divided_by_the_steps(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         given = task.sum(model, micro)
@@ -126,7 +126,7 @@ def a_loss_still_divided_by_the_steps(task: Task) -> Task:
     return task.but(loss=loss, truth=lambda model, batch: quotient(task.sum(model, batch)))
 
 
-@mistake(r"finite|nan", listed=True, doors=EVERYWHERE)
+@mistake(r"finite|nan", listed=True, interfaces=EVERYWHERE)
 def a_sample_that_is_not_a_number(task: Task) -> Task:
     size = len(next(iter(task.batch.values())))
     flaw = torch.zeros(size, dtype=torch.float64)

@@ -65,10 +65,10 @@ class Task:
     loss: LossOf | None = None  # what a mistake (or a special case) puts in place of the default
     truth: Callable[[nn.Module, Batch], Tensor] | None = None  # the mean of the undivided batch
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd
-    options: dict[str, Any] = field(default_factory=dict)  # of the door
+    options: dict[str, Any] = field(default_factory=dict)  # of the interface
     random: bool = False  # draws numbers of its own, so that no two splits agree
     line: Callable[[Moment], None] | None = None  # a line of the user's own in the loop
-    announced: Callable[[Batch], Any] | None = None  # `units=` where a door counts before
+    announced: Callable[[Batch], Any] | None = None  # `units=` where a interface counts before
     steps: int = 1  # micro-batches of a window, where a stream is told of them
     tolerance: float = 1e-12
 

@@ -19,7 +19,7 @@ from tests.mistakes.planted import MISTAKES, Mistake
 from tests.mistakes.task import trajectory
 
 pytestmark = pytest.mark.slow
-PAIRS = [(one, door) for one in MISTAKES for door in one.doors]
+PAIRS = [(one, interface) for one in MISTAKES for interface in one.interfaces]
 SEEDS = int(os.environ.get("WHOLEBATCH_MISTAKE_SEEDS", "1"))  # more of them look further
 
 
@@ -28,21 +28,23 @@ def test_the_catalogue() -> None:
     assert len({one.name for one in MISTAKES}) == len(MISTAKES)
     assert len(listed) >= 10
     assert len(MISTAKES) - len(listed) >= 20
-    assert len([one for one in MISTAKES if "WholeBatch" in one.doors]) >= 20
+    assert len([one for one in MISTAKES if "WholeBatch" in one.interfaces]) >= 20
     assert len(correct.combinations()) + len(LOOPS) >= 60
 
 
-@pytest.mark.parametrize("mistake, door", PAIRS, ids=[f"{m.name}-{door}" for m, door in PAIRS])
-def test_no_mistake_passes_unseen(mistake: Mistake, door: str) -> None:
+@pytest.mark.parametrize(
+    "mistake, interface", PAIRS, ids=[f"{m.name}-{interface}" for m, interface in PAIRS]
+)
+def test_no_mistake_passes_unseen(mistake: Mistake, interface: str) -> None:
     """It is named before or at the first wrong update, or the update is exact."""
-    draw = random.Random(f"{mistake.name} {door}")
+    draw = random.Random(f"{mistake.name} {interface}")
     for seed in range(SEEDS):
-        kind = draw.choice(judge.kinds_for(mistake, door))
-        found = judge.complaint(mistake, kind, door, seed)
+        kind = draw.choice(judge.kinds_for(mistake, interface))
+        found = judge.complaint(mistake, kind, interface, seed)
         assert found is None, found
 
 
-HARMFUL = [one for one in MISTAKES if {"WholeBatch", "Accumulator"} & set(one.doors)]
+HARMFUL = [one for one in MISTAKES if {"WholeBatch", "Accumulator"} & set(one.interfaces)]
 
 
 @pytest.mark.parametrize("mistake", HARMFUL, ids=[one.name for one in HARMFUL])
@@ -54,14 +56,14 @@ def test_every_mistake_is_one(mistake: Mistake) -> None:
     assert any(judge.complaint(mistake, kind, "by hand", seed=1) for kind in kinds)
 
 
-@pytest.mark.parametrize("name, door", correct.combinations())
-def test_no_false_alarm(name: str, door: str) -> None:
+@pytest.mark.parametrize("name, interface", correct.combinations())
+def test_no_false_alarm(name: str, interface: str) -> None:
     task = correct.task(name, 1)
     samples = len(next(iter(task.batch.values())))
-    sizes = judge.split(door, samples, random.Random(f"{name} {door}"))
+    sizes = judge.split(interface, samples, random.Random(f"{name} {interface}"))
     torch.manual_seed(11)
     states = trajectory(correct.task(name, 1))
-    outcome = judge.train(task.but(steps=len(sizes)), door, sizes)
+    outcome = judge.train(task.but(steps=len(sizes)), interface, sizes)
     assert outcome.error is None, outcome.error
     assert not outcome.warned
     assert torch.isfinite(outcome.end).all()

@@ -48,7 +48,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_the_wheel_holds_what_is_not_python() -> None:
     names = set(ZipFile(WHEEL).namelist())
-    assert {"wholebatch/py.typed", "wholebatch/cli/report/assets/page.css"} <= names
+    inside = {
+        str(path.relative_to(ROOT / "src"))
+        for path in (ROOT / "src/wholebatch").rglob("*")
+        if path.suffix in (".html", ".md", ".typed")
+    }
+    assert {"wholebatch/py.typed", "wholebatch/cli/report/page.html"} <= inside <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
 
 
@@ -57,7 +62,7 @@ def test_the_package_trains_in_an_empty_environment(tmp_path: Path) -> None:
     assert (
         run(programs / "wholebatch", "--version", cwd=tmp_path) == f"wholebatch {wb.__version__}\n"
     )
-    small = ("--steps", 1, "--batch-size", 4, "--micro-batch", 2, "--noise", "off", "--out", "run")
+    small = ("--updates", 1, "--batch-size", 4, "--micro-batch", 2, "--out", "run")
     said = run(programs / "wholebatch", "train", "bytes-gpt", *small, cwd=tmp_path)
     assert "update 1/1" in said
     example = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1]

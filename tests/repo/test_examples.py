@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests import processes
 from tests.distributed.launch import torchrun
 from tests.support import EXACT
 
@@ -47,7 +51,7 @@ def test_all_are_listed() -> None:
         assert f"[{path.name}]({path.name})" in text
 
 
-@pytest.mark.parametrize("name", ["hand_written_loop", "gan", "dpo", "lora", "muon"])
+@pytest.mark.parametrize("name", ["hand_written_loop", "resume", "gan", "dpo", "lora", "muon"])
 def test_before_and_after(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch.optim.Muon came with torch 2.9")
@@ -59,6 +63,54 @@ def test_before_and_after(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert min(before) > 0.1
     assert errors.get("frozen weights moved", 0.0) == 0.0
     assert_listed(name, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["two_ranks", "deepspeed_zero", "pipeline_stages"])
+def test_one_process_says_how_to_start_it(name: str) -> None:
+    if name == "deepspeed_zero":
+        pytest.importorskip("deepspeed")
+    alone = {key: value for key, value in os.environ.items() if key != "RANK"}
+    done = subprocess.run(
+        [sys.executable, FOLDER / f"{name}.py"],
+        env={**alone, **processes.ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    command = f"torchrun --standalone --nproc-per-node 2 examples/{name}.py"
+    assert (
+        f"run me with torchrun: {'DS_ACCELERATOR=cpu ' * (name == 'deepspeed_zero')}{command}"
+        in (done.stderr)
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "page", "number"),
+    [
+        ("accelerate_loop", "accelerate", 0),
+        ("fabric_loop", "lightning", 1),
+        ("lightning_trainer", "lightning", 0),
+        ("transformers_trainer", "transformers", 0),
+    ],
+)
+def test_scripts_of_trainers_show_the_change_of_their_page(
+    script: str, page: str, number: int
+) -> None:
+    text = (FOLDER.parent / f"docs/integrations/{page}.md").read_text(encoding="utf-8")
+    diff = re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S)[number]
+    source = (FOLDER / f"integrations/{script}.py").read_text(encoding="utf-8")
+    shown = re.findall(r"^    ([+-]) +(.*)$", source.split('"""')[1], re.M)
+    wanted = [(line[0], line[1:].strip()) for line in diff.splitlines() if line[0] in "+-"]
+    assert sorted(shown) == sorted(wanted)
+
+
+@pytest.mark.slow
+def test_llama_of_real_size_runs_in_small(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    found = example("llama_gpu").main(layers=1, width=64, batch=3, micro_batch=2, seconds=0.0)
+    assert found.keys() == {"usual loop", "wb.WholeBatch"}
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Shown: an update takes 1 / ")
 
 
 @pytest.mark.distributed

@@ -50,7 +50,6 @@ ROOT_UNIT = "whole_batch"
 EAGER: dict[str, frozenset[str]] = {
     "cli": frozenset({"rich"}),
     "compile.triton_kernels": frozenset({"triton"}),  # comes with torch's CUDA builds
-    "window.fp8_kernels": frozenset({"triton"}),
 }
 # An adapter is imported by those who use its library: it imports that when it is loaded.
 HOSTS: dict[str, frozenset[str]] = {
@@ -167,6 +166,7 @@ def violations(src: Path) -> list[str]:
             problems.append(f"{name}: unknown; place it in LAYERS of tests/repo/test_layers.py")
 
     reached: dict[str, set[str]] = {}
+    named: dict[str, set[str]] = {}  # for types too
     for found in every:
         where = f"{found.module}:{found.line}"
         top = found.target.partition(".")[0]
@@ -176,10 +176,10 @@ def violations(src: Path) -> list[str]:
                 problems.append(f"{where}: the root loads names when used, not {found.target}")
             continue
         unit = unit_of(found.module.removeprefix(f"{PACKAGE}."))
+        name = found.target if target is None else f"{PACKAGE}.{target}"
+        named.setdefault(found.module, set()).add(name)
         if not found.for_types:
-            reached.setdefault(found.module, set()).add(
-                found.target if target is None else f"{PACKAGE}.{target}"
-            )
+            reached.setdefault(found.module, set()).add(name)
         if unit is None:
             continue
         if target is None:
@@ -202,14 +202,14 @@ def violations(src: Path) -> list[str]:
             if mine and theirs and mine != theirs and theirs not in SHARED:
                 problems.append(f"{where}: an integration imports no other integration")
 
-    problems.extend(circles(modules, reached))
+    problems.extend(circles(modules, named))
     for unit in WITHOUT_TORCH:
         problems.extend(paths_to_torch(unit, reached))
     return list(dict.fromkeys(problems))
 
 
 def circles(modules: dict[str, Path], reached: dict[str, set[str]]) -> list[str]:
-    """One line if modules import each other in a circle, at whatever depth."""
+    """One line if modules import each other in a circle, at whatever depth, for types too."""
 
     def module_of(target: str) -> str:
         while target not in modules:
@@ -294,6 +294,11 @@ PLANTED = {
         "-> wholebatch.losses.loss -> torch",
     ),
     "circle": ("memory/other.py", "from . import choose\n", "a circle of imports"),
+    "circle of types": (
+        "memory/other.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import choose\n",
+        "a circle of imports",
+    ),
     "unknown": ("surprise.py", "", "place it in LAYERS"),
     "eager root": (
         "__init__.py",

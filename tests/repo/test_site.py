@@ -14,6 +14,7 @@ from tests import processes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PAGES = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
 
 
 def script(name: str) -> ModuleType:
@@ -30,7 +31,7 @@ def script(name: str) -> ModuleType:
 def test_every_page_has_its_place() -> None:
     parts = script("site").navigation(DOCS)
     listed = [page for part in parts for pages in part.values() for page in pages]
-    assert sorted(listed) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+    assert sorted(listed) == sorted(page for page in PAGES if not page.startswith("internals/"))
     assert listed[0] == "index.md"
 
 
@@ -52,8 +53,8 @@ def test_pages_that_are_not_named_stand_in_their_folder(tmp_path: Path) -> None:
     assert parts == {
         "Start": ["index.md"],
         "Guides": ["new.md", "odd/page.md"],
-        "Integrations": ["integrations/some.md"],
-        "Lint": ["lint/WB999.md"],
+        "Your trainer": ["integrations/some.md"],
+        "Lint rules": ["lint/WB999.md"],
     }
 
 
@@ -63,6 +64,8 @@ def test_links_out_of_the_site_become_names() -> None:
     assert inside("[t](train.md)", page, DOCS) == "[t](train.md)"
     assert inside("[t](https://x.org/a)", page, DOCS) == "[t](https://x.org/a)"
     assert inside("[Make](../Makefile)", page, DOCS) == "Make (`Makefile` in the repository)"
+    internal = "figures (`docs/internals/a.md` in the repository)"
+    assert inside("[figures](internals/a.md)", page, DOCS) == internal
     fence = "```\n[Make](../Makefile)\n```"
     assert inside(f"a\n\n{fence}\n", page, DOCS) == f"a\n\n{fence}\n"
 

@@ -5,6 +5,7 @@ The whole grid (every mistake, kind of model and door) is benchmarks/verify_mist
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -38,7 +39,7 @@ NOT_SEEN = {
     "with_a_regulariser",
     "buffers_of_its_own",
     "backwards_in_pairs",
-    "an_optimizer_made_inside",
+    "evaluated_between",
 }
 """Right loops that are not judged: no backward brings the gradients, or a weight is not known."""
 OTHER_NAMES = {"clipped_in_a_hook": "unknown", "head_stepped_every_time": "never-cleared"}
@@ -558,6 +559,59 @@ def test_what_cannot_be_known_is_not_judged() -> None:
     assert "no backward was seen" in nothing.verdict.line
 
 
+def _doubtful(what: str) -> LoopVerdict:
+    """Train with right weights of the micro-batches, and something that one run cannot judge."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.0)
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for window in range(3):
+            before = [p.detach().clone() for p in model.parameters()]
+            for _ in range(4):
+                x, y = torch.randn(5, 6), torch.randint(0, 3, (5,))
+                losses = F.cross_entropy(model(x), y, reduction="none")
+                if what == "teacher":
+                    losses = losses + (model(x) - teacher(x)).square().mean(1)
+                    teacher.weight.data.lerp_(model.weight.data, 0.5)
+                if what == "statistic":
+                    with torch.no_grad():
+                        baseline = F.cross_entropy(model(x), y)
+                    losses = F.softplus(losses - baseline)
+                if what == "picked":
+                    losses = losses.topk(3).values
+                loss = losses.sum() if what == "sum" else losses.mean() / 4
+                if what == "penalty":
+                    loss = losses.sum() / 20 + 0.01 * model.weight.square().sum()
+                loss.backward()
+            optimizer.param_groups[0]["lr"] *= 0.0 if what == "rate" and window else 1.0
+            optimizer.step()
+            optimizer.zero_grad()
+            if what == "average":
+                for weight, was in zip(model.parameters(), before, strict=True):
+                    weight.data.lerp_(was, 0.5)
+    return watch.verdict
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("", ""),
+        ("teacher", "weight changes between two backwards"),
+        ("statistic", "called without gradients before every backward"),
+        ("picked", "it picks among its samples"),
+        ("sum", "a sum over its samples that nothing divides"),
+        ("penalty", "a penalty on the weights comes with every loss"),
+        ("rate", "the learning rate is 0"),
+        ("average", "moves the weights on, or back, along the step"),
+    ],
+)
+def test_a_doubt_is_not_judged(what: str, reason: str) -> None:
+    verdict = _doubtful(what)
+    assert verdict.exit_status == (3 if what else 0), verdict
+    assert reason in verdict.line
+
+
 def test_usage() -> None:
     with pytest.raises(wb.errors.OptionError, match="must be an nn"):
         wb.watch("model")  # type: ignore[arg-type]
@@ -577,6 +631,7 @@ if ranks > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), float(sys.argv[1]))
 criterion = nn.CrossEntropyLoss(reduction="sum")
+means = nn.CrossEntropyLoss()
 draw = torch.Generator().manual_seed(rank)
 for step in range(100):
     sizes = [2 + rank, 3, 1 + 4 * rank, 2]
@@ -586,7 +641,10 @@ for step in range(100):
         total /= ranks
     for size in sizes:
         x, y = torch.randn(size, 6, generator=draw), torch.randint(0, 3, (size,), generator=draw)
-        (criterion(model(x), y) / (1 if ranks == 1 and "--wrong" in sys.argv else total)).backward()
+        if ranks == 1 and "--wrong" in sys.argv:
+            means(model(x), y).backward()
+        else:
+            (criterion(model(x), y) / total).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert step < 9, "the script is stopped after 8 windows"

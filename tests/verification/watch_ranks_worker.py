@@ -21,6 +21,7 @@ LOOPS = {
     "units of all ranks": "right",
     "own units": "mean-of-means",
     "not divided": "not-divided",
+    "sums": "not judged",
     "never reduced": "unsynchronised-ranks",
     "the first clips": "unsynchronised-ranks",
     "a rank makes fewer windows": "right",
@@ -37,7 +38,8 @@ def trained(name: str, *, watches: bool) -> tuple[list[Any], str]:
     torch.manual_seed(rank + 1)
     own = float(sum(SIZES[rank]))
     everywhere = float(sum(map(sum, SIZES)))
-    total = {"own units": own, "not divided": 1.0}.get(name, everywhere / ranks)
+    total = {"own units": own, "sums": 1.0, "not divided": 1.0}.get(name, everywhere / ranks)
+    reduction = "mean" if name == "not divided" else "sum"
     watch = wb.watch(model, optimizer) if watches else nullcontext()
     with quiet(), watch:
         for window in range(4):
@@ -48,7 +50,7 @@ def trained(name: str, *, watches: bool) -> tuple[list[Any], str]:
                 is_last = place + 1 == len(SIZES[rank])
                 held = nullcontext() if is_last or wrapped is model else wrapped.no_sync()
                 with held:
-                    loss = F.cross_entropy(wrapped(x), y, reduction="sum")
+                    loss = F.cross_entropy(wrapped(x), y, reduction=reduction)
                     (loss / total).backward()
             if name == "the first clips" and rank == 0:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)

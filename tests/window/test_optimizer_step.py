@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 import wholebatch as wb
 from tests.support import distance, mean, mlp, pieces, samples, summed
 from wholebatch.errors import UnsupportedError
-from wholebatch.window.close import takes_grad_scale
+from wholebatch.window.close import user_code_in_step
 
 KINDS: dict[str, Any] = {
     "Adam": torch.optim.Adam,
@@ -137,20 +137,16 @@ def test_a_loss_scale_is_out_of_what_they_see(way: str) -> None:
     assert distance(seen, right) <= 1e-6
 
 
-def test_only_torchs_own_step_takes_the_factor() -> None:
+def test_the_users_code_in_a_step_is_found() -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    assert takes_grad_scale(optimizer)
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    assert takes_grad_scale(optimizer)
-    optimizer.register_step_post_hook(lambda *_: None)  # the kernel has put the factor in by then
-    assert takes_grad_scale(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # torch's own code
+    assert user_code_in_step(optimizer) is None
     handle = optimizer.register_step_pre_hook(lambda *_: None)
-    assert not takes_grad_scale(optimizer)
+    assert user_code_in_step(optimizer) == "a step pre-hook"
     handle.remove()
-    assert takes_grad_scale(optimizer)
-    assert not takes_grad_scale(Reads(parameters, fused=True))
-    assert not takes_grad_scale(torch.optim.AdamW(parameters))
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    assert user_code_in_step(optimizer) == "a step() that was replaced"
 
 
 @pytest.mark.parametrize("way", ["pre-hook", "global pre-hook", "replaced"])

@@ -347,7 +347,8 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
     """
     lengths, width = lengths_of(layout, by)
     if by.pack:
-        return packed_micro_batches(layout, by, lengths)  # type: ignore[return-value]
+        made = packed_micro_batches(layout, by.budget, by.pack, lengths)
+        return made  # type: ignore[return-value]
     trimmed: set[int] = set()
     if lengths is not None and width is not None:
         trimmed = _trimmed(layout, width)

@@ -13,16 +13,13 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wholebatch.batch.samples import Layout
 from wholebatch.errors import SplitError
-
-if TYPE_CHECKING:
-    from wholebatch.batch.micro_batches import Tokens
 
 _IGNORED = -100
 # Told by the positions, or by another length than that of the tokens.
@@ -70,14 +67,14 @@ class PackedBatch:
 
 
 def packed_micro_batches(
-    layout: Layout, by: Tokens, lengths: list[int] | None
+    layout: Layout, budget: int, pack: bool | int, lengths: list[int] | None
 ) -> list[tuple[dict[str, Any], list[int]]]:
     """Return packed micro-batches, each with the indices of its samples in the batch."""
     batch = sequences_of(layout, lengths)
     longest = batch._longest
-    length = _row_length(longest, by)
+    length = _row_length(longest, budget, pack)
     rows = _filled(batch.sequences, length)
-    most = max(1, by.budget // length)
+    most = max(1, budget // length)
     made = []
     for start in range(0, len(rows), most):
         part = rows[start : start + most]
@@ -159,22 +156,22 @@ def _padded(leaves: Mapping[str, Tensor], lengths: Sequence[int]) -> list[Segmen
     return [Segment(row, 0, length) for row, length in enumerate(lengths) if length]
 
 
-def _row_length(longest: int, by: Tokens) -> int:
+def _row_length(longest: int, budget: int, pack: bool | int) -> int:
     """Return how many tokens a row has: as given, or a power of two, or 3/2 of one."""
-    if longest > by.budget:
+    if longest > budget:
         raise SplitError(
-            f"a sample is {longest} tokens long, more than the budget of {by.budget}: raise the "
+            f"a sample is {longest} tokens long, more than the budget of {budget}: raise the "
             f"budget to {longest} or more, or shorten the samples"
         )
-    if by.pack is not True:
-        if longest > by.pack:
+    if pack is not True:
+        if longest > pack:
             raise SplitError(
-                f"tokens(pack={by.pack}): a sample is {longest} tokens long; rows must be at least "
+                f"tokens(pack={pack}): a sample is {longest} tokens long; rows must be at least "
                 "as long"
             )
-        return min(by.pack, by.budget)
+        return min(pack, budget)
     power = 1 << max(longest - 1, 1).bit_length()
-    return min(power * 3 // 4 if power * 3 // 4 >= longest else power, by.budget)
+    return min(power * 3 // 4 if power * 3 // 4 >= longest else power, budget)
 
 
 def _filled(sequences: Sequence[Segment], length: int) -> list[list[Segment]]:

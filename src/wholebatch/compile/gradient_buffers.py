@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile.cuda_graph import recorded
-from wholebatch.window.linear_layers import Quantised
+from wholebatch.window.fp8 import Quantised
 from wholebatch.window.precision import SIXTEEN_BIT
 
 Cast: TypeAlias = tuple[int, torch.dtype | int]

@@ -32,7 +32,6 @@ from wholebatch.compile.gradient_buffers import Cast
 from wholebatch.compile.inductor import aligned
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
-from wholebatch.window.linear_layers import quantise_weight
 from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
@@ -155,7 +154,7 @@ def _casts_of(parameter: fx.Node) -> Iterator[tuple[torch.dtype | int, fx.Node]]
         if dtype in SIXTEEN_BIT:
             assert dtype is not None
             yield dtype, user
-        elif user.target is quantise_weight():
+        elif user.target is torch.ops.wholebatch.quantise_weight.default:
             yield from ((part.args[1], part) for part in user.users)  # type: ignore[misc]
 
 

@@ -46,11 +46,13 @@ from wholebatch.compile.gradient_buffers import (
 from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.joint_graph import JointStep, Prepared
-from wholebatch.compile.symbolic_sizes import SharedGraphs, Sizes
+from wholebatch.compile.shared_graphs import SharedGraphs
+from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
 from wholebatch.losses.loss import Loss, Terms
+from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import SIXTEEN_BIT, Precision
+from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.window import Window

@@ -10,27 +10,18 @@ compiled again. Kinds whose sizes cannot be left open get graphs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
 from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs, Key, dense_strides, is_dense, memory_order
-from wholebatch.compile.joint_graph import JointStep
-from wholebatch.compile.trace import Form, State, Traced
 
 Place: TypeAlias = tuple[int, int]
 """The index of a tensor of a micro-batch, and one of its dimensions."""
-
-_TRIES = 3
-"""The most graphs of open sizes per pattern.
-
-Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
-"""
 
 
 def pattern(key: Key) -> Key:
@@ -145,7 +136,7 @@ class Sizes:
         It does not if the code asked for the sizes themselves, or for a number computed from them,
         as a loop over the rows of all texts does.
         """
-        still = {symbol.node._expr for symbol in self.symbols if _is_open(symbol)}
+        still = {symbol.node._expr for symbol in self.symbols if is_open(symbol)}
         return bool(still) and not any(_pins(g.expr, still) for g in self._environment.guards)
 
     def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
@@ -206,7 +197,7 @@ def _numbers(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> tu
     return tuple(tensors[group[0][0]].shape[group[0][1]] for group in places)
 
 
-def _is_open(symbol: Any) -> bool:
+def is_open(symbol: Any) -> bool:
     return not getattr(expression_of(symbol), "is_number", True)
 
 
@@ -224,130 +215,3 @@ def _holds(guard: Any, binding: Mapping[Any, int]) -> bool:
     # The guard is about something else than our symbols.
     except (TypeError, ValueError, ArithmeticError):
         return False
-
-
-class SharedGraph:
-    """A graph of open sizes, and its joint steps: as traced, compiled, or both."""
-
-    def __init__(self, traced: Traced) -> None:
-        assert traced.sizes is not None
-        self.traced = traced
-        self.joints: dict[bool, JointStep] = {}
-        """The joint steps; the key is True for the compiled one."""
-        self.proven: set[bool] = set()
-        """The keys of the joint steps whose gradients matched eager code."""
-        self.usable = True
-        self._sizes = traced.sizes
-        self._admitted: dict[Key, bool] = {}
-
-    @property
-    def as_hoped(self) -> bool:
-        """True if all its sizes stayed open and its results match eager code."""
-        return self.usable and all(map(_is_open, self._sizes.symbols))
-
-    def admits(self, inputs: Inputs) -> bool:
-        """True if it is valid for micro-batches like this one."""
-        if inputs.key not in self._admitted:
-            self._admitted[inputs.key] = self._sizes.admit(inputs.tensors)
-        return self.usable and self._admitted[inputs.key]
-
-    def joint(self, make: Callable[..., JointStep], state: State, *, compiled: bool) -> JointStep:
-        """Return the joint step; `make` makes it if it does not exist yet."""
-        if compiled not in self.joints:
-            self.joints[compiled] = make(self.traced, compiled=compiled)
-            self._admitted.clear()  # Compilation adds guards of its own.
-        self.joints[compiled].hold(state)
-        return self.joints[compiled]
-
-
-class SharedGraphs:
-    """The graphs of open sizes of one executor, by the pattern of their micro-batches."""
-
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self._made: dict[Key, list[SharedGraph]] = {}
-        self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
-
-    def find(self, inputs: Inputs) -> SharedGraph | None:
-        """Return the graph that serves this kind, if there is one."""
-        if not self._made:
-            return None
-        made = self._made.get(pattern(inputs.key), ())
-        return next((shared for shared in made if shared.admits(inputs)), None)
-
-    @property
-    def serve(self) -> bool:
-        """True if a graph of open sizes is in use."""
-        return any(shared.usable for made in self._made.values() for shared in made)
-
-    def ready(self, inputs: Inputs) -> bool:
-        """True if a compiled graph serves this kind and only has to be captured."""
-        found = self.find(inputs)
-        return found is not None and True in found.joints
-
-    def wants_proof(self, inputs: Inputs, own: Container[Key], *, compiled: bool) -> bool:
-        """True if this kind will run in a graph whose gradients were never compared.
-
-        `own`: kinds that have a graph of their own.
-        """
-        if inputs.key in own:
-            return False
-        found = self.find(inputs)
-        return found is None or compiled not in found.proven
-
-    def serving(
-        self,
-        inputs: Inputs,
-        form: Form,
-        prepared: Iterable[Key],
-        seen: Iterable[Key],
-        trace: Callable[[Sizes], Traced],
-    ) -> SharedGraph | None:
-        """Return the graph that serves this kind with a loss of this form; make it if it pays.
-
-        It pays if another kind of the same pattern is prepared. If tracing failed for a set of
-        differing dimensions, it is not tried again for the same set.
-        """
-        found = self.find(inputs)
-        if found is None:
-            of = pattern(inputs.key)
-            if not any(pattern(key) == of for key in prepared):
-                return None
-            others = [key for key in seen if key != inputs.key and pattern(key) == of]
-            found = self._made_for(inputs, differing(inputs, others), trace)
-        fits = found is not None and found.traced.form_for(inputs.tensors) == form
-        return found if fits else None
-
-    def _made_for(
-        self,
-        inputs: Inputs,
-        places: tuple[tuple[Place, ...], ...],
-        trace: Callable[[Sizes], Traced],
-    ) -> SharedGraph | None:
-        of = pattern(inputs.key)
-        tried = self._tried.setdefault(of, [])
-        failed = any(
-            set(places) == earlier and (shared is None or not shared.as_hoped)
-            for earlier, shared in tried
-        )
-        if not places or failed or len(tried) >= _TRIES:
-            return None
-        tried.append((set(places), None))
-        try:
-            shared = SharedGraph(trace(Sizes.of(inputs, places)))
-            if not shared.admits(inputs):
-                raise CannotTrace("its own sizes are not among those it is for")
-        except torch.OutOfMemoryError:
-            raise
-        # This uses private parts of torch and runs the model's code: anything may be raised.
-        except Exception as problem:
-            self.tell(problem)
-            return None
-        tried[-1] = (set(places), shared)
-        self._made.setdefault(of, []).append(shared)
-        return shared
-
-    def tell(self, problem: Exception) -> None:
-        """Note why sizes do not share a graph."""
-        reason = reason_of(problem)
-        self._notes.tell(f"each size of a micro-batch has a graph of its own: {reason}")

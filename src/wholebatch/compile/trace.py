@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,13 +27,11 @@ from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.patched_calls import refuse_recurrent_layers, traceable_calls
 from wholebatch.compile.repeated_draws import RepeatedDraws
+from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws
 from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss
-from wholebatch.window.precision import SIXTEEN_BIT, Precision
-
-if TYPE_CHECKING:
-    from wholebatch.compile.symbolic_sizes import Sizes
-
+from wholebatch.window.autocast import Precision
+from wholebatch.window.precision import SIXTEEN_BIT
 
 _READS = (
     "GuardOnDataDependentSymNode",

@@ -35,11 +35,11 @@ from wholebatch.batch.samples import Layout
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,
-    layers_that_couple,
     loss_cause,
     not_tested,
     outside_norm,
 )
+from wholebatch.coupled.coupling_layers import layers_that_couple
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
 from wholebatch.coupled.sample_runs import (
     SCALE,
@@ -258,7 +258,7 @@ class _Test:
         return (loss_cause(samples, (whole, *halves), may_run=False),)
 
     def _layers(self) -> tuple[AuditFinding, ...]:
-        return layers_that_couple(self._samples, min(self._samples.count, SAMPLES))
+        return tuple(layers_that_couple(self._samples, min(self._samples.count, SAMPLES)))
 
     def _without_random_numbers(self) -> AdditivityResult:
         """Compare in evaluation mode, where dropout draws nothing: the draws cannot be held."""

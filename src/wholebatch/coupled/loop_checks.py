@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
-from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied

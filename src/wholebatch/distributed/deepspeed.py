@@ -214,7 +214,7 @@ class DeepSpeed(Sync):
     def _check_order(self) -> None:
         if self._order is None:
             return
-        if self._group.differing([self._order.value]) is not None:
+        if not self._group.all_have(self._order.value):
             raise UnsupportedError(
                 f"the backwards of this window reached other parameters, or in another order, on "
                 f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "

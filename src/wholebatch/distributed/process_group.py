@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -41,26 +40,11 @@ class Group:
     def largest(self, value: Tensor) -> Tensor:
         return self._reduced(value.detach().clone(), dist.ReduceOp.MAX)
 
-    def differing(self, numbers: Sequence[int]) -> tuple[int, dict[int, int]] | None:
-        """Return the first place where ranks have other numbers, and each rank's number there.
-
-        None if all ranks have the same, as one small collective tells. A rank that has no number
-        there counts as -1; numbers are below 2**52, and not negative.
-        """
-        digest = zlib.crc32(repr(list(numbers)).encode())
-        ends = torch.tensor([digest, -digest, len(numbers)], dtype=torch.float64)
-        most, least, length = self.largest(ends.to(self._device)).tolist()
-        if most == -least:
-            return None
-        table = torch.zeros(self.ranks, int(length) + 1, dtype=torch.float64)
-        row = 0
-        for group in self._groups:
-            row = row * dist.get_world_size(group) + dist.get_rank(group)
-        shown = [dist.get_rank(), *(number + 1 for number in numbers)]
-        table[row, : len(shown)] = torch.tensor(shown, dtype=torch.float64)
-        table = self.sum_tensor(table.to(self._device)).cpu()
-        place = int((table != table[:1])[:, 1:].any(0).nonzero()[0])
-        return place, {int(one[0]): int(one[place + 1]) - 1 for one in table}
+    def all_have(self, number: int) -> bool:
+        """True if all ranks have the same number, which is below 2**52."""
+        ends = torch.tensor([number, -number], dtype=torch.float64, device=self._device)
+        most, least = self.largest(ends).tolist()
+        return bool(most == -least)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over the gradients of all ranks, each of which holds different ones.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+OTHER_SETTINGS = (
+    "ranks differ in their parameters (names, shapes, order, or which are frozen), learning rates, "
+    "weight decay or clipping, so gradients of different parameters would be added up, or the "
+    "models drift apart: build, freeze and order the parameters alike on every rank (sort the "
+    "names of a set), and step schedulers by what is the same on all, such as step.loss"
+)
 
 Parameters: TypeAlias = Sequence[nn.Parameter]
 Context: TypeAlias = AbstractContextManager[None]
@@ -88,32 +95,16 @@ class Sync(ABC):
         """Prepare for the forwards of a window."""
         return
 
-    def refuse_other_parameters(
-        self, named: Mapping[str, nn.Parameter], trained: Parameters
-    ) -> None:
-        """Refuse parameters that only some ranks train, or that start from other weights there.
-
-        `named` are all parameters, `trained` those whose gradients are added up.
-        """
+    def refuse_other_ranks(self, digest: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse ranks with another digest of their settings, or that start from other weights."""
         group = self.group if self.same_parameters else self.replicas
-        if group is None or group.ranks == 1:
-            return
-        places = {id(parameter): place for place, parameter in enumerate(trained, start=1)}
-        kinds = [f"{name} {_kind_of(parameter)}" for name, parameter in named.items()]
-        numbers = zip(map(_crc, kinds), (places.get(id(p), 0) for p in named.values()), strict=True)
-        found = group.differing([number for both in numbers for number in both])
-        if found is not None:
-            raise RankError(_other_parameter(kinds, *found))
-        if self.replicas is not None:
-            weights = [_crc(str(number)) for number in checksums(named.values())]
-            found = self.replicas.differing(weights)
-        if found is not None:
-            alike, others = _named_by(found[1])
+        if group is not None and not group.all_have(digest):
+            raise RankError(OTHER_SETTINGS)
+        if self.replicas is not None and not self.replicas.all_have(checksum(parameters)):
             raise RankError(
-                f"{list(named)[found[0]]} has other weights on {others} than on {alike}, so these "
-                "models would never be the same: load or initialise the same weights on every "
-                "rank, or do it before the model is wrapped (DistributedDataParallel copies those "
-                "of its first rank to all)"
+                "the weights differ between ranks, so their models would never be the same: load "
+                "or initialise the same weights on every rank, or do it before the model is "
+                "wrapped (DistributedDataParallel copies those of its first rank to all)"
             )
 
     def begin(self, parameters: Parameters) -> None:
@@ -200,8 +191,8 @@ def reduces_in_backward_only(engine: str) -> WindowError:
     )
 
 
-def checksums(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return a number for each parameter that changes with its bits, on every device alike."""
+def checksum(parameters: Iterable[nn.Parameter]) -> int:
+    """Return a number that changes with the bits of these parameters, on every device alike."""
     found = []
     for parameter in parameters:
         bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
@@ -210,49 +201,5 @@ def checksums(parameters: Iterable[nn.Parameter]) -> list[int]:
             bits = bits.view(_BITS[bits.element_size()])
             found.append(bits.sum(dtype=torch.int64))
         except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
-            found.append(torch.zeros((), dtype=torch.int64))
-    return [int(one) for one in found]  # only now does the host wait for a device
-
-
-def _kind_of(parameter: nn.Parameter) -> str:
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 leaves nothing in it
-    return f"{tuple(shape)} {str(parameter.dtype).removeprefix('torch.')}"
-
-
-def _crc(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _ranks_in_words(ranks: Sequence[int]) -> str:
-    many = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank {many}" if len(ranks) == 1 else f"ranks {many}"
-
-
-def _named_by(numbers: Mapping[int, int]) -> tuple[str, str]:
-    """Return the ranks with the number of the first one, and the others, in words."""
-    first = numbers[next(iter(numbers))]
-    alike = [rank for rank, number in numbers.items() if number == first]
-    others = [rank for rank in numbers if rank not in alike]
-    return _ranks_in_words(alike), _ranks_in_words(others)
-
-
-def _other_parameter(kinds: Sequence[str], place: int, numbers: Mapping[int, int]) -> str:
-    """Return the sentence on the first parameter that is not alike on all ranks.
-
-    `numbers` are the ranks' checksums of its kind (at even places), or its place among the trained
-    ones (0 if it is not trained).
-    """
-    alike, others = _named_by(numbers)
-    kind = kinds[place // 2] if place // 2 < len(kinds) else "a parameter that is not here"
-    if place % 2 == 0:
-        what = f"{others} has another parameter in its place than {alike}"
-    elif all(numbers.values()):
-        what = f"the optimizer of {others} has it in another place than that of {alike}"
-    else:
-        here, there = _named_by({rank: int(number > 0) for rank, number in numbers.items()})
-        trains, does_not = (here, there) if next(iter(numbers.values())) else (there, here)
-        what = f"it is trained on {trains}, and frozen or in no optimizer on {does_not}"
-    return (
-        f"{kind}: {what}. Gradients of different parameters would be added up: build, freeze and "
-        "order the parameters alike on every rank (sort the names of a set)"
-    )
+            continue
+    return zlib.crc32(repr([int(one) for one in found]).encode())

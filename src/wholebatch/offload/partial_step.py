@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.streamed_state import StreamedState
-from wholebatch.window.close import foreign_code
+from wholebatch.window.close import user_code_in_step
 
 BUCKET_BYTES = 64 * 2**20
 """The largest bucket, in bytes of its parameters in float32."""
@@ -52,7 +52,7 @@ def post_hooks_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def refuse_pre_hooks(optimizer: torch.optim.Optimizer, option: str) -> None:
     """Refuse the user's own code in a step: it would run once per bucket."""
-    found = foreign_code(optimizer)
+    found = user_code_in_step(optimizer)
     if found is not None:
         raise UnsupportedError(
             f"{option} with {found} on {type(optimizer).__name__}: the optimizer steps on a few "

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor, nn
+
 from wholebatch.distributed import Sync
 from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
@@ -17,7 +19,6 @@ from wholebatch.window.gradient_store import DeviceStore
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
-    from wholebatch.window.window import OpenWindow
 
 OPTION = 'optimizer_state="host"'
 
@@ -25,7 +26,7 @@ OPTION = 'optimizer_state="host"'
 class HostStateStore(DeviceStore):
     """Gradients in `.grad`; the optimizer's state in pinned host memory between steps."""
 
-    closes_ahead = False
+    steps_at_once = False
 
     def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
         super().__init__(target, options, sync)
@@ -36,19 +37,19 @@ class HostStateStore(DeviceStore):
         """The bytes of host memory that hold optimizer state."""
         return self._state.host_bytes
 
-    def begin(self, window: OpenWindow) -> None:
+    def begin(self, parameters: list[nn.Parameter]) -> None:
         for optimizer in self.target.optimizers:
             refuse_pre_hooks(optimizer, OPTION)  # hooks may have been added since the last window
             self._state.move_to_host(optimizer)
-        super().begin(window)
+        super().begin(parameters)
 
-    def step(self, remaining: float) -> None:
+    def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.round_once()
         for optimizer in self.target.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             with post_hooks_once(optimizer):
-                self._state.step(optimizer, buckets_of(parameters), remaining)
+                self._state.step(optimizer, buckets_of(parameters))
 
     def check_hand_over(self) -> None:
         raise WindowError(

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from wholebatch.window.close import stepping
-
 _SLAB_BYTES = 2**28
 _ALIGNMENT = 64  # in elements
 
@@ -42,10 +40,8 @@ class StreamedState:
             if place is not tensor:
                 optimizer.state[parameter][name] = place.copy_(tensor)
 
-    def step(
-        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], remaining: float = 1.0
-    ) -> None:
-        """Step bucket by bucket; the gradients are still to be multiplied by `remaining`.
+    def step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Step bucket by bucket.
 
         Parameters without a gradient are left out. If a step raises, the state of its bucket is as
         it was before. In the end all state is on the host.
@@ -56,21 +52,21 @@ class StreamedState:
             for bucket in filter(None, used):
                 fetched.append(self._fetch(optimizer, bucket))
                 if len(fetched) == 2:
-                    self._step(optimizer, fetched.popleft(), remaining)
+                    self._step(optimizer, fetched.popleft())
             while fetched:
-                self._step(optimizer, fetched.popleft(), remaining)
+                self._step(optimizer, fetched.popleft())
         finally:
             for link in self._links.values():
                 link.finish()
 
-    def _step(self, optimizer: torch.optim.Optimizer, fetched: _Fetched, remaining: float) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, fetched: _Fetched) -> None:
         """Step one bucket with its state on the device, and start copying the state back."""
         link = self._links[fetched.parameters[0].device]
         link.wait(fetched.arrived)
         for parameter, name, tensor in fetched.tensors:
             optimizer.state[parameter][name] = tensor
         try:
-            with stepping(optimizer, remaining), only(optimizer, fetched.parameters):
+            with only(optimizer, fetched.parameters):
                 optimizer.step()
         except BaseException:
             for parameter, name, _ in fetched.tensors:

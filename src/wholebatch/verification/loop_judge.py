@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 from typing import Any
 
 import torch
@@ -78,21 +78,22 @@ def micro_batches(window: RecordedWindow, turns: int = 0) -> RecordedWindow:
     if len(groups) == 1 and (parts := _losses_of_calls(groups[0])):
         clips = [replace(c, number=len(parts)) if c.number else c for c in window.clips]
         return replace(window, backwards=parts, clips=clips)
-    count = len(groups)
-    if not turns:
-        kinds = [tuple((b.graph, tuple(t.target for t in b.terms)) for b in g) for g in groups]
-        turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
-        passed = {b.is_passed_on for group in groups for b in group}
-        if len(set(kinds)) < turns or turns == count or len(passed) > 1:
-            turns = 1
-    elif count % turns or not window.backwards[0].graph:
-        turns = turns if count % turns == 0 else 1
-    groups = [list(chain(*groups[i : i + turns])) for i in range(0, count, turns)]
-    ends = [sum(len(group) for group in groups[: i + 1]) for i in range(len(groups))]
-    clips = [replace(c, number=sum(end <= c.number for end in ends)) for c in window.clips]
-    inside = [c for c, old in zip(clips, window.clips, strict=True) if old.number not in (0, *ends)]
-    clips = [c for c in clips if c not in inside]
+    turns = turns or _turns_in(groups)
+    turns = 1 if len(groups) % turns else turns
+    groups = [list(chain(*groups[i : i + turns])) for i in range(0, len(groups), turns)]
+    ends = [0, *accumulate(len(group) for group in groups)]
+    clips = [replace(c, number=ends.index(c.number)) for c in window.clips if c.number in ends]
     return replace(window, backwards=[_joined(group) for group in groups], clips=clips)
+
+
+def _turns_in(groups: Sequence[Sequence[RecordedBackward]]) -> int:
+    """Return how many backwards in a row make one micro-batch: their graphs or targets differ."""
+    count = len(groups)
+    kinds = [tuple((b.graph, tuple(t.target for t in b.terms)) for b in g) for g in groups]
+    turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
+    passed = {backward.is_passed_on for group in groups for backward in group}
+    is_mixed = len(set(kinds)) < turns or turns == count or len(passed) > 1
+    return 1 if is_mixed else turns
 
 
 def _losses_of_calls(group: Sequence[RecordedBackward]) -> list[RecordedBackward]:
@@ -103,7 +104,7 @@ def _losses_of_calls(group: Sequence[RecordedBackward]) -> list[RecordedBackward
     if len(group) > 1 or not group[0].has_sample_calls or not alike or len(calls) != len(terms):
         return []
     share = group[0].contribution / len(terms)
-    return [replace(group[0], terms=[term], contribution=share, roots=()) for term in terms]
+    return [replace(group[0], terms=[term], contribution=share) for term in terms]
 
 
 def _without_other_losses(window: RecordedWindow) -> RecordedWindow:
@@ -112,21 +113,10 @@ def _without_other_losses(window: RecordedWindow) -> RecordedWindow:
     A generator's loss is one that trains another model through this one; an estimate of the
     Hessian has a loss that is made in another way.
     """
-    backwards = window.backwards
-    last = backwards[-1] if backwards else None
-    own = 0
-    while last is not None and own < len(backwards) - 1:
-        one = backwards[own]
-        if one.is_passed_on == last.is_passed_on and one.signature == last.signature:
-            break
-        own += 1
-    rest = backwards[own:]
-    alike = {(one.is_passed_on, one.signature) for one in rest}
-    if (
-        not own
-        or bool(rest[0].before.any())
-        or any((one.is_passed_on, one.signature) in alike for one in backwards[:own])
-    ):
+    kinds = [(one.is_passed_on, one.signature) for one in window.backwards]
+    own = next((place for place, kind in enumerate(kinds) if kind == kinds[-1]), 0)
+    rest = window.backwards[own:]
+    if not own or bool(rest[0].before.any()) or set(kinds[:own]) & set(kinds[own:]):
         return window
     rest = [replace(rest[0], moved=frozenset()), *rest[1:]]
     clips = [replace(c, number=c.number - own) for c in window.clips if c.number > own]
@@ -149,7 +139,7 @@ def _joined(group: Sequence[RecordedBackward]) -> RecordedBackward:
         contribution=torch.stack([one.contribution for one in group]).sum(0),
         terms=[term for one in group for term in one.terms],
         calls=frozenset(chain(*(one.calls for one in group))),
-        roots=tuple(chain(*(one.roots for one in group))),
+        is_repeated=any(one.is_repeated for one in group),
         compares=any(one.compares for one in group),
     )
 
@@ -176,6 +166,8 @@ class LoopJudge:
         self.notes: list[str] = []
         self.units: Sequence[float] = ()
         self.by = "gradients"
+        self.has_other_weights = False
+        """True if the weights of the losses are known, and are no shares of the units."""
         self.tolerance, self.floor = _WEIGHTS, max(window.eps for window in self.ranks)
 
     # ------------------------------------------------------------- the trial
@@ -189,7 +181,7 @@ class LoopJudge:
                 "gradients are cleared and weights are moved in the middle of the window (SAM, or "
                 "another optimizer of two passes): use wb.verify"
             )
-        seen = self._seen() or self._unsynchronised() or self._steps_every_time()
+        seen = self._seen() or self._unsynchronised()
         if seen is not None:
             return self.told(seen)
         factors = self._factors()
@@ -208,24 +200,39 @@ class LoopJudge:
         if isinstance(found, str):
             return self.not_judged(found)
         if found.key == RIGHT:
-            found = self._beside() or found
-            if found.key == RIGHT and self.ranks[0].is_hooked:
-                return self.not_judged(
-                    "the loop has hooks on parameters, which may change the gradient of each "
-                    "micro-batch: use wb.verify"
-                )
-            if found.key == RIGHT and any(micro.has_normalised_factor for micro in self.every):
-                return self.not_judged(
-                    "factors of the samples have mean 0 and deviation 1, or mean 1, or a largest "
-                    "of 1 in a micro-batch, and may be normalised there: use wb.verify"
-                )
-            moved = [name for micro in self.every for name in micro.moved_buffers]
-            if found.key == RIGHT and moved:
-                return self.not_judged(
-                    f"forwards change {moved[0]}, so that a micro-batch may depend on those before "
-                    "it: use wb.verify"
-                )
-        return self.told(found)
+            found = beside(self.ranks) or self._clipped_early() or self._penalty(columns) or found
+        doubt = self._doubt() if found.key == RIGHT else ""
+        return self.not_judged(f"{doubt}: use wb.verify") if doubt else self.told(found)
+
+    def _doubt(self) -> str:
+        """Return the reason why weights that are right may not make the right update."""
+        window, every = self.ranks[0], self.every
+        later = [micro for row in self.micros for micro in row[1:]]
+        doubts = {
+            "the loop has hooks on parameters, which may change the gradient of each micro-batch": (
+                window.is_hooked
+            ),
+            "factors of the samples have mean 0 and deviation 1, or mean 1, or a largest of 1 in a "
+            "micro-batch, and may be normalised there": (
+                any(micro.has_normalised_factor for micro in every)
+            ),
+            "the loss sorts its samples, or picks the largest of them": (
+                any(micro.picks for micro in every)
+            ),
+            f"{window.moved_state} changes between two backwards of the window, so that a "
+            "micro-batch may depend on those before it": bool(window.moved_state),
+            "the model is also called without gradients before every backward, and the loss may be "
+            "made of a statistic of one micro-batch": (
+                bool(later) and all(micro.is_called_without_gradients for micro in later)
+            ),
+            "the loop moves the weights on, or back, along the step": window.moved_after_step,
+            "the learning rate is 0, so the step changes nothing; a schedule may be stepped too "
+            "often": window.has_no_rate,
+            "a penalty on the weights comes with every loss, and is not divided by their number": (
+                self._has_whole_penalty()
+            ),
+        }
+        return next((reason for reason, holds in doubts.items() if holds), "")
 
     def _of_the_ledger(self) -> LoopTrial:
         """Judge a window of wholebatch: its ledger has the units, and one factor for all."""
@@ -244,12 +251,9 @@ class LoopJudge:
         )
 
     def _unread(self, unread: Unreadable) -> LoopTrial:
-        rows = {row for micro in self.every for row in micro.rows}
         if any(micro.compares for micro in self.every):
             return self.told(MistakeFit("coupled", "the loss compares samples"))
-        picked = [t.count for micro in self.every for t in micro.terms if t.kind == "picked"]
-        picked = [0.0] if any(micro.has_sample_calls for micro in self.every) else picked
-        if unread.coupled and self.count > 1 and (not picked or set(picked) <= rows):
+        if unread.coupled and self.count > 1:
             return self.told(MistakeFit("coupled", f"the loss: {unread.reason}"))
         return self.not_judged(
             f"the weight of the loss cannot be read: {unread.reason}. Use wb.verify, which runs "
@@ -257,31 +261,18 @@ class LoopJudge:
         )
 
     def _of_one_micro_batch(self, columns: Sequence[Column]) -> LoopTrial:
-        if self.usual > 1:
-            if self.ranks[0].number == 1 and not self.ranks[0].is_resumed:
-                variant = f"the first window has 1 micro-batch, others {self.usual}"
-                return self.told(MistakeFit("only-the-first", variant))
-            return self._short_of_one(columns)
-        return self.not_judged(
-            "every update is made of one micro-batch, so nothing is accumulated; a loop that means "
-            "to accumulate steps at every micro-batch"
-        )
-
-    def _steps_every_time(self) -> MistakeFit | None:
-        """Return the mistake of windows that all have one micro-batch, divided by the steps."""
-        if len(self.every) != 1 or self.usual != 1:
-            return None
-        try:
-            columns = read_columns([self.every[0].terms], WindowNumbers(1, 1))
-        except Unreadable:
-            return None
-        for column in columns:
-            list(column.readings())
-        nominal = max(column.nominal for column in columns)
-        variant = f"the loss is divided by {nominal}"
-        return MistakeFit("stepped-every-micro-batch", variant) if nominal > 2 else None
-
-    def _short_of_one(self, columns: Sequence[Column]) -> LoopTrial:
+        if self.usual == 1:
+            nominal = max(column.divisor for column in columns)
+            if nominal > 2:
+                variant = f"the loss is divided by {nominal}"
+                return self.told(MistakeFit("stepped-every-micro-batch", variant))
+            return self.not_judged(
+                "every update is made of one micro-batch, so nothing is accumulated; a loop that "
+                "means to accumulate steps at every micro-batch"
+            )
+        if self.ranks[0].number == 1 and not self.ranks[0].is_resumed:
+            variant = f"the first window has 1 micro-batch, others {self.usual}"
+            return self.told(MistakeFit("only-the-first", variant))
         found = self._weigh(columns, [1 / len(self.ranks)] * len(self.every))
         return self.not_judged(found) if isinstance(found, str) else self.told(found)
 
@@ -350,11 +341,8 @@ class LoopJudge:
 
     def _seen(self) -> MistakeFit | None:
         """Return the mistake that is seen in the backwards, whatever they weigh."""
-        roots = [root for micro in self.micros[0] for root in micro.roots]
-        if len(set(roots)) < len(roots):
+        if any(micro.is_repeated for micro in self.every):
             return MistakeFit("counted-twice", "two backwards of the same loss")
-        if any(window.has_no_gradient for window in self.ranks):
-            return MistakeFit("no-update", "no shard has a gradient: nothing was reduced")
         for row in self.micros:
             passed = [micro.is_passed_on for micro in row]
             stepped = {micro.signature for micro in row if micro.is_stepped}
@@ -543,11 +531,9 @@ class LoopJudge:
         if wrong:
             return wrong[0]
         if reasons:
+            self.has_other_weights = True
             return reasons[0]
-        penalty = self._penalty(columns)
-        return penalty or max(
-            (a for a in answers if isinstance(a, MistakeFit)), key=lambda a: a.distance
-        )
+        return max((a for a in answers if isinstance(a, MistakeFit)), key=lambda a: a.distance)
 
     @staticmethod
     def _made(column: Column, factors: Sequence[float], own: float | None) -> list[Reading]:
@@ -576,9 +562,15 @@ class LoopJudge:
             return twice
         for reading in made:
             found = self._named(reading, column)
-            if found is not None:
-                self.units = reading.units
-                return found
+            if found is None:
+                continue
+            self.units = reading.units
+            if found.key == "not-divided" and found.variant == "sums added":
+                return (
+                    "the loss is a sum over its samples that nothing divides, which is right only "
+                    "if the loss of the undivided batch is a sum, too: use wb.verify"
+                )
+            return found
         self.units = made[0].units
         total, constant = sum(made[0].units), made[0].constant
         found = None if constant is None else self._other_divisor(constant, made[0], column)
@@ -626,58 +618,36 @@ class LoopJudge:
     def _other_divisor(
         self, constant: float, reading: Reading, column: Column
     ) -> MistakeFit | None:
-        """Return the mistake of a sum that is divided by another number than its units."""
-        units = sum(reading.units)
-        divisor = units / constant
-        variant = f"divided by {divisor:.6g} units, and {units:.6g} came"
-        if column.is_shared_out:
-            same = [u for u in reading.units if math.isclose(units - divisor, u, rel_tol=_WEIGHTS)]
-            again = 1 < len(same) < len(reading.units)  # one of them came twice
-            key = "left-out" if divisor > units else "counted-twice" if again else "nominal-count"
-            return self._renamed(MistakeFit(key, variant))
-        if column.terms[0].kind != "sum" or not column.terms[0].is_loss:
-            return None
-        if column.window.columns > 1:
+        """Return the mistake of a sum that is divided by padded units, or by more than came."""
+        term, units = column.terms[0], sum(reading.units)
+        variant = f"divided by {units / constant:.6g} units, and {units:.6g} came"
+        if column.is_shared_out and constant < 1:
+            return self._renamed(MistakeFit("left-out", variant))
+        if term.kind != "sum" or not term.is_loss or column.window.columns > 1:
             return None
         padded = sum(math.prod(term.sizes[:1] + term.sizes[2:]) for term in column.terms)
         whole = sum(math.prod(term.sizes) for term in column.terms)
         sizes = {float(padded), float(whole)} - {units}
-        if any(math.isclose(divisor, one, rel_tol=_WEIGHTS) for one in sizes):
-            return MistakeFit("other-units", variant)
-        for unit in reading.units:
-            if unit and math.isclose(divisor, units + unit, rel_tol=_WEIGHTS):
-                return self._renamed(MistakeFit("left-out", variant))
-            if unit and math.isclose(divisor, units - unit, rel_tol=_WEIGHTS):
-                return MistakeFit("nominal-count", variant)
-        usual = units * self.usual / self.count
-        if self.usual != self.count and math.isclose(divisor, usual, rel_tol=0.5):
-            return MistakeFit("nominal-count", variant)
-        return None
+        if not any(math.isclose(units / constant, one, rel_tol=_WEIGHTS) for one in sizes):
+            return None
+        return MistakeFit("other-units", variant)
 
-    def _penalty(self, columns: Sequence[Column]) -> MistakeFit | str | None:
-        """Return the mistake of a penalty on the weights that comes whole with every loss."""
+    def _has_whole_penalty(self) -> bool:
+        """True if a penalty on the weights comes with every loss, and is not divided."""
         rows = [[t for t in micro.terms if t.kind == "penalty"] for micro in self.every]
-        steps = [f for c in columns for f in (*c.shared_over, *c.shared_times)]
+        own = [f for row in rows for term in row for f in (*term.over, *term.times)]
+        return self.count > 1 and all(rows) and not any(map(self._is_count, own))
+
+    def _penalty(self, columns: Sequence[Column]) -> MistakeFit | None:
+        """Return the mistake of a penalty that is not divided by the steps, where the loss is."""
+        shared = [f for column in columns for f in (*column.shared_over, *column.shared_times)]
+        if not (self._has_whole_penalty() and any(map(self._is_count, shared))):
+            return None
+        return MistakeFit("not-divided", f"a penalty on the weights, with each of {self.count}")
+
+    def _is_count(self, factor: float) -> bool:
         counts = (self.count, 1 / self.count)
-        is_divided = [f for f in steps if any(math.isclose(f, c, rel_tol=_WEIGHTS) for c in counts)]
-        if self.count < 2 or not all(rows):
-            return None
-        own = [f for term in rows[0] for f in (*term.over, *term.times)]
-        if any(math.isclose(f, c, rel_tol=_WEIGHTS) for f in own for c in counts):
-            return None
-        if not is_divided:
-            return (
-                f"a penalty on the weights comes with each of {self.count} losses, and its weight "
-                "is not known: use wb.verify"
-            )
-        variant = f"a penalty on the weights, with each of {self.count}"
-        return MistakeFit("not-divided", variant)
-
-    # ------------------------------------------------------------- beside the gradient
-
-    def _beside(self) -> MistakeFit | None:
-        """Return the mistake that a right gradient does not show."""
-        return beside(self.ranks) or self._clipped_early()
+        return any(math.isclose(factor, one, rel_tol=_WEIGHTS) for one in counts)
 
     # ------------------------------------------------------------- verdicts
 
@@ -737,9 +707,6 @@ def beside(ranks: Sequence[RecordedWindow]) -> MistakeFit | None:
         if later and window.backwards[0].batchnorms:
             names = ", ".join(window.backwards[0].batchnorms[:3])
             return MistakeFit("coupled", f"BatchNorm: {names}")
-        if window.moved_along_step:
-            variant = "after the step before, before the first forward"
-            return MistakeFit("moved-beside-the-step", variant)
     return None
 
 

@@ -147,7 +147,7 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Loss
     inner = below[0] if name in _MEAN + _SUM else node
     while inner is not None and inner.name() in _VIEWS:
         inner = inner.next_functions[0][0]
-    if inner is not None and (among := _picks_among(inner)):
+    if inner is not None and (among := picks_among(inner)):
         return replace(so_far, node=inner.name(), kind="picked", count=among)
     if name in _MEAN + _SUM:
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
@@ -206,7 +206,7 @@ def _sum(inner: Any, made: LossTerm) -> LossTerm:
     return made
 
 
-def _picks_among(node: Any) -> int:
+def picks_among(node: Any) -> int:
     """Return the rows among which a node picks the largest, smallest or middle; 0 for others."""
     if not node.name().startswith(tuple(f"{name}Backward" for name in _PICK)):
         return 0

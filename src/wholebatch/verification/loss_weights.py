@@ -76,6 +76,12 @@ class Column:
         ratios = [[t / c for t, c in zip(one, counts, strict=True) if c] for one in times]
         return not _same(counts) and any(_same(one) for one in ratios)
 
+    @property
+    def divisor(self) -> int:
+        """Return the whole number of 3 or more that the loss is divided by; else 0."""
+        list(self.readings())
+        return self.nominal
+
     def readings(self) -> Iterator[Reading]:
         """Yield the ways to read this term, the most likely first."""
         for units, base, used in self._units():
@@ -223,7 +229,7 @@ def read_columns(losses: Sequence[Sequence[LossTerm]], window: WindowNumbers) ->
             reason = f"it is a function of a mean over its samples ({term.node})"
             raise Unreadable(reason, coupled=True)
         if term.kind == "picked":
-            raise Unreadable(f"it picks among its samples ({term.node})", coupled=True)
+            raise Unreadable(f"it picks among its samples ({term.node})")
         if term.kind == "unknown":
             raise Unreadable(f"its graph ends in {term.node}, which is not understood")
     if not rows or not rows[0]:

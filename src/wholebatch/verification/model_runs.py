@@ -28,9 +28,10 @@ from wholebatch.losses.loss import as_loss, terms_of, wide
 from wholebatch.options import grouped
 from wholebatch.verification.observed_window import StartingState, StepObserver, WindowRun
 from wholebatch.whole_batch import WholeBatch
+from wholebatch.window.autocast import Precision
 from wholebatch.window.close import ClipNorm, power_of_two_near
 from wholebatch.window.forward_state import capture_random, same_random
-from wholebatch.window.precision import Precision, choose
+from wholebatch.window.precision import choose
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

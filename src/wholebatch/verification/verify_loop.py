@@ -153,7 +153,6 @@ class _CaseTrials:
     device: torch.device
     numbers: Numbers = field(default_factory=Numbers)
     notes: list[str] = field(default_factory=list)
-    looks: bool = True
     low_scale: bool = False
 
     def __post_init__(self) -> None:
@@ -270,7 +269,7 @@ class _CaseTrials:
         handed: nn.Module = model
         if self.ddp and world_size() > 1:
             handed = nn.parallel.DistributedDataParallel(model)
-        recorder = WindowRecorder(model, optimizer, looks=self.looks, stays_full=True)
+        recorder = WindowRecorder(model, optimizer)
         with recorder:
             for _ in range(times):
                 copies = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
@@ -279,7 +278,6 @@ class _CaseTrials:
             self.low_scale = True
             with _low_loss_scale():
                 return self._recorded(micros, times)
-        self.looks = False
         update = recorder.sample(start.update(recorder.parameters))
         beside = 0.0
         if recorder.after_step is not None and recorder.after_step.numel():
@@ -342,12 +340,12 @@ def _one_window(windows: Sequence[RecordedWindow]) -> list[RecordedWindow]:
     made: list[RecordedWindow] = []
     for window in windows:
         last = made[-1] if made else None
-        if last is not None and not last.indices & window.indices:
+        if last is not None and not set(last.indices) & set(window.indices):
             both = {**_by_index(last), **_by_index(window)}
             order = sorted(both)
             made[-1] = replace(
                 last,
-                indices=last.indices | window.indices,
+                indices=tuple(order),
                 gradient=torch.cat([both[index] for index in order]),
                 backwards=[],
                 clips=[],
@@ -360,7 +358,7 @@ def _one_window(windows: Sequence[RecordedWindow]) -> list[RecordedWindow]:
 def _by_index(window: RecordedWindow) -> dict[int, Tensor]:
     assert window.gradient is not None
     parts = window.gradient.split(window.sizes)
-    return dict(zip(sorted(window.indices), parts, strict=True))
+    return dict(zip(window.indices, parts, strict=True))
 
 
 def _no_window() -> RecordedWindow:

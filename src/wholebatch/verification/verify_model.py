@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import to_device
-from wholebatch.coupled.audit import Audit, audit
+from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.coupling_layers import coupling_layers, layers_by_type
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
@@ -155,7 +156,7 @@ def _coupling(evidence: Evidence) -> Iterator[Cause]:
     runs = evidence.runs
     if runs.batchnorm == "freeze":
         return
-    found = _audit(evidence).findings
+    found = _coupling_layers(evidence)
     norms = [f for f in found if f.kind in ("batchnorm", "custom", "sync")]
     custom = [f for f in norms if f.kind == "custom"]
     other = [f for f in found if f.kind == "probe"]
@@ -167,19 +168,19 @@ def _coupling(evidence: Evidence) -> Iterator[Cause]:
         yield cause("own-batchnorm", [f.name for f in custom], advice=custom[0].advice)
 
 
-def _audit(evidence: Evidence) -> Audit:
+def _coupling_layers(evidence: Evidence) -> list[AuditFinding]:
     runs, batch = evidence.runs, evidence.batch
     runs.begin()
     few = to_device(batch.first(min(8, batch.samples)).whole, runs.parameters[0].device)
 
-    def forward(model: nn.Module, batch: Any) -> Any:
+    def run(batch: Any) -> Any:
         with torch.enable_grad():  # a loss checks that it has a gradient
-            return runs.loss(model, batch)
+            return runs.loss(runs.inner, batch)
 
     try:
-        return audit(runs.inner, few, forward=forward)
+        return coupling_layers(runs.inner, few, run)
     except Exception:  # a loss that needs the whole batch: what the types tell is left
-        return audit(runs.inner)
+        return layers_by_type(runs.inner)
 
 
 def _weights(evidence: Evidence) -> Iterator[Cause]:

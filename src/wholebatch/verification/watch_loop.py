@@ -180,8 +180,11 @@ class Watch:
         recorder = self._recorder
         if recorder.stepped_inside:
             return "an optimizer steps inside the backward, on one parameter after the other"
-        if recorder.steps_on_copies:
-            return "the optimizer steps on copies of the parameters: use wb.verify"
+        if recorder.is_sharded or recorder.steps_on_copies:
+            return (
+                "the optimizer steps on shards or copies of the parameters (FSDP2, ZeRO), whose "
+                "gradients are not seen: use wb.Accumulator, whose ledger is read, or wb.verify"
+            )
         if left:
             number = f"{left} backward{'' if left == 1 else 's'}"
             return (
@@ -234,18 +237,28 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     ]
     counts = Counter(len(w.backwards) for row in joined for w in row)
     usual = max(counts, key=lambda count: (counts[count], count))
+    for row in filter(None, joined):  # what later windows show is a doubt about the first, too
+        row[0].moved_after_step = any(window.moved_after_step for window in row)
+        row[0].moved_state = next((w.moved_state for w in row if w.moved_state), "")
+        row[0].has_no_rate = len(row) > 1 and all(window.has_no_rate for window in row[1:])
     by_number = [{w.number: w for w in row} for row in joined]
     shared = sorted(set.intersection(*(set(row) for row in by_number)))
     if not shared:
         return [_nothing(prefix).not_judged("the ranks have made different steps")]
     trials: list[LoopTrial] = []
+    certain = {shared[0]}
     first = len(by_number[0][shared[0]].backwards)
     owns: Sequence[float] = ()
     for number in shared:
         window = [row[number] for row in by_number]
-        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=owns)
+        # A loss's own weight may grow with the windows; a short one has that of the first.
+        is_short = len(window[0].backwards) != first
+        known = owns if is_short else ()
+        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=known)
         trials.append(judge.trial())
         owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
+        if judge.has_other_weights and not is_short:
+            certain.add(number)
     # Of a later window, it is not known to which model a loss belongs, nor what was moved.
     unknown = ("cleared-in-the-window", "only-the-last", NOT_JUDGED)
     full = {window.number for window in ranks[0] if window.is_full} | {shared[0]}
@@ -253,7 +266,13 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     if trials[0].found not in (RIGHT, NOT_JUDGED):
         return trials
     is_right = trials[0].found == RIGHT
-    kept = [t for n, t in pairs if n in full or (is_right and t.found not in unknown)]
+    kept = [
+        trial
+        for number, trial in pairs
+        if number in certain
+        or (number in full and trial.found != NOT_JUDGED)
+        or (is_right and trial.found not in unknown)
+    ]
     if missed := len(trials) - len(kept):
         note = f"{missed} of {len(trials)} windows that were kept could not be judged"
         kept[0] = replace(kept[0], notes=(*kept[0].notes, note))

@@ -14,7 +14,7 @@ import math
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -39,6 +39,7 @@ from wholebatch.verification.loss_terms import (
     compares_samples,
     has_normalised_factor,
     nodes_until,
+    picks_among,
     terms_of,
 )
 from wholebatch.window import window as ledger
@@ -46,21 +47,21 @@ from wholebatch.window import window as ledger
 _log = logging.getLogger("wholebatch")
 
 _REPLACED = {
-    "backward": (torch.autograd, "backward"),
-    "clip": (torch.nn.utils, "clip_grads_with_norm_"),  # clip_grad_norm_ calls it too
-    "clip by value": (torch.nn.utils, "clip_grad_value_"),
-    "scale": (torch.amp.GradScaler, "scale"),
-    "scaled step": (torch.amp.GradScaler, "step"),
-    "iterate": (DataLoader, "__iter__"),
+    "_backward": (torch.autograd, "backward"),
+    "_clip": (torch.nn.utils, "clip_grads_with_norm_"),  # clip_grad_norm_ calls it too
+    "_clip_by_value": (torch.nn.utils, "clip_grad_value_"),
+    "_scale": (torch.amp.GradScaler, "scale"),
+    "_scaled_step": (torch.amp.GradScaler, "step"),
+    "_iterate": (DataLoader, "__iter__"),
 }
-"""The functions that are replaced while a recorder is open: owner and name of each."""
+"""The functions that are replaced while a recorder is open: owner and name, by the method."""
 
-_NUMBERS, _FEW_NUMBERS = 1 << 15, 1 << 9
-"""Numbers kept of a gradient in the first windows, and later; at least one of each parameter."""
+_NUMBERS = 1 << 13
+"""Numbers kept of a gradient; at least one of each parameter."""
 _MOST_FULL = 12
 """Windows recorded in full while an optimizer has not had its turn."""
-_MOST_WINDOWS = 24
-"""Windows kept, if all differ in size."""
+_MOST_WINDOWS = 8
+"""Windows kept of one optimizer, and one of each further size."""
 _MOST_NODES, _MOST_GRAPH, _MOST_PENDING = 1 << 15, 1 << 8, 1 << 9
 _TRAINERS = {
     "trl": "TRL",
@@ -88,24 +89,28 @@ class RecordedBackward:
     """Learning rates and weight decays of each optimizer that is known."""
     moved: frozenset[int] = frozenset()
     """Parameters that have changed since the backward before."""
+    moved_state: str = ""
+    """A buffer (but for a BatchNorm's) or untrained weight of a called module that has changed
+    since the backward before."""
     calls: frozenset[tuple[int, int]] = frozenset()
     """The calls that its loss was made of: a number of each, and of its module."""
-    rows: frozenset[int] = frozenset()
-    """The numbers of rows of these calls' outputs."""
-    is_passed_on: bool = False
-    """True if a model was given the output of another one: a GAN's generator loss."""
-    compares: bool = False
-    """True if the loss compares samples with each other."""
-    batchnorms: tuple[str, ...] = ()
-    moved_buffers: tuple[str, ...] = ()
-    """Buffers that have changed since the backward before, but for those of a BatchNorm."""
-    graph: tuple[str, ...] = ()
-    """The names of the nodes between the loss and the model."""
-    roots: tuple[int, ...] = ()
-    has_normalised_factor: bool = False
-    """True if factors of its samples may be normalised over the micro-batch: advantages."""
     has_sample_calls: bool = False
     """True if every call of the model is a sample, with a term of the loss of its own."""
+    is_passed_on: bool = False
+    """True if a model was given the output of another one: a GAN's generator loss."""
+    is_repeated: bool = False
+    """True if there was a backward of the same loss before."""
+    is_called_without_gradients: bool = False
+    """True if its model was also called without gradients, in training mode, since the last one."""
+    compares: bool = False
+    """True if the loss compares samples with each other."""
+    picks: bool = False
+    """True if the loss sorts its samples, or picks the largest of them."""
+    has_normalised_factor: bool = False
+    """True if factors of its samples may be normalised over the micro-batch: advantages."""
+    batchnorms: tuple[str, ...] = ()
+    graph: tuple[str, ...] = ()
+    """The names of the nodes between the loss and the model."""
     waits_for: frozenset[int] = frozenset()
     """Parameters that it brought a gradient, and that no optimizer has stepped on since."""
     is_stepped: bool = False
@@ -147,17 +152,20 @@ class RecordedWindow:
     backwards: list[RecordedBackward] = field(default_factory=list)
     clips: list[RecordedClip] = field(default_factory=list)
     gradient: Tensor | None = None
-    """The gradient of the step; None if the optimizer steps on shards or on copies."""
-    indices: frozenset[int] = frozenset()
+    """The gradient of the step; None if it was not seen."""
+    indices: tuple[int, ...] = ()
+    """The parameters that the optimizer steps on."""
     is_full: bool = True
     is_hooked: bool = False
     """True if the loop has hooks of its own on parameters, which may change gradients."""
     is_resumed: bool = False
     """True if the optimizer had a state before the first step."""
-    has_no_gradient: bool = False
-    """True if the optimizer steps on shards, and none of them has a gradient."""
-    moved_along_step: bool = False
-    """True if the weights went on, or back, along the last step before the first backward."""
+    moved_state: str = ""
+    """What has changed between two backwards, beside the trained weights."""
+    has_no_rate: bool = False
+    """True if every learning rate is 0, and this is not the first step."""
+    moved_after_step: bool = False
+    """True if the weights went on, or back, along the step before, before the first backward."""
     ledger_units: tuple[float, ...] = ()
     """The units of each micro-batch, in a window of wholebatch."""
     schedule_moved: bool = False
@@ -171,7 +179,6 @@ class _Call:
     number: int
     module: nn.Module
     given: list[Tensor]
-    rows: frozenset[int]
 
 
 @dataclass(eq=False)
@@ -223,12 +230,9 @@ class WindowRecorder:
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        looks: bool = True,
-        stays_full: bool = False,
         stepped: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._looks, self._stays_full, self._stepped = looks, stays_full, stepped
+        self.model, self.optimizer, self._stepped = model, optimizer, stepped
         self.over: BaseException | None = None
         self.failure = ""
         self.trainer = "plain torch"
@@ -242,77 +246,66 @@ class WindowRecorder:
         self.autocast: set[torch.dtype] = set()
         self.skipped_steps = self.lost_steps = 0
         """Steps that a loss scaler has skipped, and steps without a backward."""
-        self.stepped_twice = self.stepped_inside = self.sharded = self.hooked_by_loop = False
-        self.steps_on_copies = False
+        self.stepped_twice = self.stepped_inside = self.steps_on_copies = False
+        self.is_sharded = self.is_light = self.loader_restarted = False
         self.after_step: Tensor | None = None
-        self.loader_restarted = False
-        self.is_light = False
-        self._undo: list[Callable[[], Any]] = []
-
-    # ------------------------------------------------------------- open and close
-
-    def __enter__(self) -> WindowRecorder:
-        self._optimizers: dict[int, int] = {}
-        self._known: list[torch.optim.Optimizer] = []
-        self._had_state: dict[int, bool] = {}
-        self._sizes: list[int] = []
+        """The weights after the last step."""
+        self._known: dict[int, torch.optim.Optimizer] = {}
+        self._had_state: list[bool] = []
         self._names: list[str] = []
+        self._sizes: list[int] = []
         self._index: dict[int, int] = {}
-        self._hooked: dict[int, Any] = {}
+        self._hooks: dict[int, Any] = {}
+        self._is_hooked = False
         self._last_step: dict[int, int] = {}
+        self._last_stepper: Any = None
         self._stepped_on: set[int] = set()
         self._had_gradient: set[int] = set()
         self._clips: list[RecordedClip] = []
         self._parts: dict[int, Tensor] = {}
         self._calls: list[_Call] = []
         self._nodes: dict[Any, _Call] = {}
-        self._roots: dict[Any, int] = {}
-        self._root_number = 0
+        self._losses: set[Any] = set()
+        self._outputs: list[Tensor] = []
         self._inner_outputs: list[Tensor] = []
         self._loss_compares = False
-        self._buffers: dict[str, int] = {}
-        self._outputs: list[Tensor] = []
+        self._no_grad_calls: set[int] = set()
+        self._called: dict[int, nn.Module] = {}  # outermost modules, with gradients or without
+        self._state: dict[tuple[int, str], Tensor] = {}
         self._weights = torch.zeros(0)
-        self._step_made: Tensor | None = None
-        self._last_stepper: Any = None
-        self._moved_along = False
-        self._number = self._depth = self._step_depth = 0
-        self._keeps_hooks = False  # gradients are moved elsewhere within the backward
+        self._moved_after = False
+        self._number = self._depth = self._outer_depth = self._step_depth = 0
         self._inside = False  # a backward, or a closure that is evaluated again
-        self._in_closure = False
         self._loss_scale = 1.0
         self._own_window: Any = None
         self._own_rates: dict[int, tuple[float, ...]] = {}
         self._own_parameters: set[int] = set()
         self._loaders: list[_Loader] = []
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._own = None if self.model is None else set(map(id, self.model.modules()))
+        self._own = None if model is None else set(map(id, model.modules()))
         self._eager = ExitStack()
+        self._forward_hooks = ExitStack()
+        self._undo = ExitStack()
+
+    # ------------------------------------------------------------- open and close
+
+    def __enter__(self) -> WindowRecorder:
         if hasattr(torch.compiler, "set_stance"):  # compiled code hides how a loss is made
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        self._forward_hooks = [
+        for forward_hook in (
             register_module_forward_pre_hook(self._enter_call),
             register_module_forward_hook(self._leave_call, always_call=True),
-        ]
-        around = {
-            "backward": self._backward,
-            "clip": self._clip,
-            "clip by value": self._clip,
-            "scale": self._scale,
-            "scaled step": self._scaled_step,
-            "iterate": self._iterate,
-        }
-        self._undo = [
-            self._eager.close,
-            self._leave_parameters,
-            register_optimizer_step_pre_hook(self._before_step).remove,
-            register_optimizer_step_post_hook(self._after_step).remove,
-            *(hook.remove for hook in self._forward_hooks),
-        ]
-        for name, (owner, function) in _REPLACED.items():
-            self._replace(owner, function, around[name])
+        ):
+            self._forward_hooks.callback(forward_hook.remove)
+        for stack in (self._eager, self._forward_hooks):
+            self._undo.callback(stack.close)
+        self._undo.callback(self._leave_parameters)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        for method, (owner, function) in _REPLACED.items():
+            self._replace(owner, function, getattr(self, method))
         ledger.observers.append(self)
-        self._undo.append(lambda: ledger.observers.remove(self))
+        self._undo.callback(ledger.observers.remove, self)
         if self.model is not None:
             self._adopt(self.model)
         if self.optimizer is not None:
@@ -320,8 +313,7 @@ class WindowRecorder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         """Replace a function, also in modules that imported it, by its name or a private one."""
@@ -338,25 +330,21 @@ class WindowRecorder:
             places = [(m, n) for m in modules for n in names if vars(m).get(n) is original]
         for place, known_as in places:
             setattr(place, known_as, replaced)
-            self._undo.append(partial(setattr, place, known_as, original))
+            self._undo.callback(partial(setattr, place, known_as, original))
 
     def _leave_parameters(self) -> None:
-        for handle in self._hooked.values():
+        for handle in self._hooks.values():
             handle.remove()
-        self._hooked.clear()
+        self._hooks.clear()
 
     def _go_lightly(self) -> None:
-        """Keep a few numbers of the windows to come, and watch no forwards."""
+        """Watch no forwards of the windows to come."""
         self.is_light = True
         self._eager.close()
-        if not self._keeps_hooks:
-            self._leave_parameters()
-        for hook in self._forward_hooks:
-            hook.remove()
-        for kept in (self._calls, self._nodes, self._roots, self._outputs, self.pending):
+        self._forward_hooks.close()
+        self._leave_parameters()
+        for kept in (self._calls, self._nodes, self._losses, self._outputs, self.pending):
             kept.clear()
-        self._set_stride(_FEW_NUMBERS)
-        self._weights, self._step_made = torch.zeros(0), None
 
     # ------------------------------------------------------------- parameters and gradients
 
@@ -366,38 +354,30 @@ class WindowRecorder:
         if not named:
             return
         names = {type(module).__name__ for module in model.modules()}
-        self.sharded |= any(hasattr(p, "to_local") or not p.numel() for _, p in named)
-        self.sharded |= any(name.startswith("FSDP") for name in names)
+        self.is_sharded |= any(hasattr(p, "to_local") or not p.numel() for _, p in named)
+        self.is_sharded |= any(name.startswith("FSDP") for name in names)
+        if not self.parameters:
+            self._stride = max(1, -(-sum(p.numel() for _, p in named) // _NUMBERS))
         for name, parameter in named:
             self._index[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)
             self._names.append(name)
+            self._sizes.append(-(-parameter.numel() // self._stride))
         self._device = self.parameters[0].device.type
-        if not self._sizes:
-            self._set_stride(_NUMBERS)
-        self._sizes = [-(-p.numel() // self._stride) for p in self.parameters]
-
-    def _set_stride(self, numbers: int) -> None:
-        self._stride = max(1, -(-sum(p.numel() for p in self.parameters) // numbers))
-        self._sizes = [-(-p.numel() // self._stride) for p in self.parameters]
 
     def _hook_parameters(self) -> None:
         """Hook the parameters that need a gradient now: parts may be frozen in turn."""
         for index, parameter in enumerate(self.parameters):
-            if parameter.requires_grad and index not in self._hooked:
+            if parameter.requires_grad and index not in self._hooks:
                 # Hooks of the loop change the gradient before it is seen here.
-                self.hooked_by_loop |= bool(parameter._backward_hooks)
-                self._hooked[index] = parameter.register_hook(self._brings(index))
+                self._is_hooked |= bool(parameter._backward_hooks)
+                self._hooks[index] = parameter.register_hook(partial(self._brings, index))
 
-    def _brings(self, index: int) -> Callable[[Tensor | None], None]:
-        def brings(gradient: Tensor | None) -> None:
-            if not self._inside or gradient is None:  # somebody calls the hooks by hand
-                return
+    def _brings(self, index: int, gradient: Tensor | None) -> None:
+        if self._inside and gradient is not None:  # else somebody calls the hooks by hand
             part = self._part(gradient).clone()  # it may become .grad, and be added to
             held = self._parts.get(index)
             self._parts[index] = part if held is None else held + part
-
-        return brings
 
     @torch.no_grad()
     def _part(self, tensor: Tensor) -> Tensor:
@@ -409,14 +389,12 @@ class WindowRecorder:
         return self._row([None if one is None else self._part(one) for one in tensors])
 
     def _row(self, parts: Sequence[Tensor | None]) -> Tensor:
-        if self.sharded:
-            return torch.zeros(0)
         rows = [
             p.new_zeros(size) if part is None else part
             for part, p, size in zip(parts, self.parameters, self._sizes, strict=True)
         ]
-        devices = {row.device for row in rows}
-        if len(devices) == 1 and len({row.dtype for row in rows}) == 1:  # one copy to the host
+        devices = {(row.device, row.dtype) for row in rows}
+        if len(devices) == 1:  # one copy to the host
             return torch.cat([row.detach() for row in rows]).to("cpu", torch.float64)
         return torch.cat([row.detach().to("cpu", torch.float64) for row in rows])
 
@@ -430,14 +408,10 @@ class WindowRecorder:
 
     def _padded(self, row: Tensor) -> Tensor:
         """Return a row with zeros for parameters that were adopted after it was recorded."""
-        missing = sum(self._sizes) - row.numel()
-        return torch.cat([row, row.new_zeros(missing)]) if missing > 0 and row.numel() else row
+        return torch.cat([row, row.new_zeros(sum(self._sizes) - row.numel())])
 
     def _selected(self, row: Tensor, indices: Sequence[int]) -> Tensor:
-        row = self._padded(row)
-        if not row.numel() or len(indices) == len(self._sizes):
-            return row
-        parts = row.split(self._sizes)
+        parts = self._padded(row).split(self._sizes)
         return torch.cat([parts[i] for i in indices]) if indices else row[:0]
 
     # ------------------------------------------------------------- forwards
@@ -449,6 +423,7 @@ class WindowRecorder:
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
+        self._outer_depth += 1
         if self._is_ours(module):
             if torch.is_autocast_enabled(self._device):
                 self.autocast.add(torch.get_autocast_dtype(self._device))
@@ -456,38 +431,39 @@ class WindowRecorder:
 
     @_never_fails
     def _leave_call(self, module: nn.Module, args: Any, result: Any = None) -> None:
+        self._outer_depth = max(0, self._outer_depth - 1)
+        if not self._outer_depth and not self._inside:
+            self._called[id(module)] = module
         if isinstance(module, nn.parallel.DistributedDataParallel):
             # It returns its model's outputs through a node of its own.
-            made = {t.grad_fn: t for t in tensors_of(result) if t.grad_fn is not None}
-            for node, tensor in made.items():
-                below = [child for child, _ in node.next_functions]
-                self._outputs = [tensor if t.grad_fn in below else t for t in self._outputs]
+            self._outputs += [one for one in tensors_of(result) if one.grad_fn is not None]
         if not self._is_ours(module):
             return
         self._depth = max(0, self._depth - 1)
-        if self._depth == 1 and self._looks and not self.pending:
+        if self._depth == 1 and not self.pending:
             self._inner_outputs += tensors_of(result)[:4]
-        if self._depth or not torch.is_grad_enabled() or self._own_window is not None:
+        if self._depth or self._own_window is not None:
             return
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return
+        if not torch.is_grad_enabled():
+            self._no_grad_calls |= {id(module)} if module.training else set()
+        elif any(parameter.requires_grad for parameter in module.parameters()):
+            self._keep_call(module, args, result)
+        self._inner_outputs = []
+
+    def _keep_call(self, module: nn.Module, args: Any, result: Any) -> None:
         tensors = [tensor for tensor in tensors_of(result) if tensor.grad_fn is not None]
-        rows = frozenset(tensor.shape[0] for tensor in tensors if tensor.dim())
-        call = _Call(len(self._calls) + self._number * 4096, module, tensors_of(args), rows)
+        call = _Call(len(self._calls) + self._number * 4096, module, tensors_of(args))
         self._calls.append(call)
-        for tensor in tensors:
-            self._nodes[tensor.grad_fn] = call
+        self._nodes.update({tensor.grad_fn: call for tensor in tensors})
         self._outputs += tensors
         losses = [tensor for tensor in tensors if not tensor.dim()]
         if losses and self._inner_outputs and not self.pending:  # its parts have the samples
-            parts, self._inner_outputs = self._inner_outputs[:8], []
-            self._loss_compares = self._compares_any(losses[0], parts)
-        self._inner_outputs = []
+            self._loss_compares = self._compares_any(losses[0], self._inner_outputs[:8])
 
-    def _reached(self, roots: Sequence[Tensor]) -> list[_Call]:
+    def _reached(self, nodes: Sequence[Any]) -> list[_Call]:
         """Return the calls whose outputs these losses were made of."""
         found: dict[_Call, None] = {}
-        waiting: list[Any] = [root.grad_fn for root in roots]
+        waiting = list(nodes)
         seen = {None, *waiting}
         while waiting and len(seen) < _MOST_NODES:
             node = waiting.pop()
@@ -507,24 +483,23 @@ class WindowRecorder:
         if self.over is not None and not self._inside:
             raise self.over
         is_own = self._own_window is not None and self._own_window.open is not None
-        busy = self._inside or is_own or bool(self.failure)
-        if busy or torch.compiler.is_compiling():
+        if self._inside or is_own or self.failure or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         micro = self._before_backward(
             args[0] if args else kwargs.get("tensors"),
             args[1] if len(args) > 1 else kwargs.get("grad_tensors"),
         )
+        self._parts.clear()
         self._inside = True
         try:
             result = original(*args, **kwargs)
         finally:
             self._inside = False
         self._after_backward(micro)
-        self._parts.clear()
         return result
 
     @_never_fails
-    def _before_backward(self, roots: Any, seeds: Any) -> RecordedBackward:
+    def _before_backward(self, roots: Any, seeds: Any) -> RecordedBackward | None:
         """Return the backward as it is before it runs."""
         if not self._number:
             self.trainer = _trainer_at_hand()
@@ -532,60 +507,79 @@ class WindowRecorder:
         listed = [roots] if isinstance(roots, Tensor) else list(roots)
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
         given = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
-        calls = [] if self.is_light else self._reached(listed)
-        if self.model is None and not self.is_light:
-            for call in self._calls:
-                self._adopt(call.module)
+        calls = [] if self.is_light else self._reached([root.grad_fn for root in listed])
         if not self.is_light:
+            for call in self._calls if self.model is None else ():
+                self._adopt(call.module)
             self._hook_parameters()
-        before = self._gradients()
+        if self.is_sharded or not self.parameters:
+            return None
+        before, weights = self._gradients(), self.sample(self.parameters)
         micro = RecordedBackward(self._number, before, before, before)
         micro.terms = [t for r, s in zip(listed, given, strict=False) for t in terms_of(r, s)]
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
-        if not self._in_closure:  # there, the rate is that of the step that has begun
-            micro.rates = {self._optimizers[id(one)]: _rates(one) for one in self._known}
-        if self.is_light:
-            return micro
+        if not self._step_depth:  # in a closure, the rate is that of the step that has begun
+            micro.rates = {n: _rates(one) for n, one in enumerate(self._known.values())}
+        if self.pending:
+            micro.moved = self._filled(
+                weights - torch.cat([self._weights, weights])[: len(weights)]
+            )
+        elif self.after_step is not None:
+            moved = weights[: len(self.after_step)] - self.after_step
+            made = self.after_step - self._weights[: len(self.after_step)]
+            size = float(made.norm() * moved.norm())
+            self._moved_after |= size > 0 and abs(float(made @ moved)) > 0.999 * size
+            self.after_step = None
+        self._weights = weights
+        if not self.is_light:
+            self._note_graph(micro, listed, calls)
+        return micro
+
+    def _note_graph(
+        self, micro: RecordedBackward, roots: Sequence[Tensor], calls: Sequence[_Call]
+    ) -> None:
+        """Note how the loss of a backward is made of the model's outputs, and what has changed."""
+        nodes = [root.grad_fn for root in roots]
+        micro.is_repeated = any(node in self._losses for node in nodes)
+        self._losses.update(nodes)
         micro.calls = frozenset((call.number, id(call.module)) for call in calls)
-        micro.rows = frozenset(row for call in calls for row in call.rows)
         micro.is_passed_on = any(t.grad_fn is not None for call in calls for t in call.given)
-        nodes = [root.grad_fn for root in listed]
-        for node in nodes:
-            if node not in self._roots:
-                self._roots[node] = self._root_number
-                self._root_number += 1
-        micro.roots = tuple(self._roots[node] for node in nodes)
         until = set(self._nodes)
         graph = [n for n in nodes_until(nodes, until, _MOST_GRAPH) if n not in until]
         micro.graph = tuple(node.name() for node in graph)
         micro.has_normalised_factor = any(map(has_normalised_factor, graph))
+        micro.picks = any(map(picks_among, graph))
         modules = {id(call.module): call.module for call in (calls or self._calls)}.values()
         norms = [pair for module in modules for pair in batchnorms(module)]
         micro.batchnorms = tuple(n for n, m in norms if m.training and uses_batch_statistics(m))
-        weights = self.sample(self.parameters)
-        if self._weights.numel():
-            micro.moved = self._filled((weights != self._padded_weights(weights)).double())
-        micro.compares = self._compares(listed, micro)
-        buffers = _buffer_versions(modules)
-        moved = [name for name, was in self._buffers.items() if buffers.get(name, was) != was]
-        micro.moved_buffers = tuple(moved if self.pending else ())
-        self._buffers = buffers
-        self._weights_now = weights
-        return micro
-
-    def _padded_weights(self, like: Tensor) -> Tensor:
-        """Return the weights at the last backward; parameters adopted since have not moved."""
-        return torch.cat([self._weights, like[self._weights.numel() :]])
-
-    def _compares(self, roots: Sequence[Tensor], micro: RecordedBackward) -> bool:
-        """Ask the first loss of a window if it compares samples with each other."""
-        calls = Counter(module for _, module in micro.calls)
-        each = max(calls.values(), default=1)
-        micro.has_sample_calls = 1 < each <= len(micro.terms)
+        state = self._held_state()
+        moved = [k[1] for k, was in self._state.items() if not state.get(k, was).equal(was)]
+        micro.moved_state, self._state = moved[0] if moved and self.pending else "", state
+        modules_of_loss = {module for _, module in micro.calls}
+        micro.is_called_without_gradients = bool(self._no_grad_calls & modules_of_loss)
+        self._no_grad_calls.clear()
+        each = max(Counter(module for _, module in micro.calls).values(), default=1)
+        made = Counter((term.node, term.kind) for term in micro.terms).values()
+        micro.has_sample_calls = each > 1 and bool(made) and not any(n % each for n in made)
         found, self._loss_compares = self._loss_compares, False
-        if micro.has_sample_calls or not self._looks or self.pending or len(roots) != 1:
-            return False
-        return found or self._compares_any(roots[0], self._outputs)
+        if not (micro.has_sample_calls or self.pending) and len(roots) == 1:
+            micro.compares = found or self._compares_any(roots[0], self._outputs)
+
+    @torch.no_grad()
+    def _held_state(self) -> dict[tuple[int, str], Tensor]:
+        """Return a few numbers of what called modules hold, but for trained weights."""
+        found = {}
+        for number, module in enumerate(self._called.values()):
+            for name, part in module.named_modules():
+                held: list[tuple[str, Tensor]] = [*part.named_parameters(recurse=False)]
+                if not hasattr(part, "running_mean"):
+                    held += part.named_buffers(recurse=False)
+                for own, tensor in held:
+                    is_trained = self._index.get(id(tensor)) in self._had_gradient
+                    if tensor.is_floating_point() and not is_trained:
+                        few = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)]
+                        found[number, f"{name}.{own}".lstrip(".")] = few.cpu().clone()
+        return found
 
     def _compares_any(self, loss: Tensor, outputs: Sequence[Tensor]) -> bool:
         """Ask a loss if it compares samples, of which it must have as many as the outputs."""
@@ -605,31 +599,14 @@ class WindowRecorder:
         if micro is None:
             return
         micro.after = self._gradients()
-        micro.contribution = added = micro.after - micro.before
+        micro.contribution = micro.after - micro.before
         if self._parts:
-            parts = [self._parts.get(index) for index in range(len(self.parameters))]
-            micro.contribution = self._row(parts)
-            self._keeps_hooks |= bool(micro.contribution.any()) and not bool(added.any())
-        if not self.is_light:
-            self._note_moved_weights(micro)
-        if not (self.sharded or bool(micro.contribution.any())):
-            return
+            micro.contribution = self._row([self._parts.get(i) for i in range(len(self._sizes))])
         micro.waits_for = self._filled(micro.contribution)
-        self._had_gradient |= micro.waits_for
-        self._number += 1
-        self.pending.append(micro)
-
-    def _note_moved_weights(self, micro: RecordedBackward) -> None:
-        weights = self._weights_now
-        if self._step_made is not None and self.after_step is not None:
-            moved = weights - torch.cat([self.after_step, weights[self.after_step.numel() :]])
-            made = torch.cat([self._step_made, weights.new_zeros(len(weights))])[: len(weights)]
-            size = float(made.norm() * moved.norm())
-            self._moved_along = size > 0 and abs(float(made @ moved)) > 0.999 * size
-            self._step_made, micro.moved = None, frozenset()
-        elif not self.pending:
-            micro.moved = frozenset()
-        self._weights = weights
+        if micro.waits_for:
+            self._had_gradient |= micro.waits_for
+            self._number += 1
+            self.pending.append(micro)
 
     # ------------------------------------------------------------- clipping and scaling
 
@@ -648,6 +625,8 @@ class WindowRecorder:
             limit = [*rest, kwargs.get("max_norm"), kwargs.get("clip_value")]
             self._keep_clip(next((one for one in limit if one is not None), 0.0), before)
         return result
+
+    _clip_by_value = _clip
 
     @_never_fails
     def _keep_clip(self, limit: Any, before: Tensor) -> None:
@@ -685,10 +664,11 @@ class WindowRecorder:
 
     def _note_batches(self) -> None:
         """Note which loader the batches of a window come from: not from one that evaluates."""
-        for one in self._loaders:
-            yielded = getattr(one.iterator, "_num_yielded", 0)
-            one.trains |= bool(self.pending) and yielded > one.yielded
-            one.yielded = yielded
+        counts = [getattr(one.iterator, "_num_yielded", 0) for one in self._loaders]
+        used = [n for n, one in zip(counts, self._loaders, strict=True) if n > one.yielded]
+        for count, one in zip(counts, self._loaders, strict=True):
+            one.trains |= len(used) == 1 and count > one.yielded
+            one.yielded = count
             one.ended |= one.trains and one.is_at_end
 
     @property
@@ -717,11 +697,17 @@ class WindowRecorder:
         self._own_window = None
         units = [[float(one) for one in column] for column in window.current.units.values()]
         for optimizer in window.target.optimizers:
-            kept = self._new_window(optimizer, frozenset())
+            kept = self._new_window(optimizer, [])
             kept.ledger_units = tuple(max(units, key=sum, default=[]))
             before = self._own_rates.get(id(optimizer))
             kept.schedule_moved = before is not None and before != _rates(optimizer)
             self._keep(kept)
+
+    @property
+    def open_ledger(self) -> int:
+        """Return the micro-batches of a window of wholebatch that was not closed."""
+        window = getattr(self._own_window, "open", None)
+        return 0 if window is None else len(window.owners)
 
     # ------------------------------------------------------------- the step
 
@@ -741,18 +727,13 @@ class WindowRecorder:
         def observed() -> Any:
             nonlocal evaluations
             evaluations += 1
-            if evaluations > 1:  # LBFGS evaluates again, at weights of its own
-                self._inside = True
-                try:
-                    return closure()
-                finally:
-                    self._inside = False
-            self._in_closure, self._step_depth = True, 0
+            self._inside = evaluations > 1  # LBFGS evaluates again, at weights of its own
             try:
                 loss = closure()
             finally:
-                self._in_closure, self._step_depth = False, 1
-            self._see(optimizer)
+                self._inside = False
+            if evaluations == 1:
+                self._see(optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -762,189 +743,137 @@ class WindowRecorder:
     @_never_fails
     def _see(self, optimizer: torch.optim.Optimizer) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
-        indices = frozenset(self._index[id(p)] for p in owned if id(p) in self._index)
-        if any(id(parameter) in self._own_parameters for parameter in owned):
-            self._see_ledger(optimizer, indices)
-            return
+        indices = sorted({self._index[id(p)] for p in owned if id(p) in self._index})
+        self.is_sharded |= any(hasattr(p, "to_local") for p in owned)
         if self._inside:
             self.stepped_inside |= bool(indices)
-            return
-        if self.sharded:
-            shards = [p for p in owned if hasattr(p, "to_local")]
-            if indices or shards:
-                window = self._window(optimizer, frozenset(range(len(self.parameters))), None)
-                window.has_no_gradient = bool(shards) and all(p.grad is None for p in shards)
-                self._keep(window)
-            return
-        if not indices:
-            self._see_copies(optimizer, owned)
-            return
-        gradient = self._gradients()
+        elif any(id(parameter) in self._own_parameters for parameter in owned):
+            self._see_ledger(optimizer, indices)
+        elif not indices:
+            called = {id(p) for call in self._calls for p in call.module.parameters()}
+            is_other = any(id(parameter) in called for parameter in owned)
+            self.steps_on_copies |= bool(self.pending) and not is_other
+        elif not self.is_sharded:
+            self._keep(self._window(optimizer, indices))
+
+    def _gradients_of(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> Tensor:
+        """Return the gradient of a step; a fused optimizer divides by its scale itself."""
         scale = getattr(optimizer, "grad_scale", None)
-        if scale is not None:  # a fused optimizer divides by it in its own kernel
-            gradient = gradient / float(scale)
-        self._keep(self._window(optimizer, indices, gradient))
+        return self._selected(self._gradients(), indices) / (1.0 if scale is None else float(scale))
 
-    def _see_ledger(self, optimizer: torch.optim.Optimizer, indices: frozenset[int]) -> None:
+    def _see_ledger(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
         """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
-        which, chosen = self._know(optimizer), sorted(indices)
         for window in self.windows[-1:]:
-            if window.optimizer == which and window.gradient is None and self._stays_full:
-                gradient = self._gradients()
-                scale = getattr(optimizer, "grad_scale", None)
-                gradient = gradient if scale is None else gradient / float(scale)
-                window.indices, window.gradient = indices, self._selected(gradient, chosen)
-                window.names = [self._names[i] for i in chosen]
-                window.sizes = [self._sizes[i] for i in chosen]
-
-    def _see_copies(self, optimizer: torch.optim.Optimizer, owned: list[Tensor]) -> None:
-        """Record the step of an optimizer that holds copies of the parameters (DeepSpeed)."""
-        modules = {id(p) for call in self._calls for p in call.module.parameters()}
-        is_other = any(id(parameter) in modules for parameter in owned)
-        is_first = not self._stepped_on or id(optimizer) in self._optimizers
-        self.steps_on_copies |= (
-            not is_other and bool(self.pending) and "deepspeed" not in sys.modules
-        )
-        if not is_other and self.pending and is_first and not self.steps_on_copies:
-            self._keep(self._window(optimizer, frozenset(range(len(self.parameters))), None))
+            is_its = window.optimizer == self._know(optimizer) and window.gradient is None
+            if is_its and indices and not self.is_sharded:
+                window.gradient = self._gradients_of(optimizer, indices)
+                window.indices = tuple(indices)
+                window.names = [self._names[i] for i in indices]
+                window.sizes = [self._sizes[i] for i in indices]
 
     def _know(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the number of an optimizer."""
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = len(self._known)
-            self._known.append(optimizer)
-            self.optimizer_names[len(self._known) - 1] = type(optimizer).__name__
-            self._had_state[id(optimizer)] = bool(optimizer.state)
-        return self._optimizers[id(optimizer)]
+        if id(optimizer) not in self._known:
+            self.optimizer_names[len(self._known)] = type(optimizer).__name__
+            self._known[id(optimizer)] = optimizer
+            self._had_state.append(bool(optimizer.state))
+        return list(self._known).index(id(optimizer))
 
     def _new_window(
-        self, optimizer: torch.optim.Optimizer, indices: frozenset[int]
+        self, optimizer: torch.optim.Optimizer, indices: Sequence[int]
     ) -> RecordedWindow:
         which = self._know(optimizer)
         self.window_counts[which] += 1
-        chosen = sorted(indices)
-        dtypes = {self.parameters[i].dtype.to_real() for i in chosen} or {torch.float32}
+        dtypes = {self.parameters[i].dtype.to_real() for i in indices} or {torch.float32}
         return RecordedWindow(
             number=self.window_counts[which],
             optimizer=which,
-            names=[self._names[i] for i in chosen],
-            sizes=[self._sizes[i] for i in chosen],
+            names=[self._names[i] for i in indices],
+            sizes=[self._sizes[i] for i in indices],
             eps=max(torch.finfo(dtype).eps / 2 for dtype in dtypes),
             is_half=bool(dtypes & {torch.float16, torch.bfloat16}),
-            indices=indices,
+            indices=tuple(indices),
             is_full=not self.is_light,
-            is_hooked=self.hooked_by_loop,
-            is_resumed=self.window_counts[which] == 1 and self._had_state[id(optimizer)],
+            is_hooked=self._is_hooked,
+            is_resumed=self.window_counts[which] == 1 and self._had_state[which],
         )
 
-    def _window(
-        self,
-        optimizer: torch.optim.Optimizer,
-        indices: frozenset[int],
-        gradient: Tensor | None,
-    ) -> RecordedWindow:
+    def _window(self, optimizer: torch.optim.Optimizer, indices: list[int]) -> RecordedWindow:
         """Return the window that this step ends."""
-        window, chosen = self._new_window(optimizer, indices), sorted(indices)
+        window, own = self._new_window(optimizer, indices), frozenset(indices)
         since = self._last_step.get(window.optimizer, 0)
         self._last_step[window.optimizer] = self._number
+        window.gradient = self._gradients_of(optimizer, indices)
         mine = [b for b in self.pending if b.number >= since]
-        mine = [b for b in mine if self.sharded or self._filled(b.contribution) & indices]
+        mine = [b for b in mine if self._filled(b.contribution) & own]
         stepped = frozenset().union(*(self._filled(b.contribution) - b.waits_for for b in mine))
-        self.stepped_twice |= bool(stepped & indices) and not self.sharded
-        window.backwards = [self._of(b, chosen) for b in mine]
-        numbers = [b.number for b in mine]
+        self.stepped_twice |= bool(stepped & own)
+        window.backwards = [
+            replace(
+                micro,
+                before=self._selected(micro.before, indices),
+                after=self._selected(micro.after, indices),
+                contribution=self._selected(micro.contribution, indices),
+                moved=micro.moved & own,
+            )
+            for micro in mine
+        ]
         window.clips = [
             replace(
                 clip,
-                number=sum(number < clip.number for number in numbers),
-                before=self._selected(clip.before, chosen),
-                after=self._selected(clip.after, chosen),
+                number=sum(micro.number < clip.number for micro in mine),
+                before=self._selected(clip.before, indices),
+                after=self._selected(clip.after, indices),
             )
             for clip in self._clips
             if clip.number > since
         ]
-        if gradient is not None:
-            window.gradient = self._selected(gradient, chosen)
-        window.moved_along_step, self._moved_along = self._moved_along, False
+        window.moved_state = next((micro.moved_state for micro in mine if micro.moved_state), "")
+        rates = [group["lr"] for group in optimizer.param_groups]
+        window.has_no_rate = window.number > 1 and not any(float(rate) for rate in rates)
+        window.moved_after_step, self._moved_after = self._moved_after, False
         if not mine:
             self.lost_steps += 1
-            had = window.gradient is not None and bool(window.gradient.any())
-            is_again = had and self._last_stepper not in (None, optimizer)
-            self.stepped_twice |= is_again and bool(self._stepped_on & indices)
+            is_again = bool(window.gradient.any()) and self._last_stepper not in (None, optimizer)
+            self.stepped_twice |= is_again and bool(self._stepped_on & own)
         self._last_stepper = optimizer
         # A backward is kept until all optimizers whose parameters it reaches have stepped.
-        self._stepped_on |= indices
+        self._stepped_on |= own
         for micro in self.pending:
-            micro.is_stepped |= self.sharded or bool(micro.waits_for & indices)
-            micro.waits_for -= indices
-        self.pending = [
-            micro
-            for micro in self.pending
-            if not micro.is_stepped or (micro.waits_for and not self.sharded)
-        ][-_MOST_PENDING:]
+            micro.is_stepped |= bool(micro.waits_for & own)
+            micro.waits_for -= own
+        kept = [micro for micro in self.pending if not micro.is_stepped or micro.waits_for]
+        self.pending = kept[-_MOST_PENDING:]
         return window
 
-    def _of(self, micro: RecordedBackward, chosen: list[int]) -> RecordedBackward:
-        """Return a backward as one optimizer's parameters see it."""
-        rows = (micro.before, micro.after, micro.contribution)
-        before, after, contribution = (self._selected(row, chosen) for row in rows)
-        moved = micro.moved & frozenset(chosen)
-        return replace(micro, before=before, after=after, contribution=contribution, moved=moved)
-
     def _keep(self, window: RecordedWindow) -> None:
-        """Keep a window: the first two, those of another size, and the last one."""
+        """Keep a window: the first ones, those of another size, and the last one."""
         same = [one for one in self.windows if one.optimizer == window.optimizer]
-        sizes = Counter(len(one.backwards) for one in same)
-        is_new = len(same) < 2 or not sizes[len(window.backwards)]
-        if len(same) > 2 and not is_new and len(same) >= _MOST_WINDOWS // 3:
+        is_new = len(window.backwards) not in {len(one.backwards) for one in same}
+        if len(same) >= _MOST_WINDOWS and not is_new:
             self.windows.remove(same[-1])
         self.windows.append(window)
-        if not self.is_light and not self._stays_full and self._all_had_their_turn():
+        if not self.is_light and self._all_had_their_turn():
             self._go_lightly()
-        self._calls.clear()
-        self._nodes.clear()
-        self._roots.clear()
+        for kept in (self._calls, self._nodes, self._losses):
+            kept.clear()
         self._stepped()
 
     def _all_had_their_turn(self) -> bool:
-        """True if all optimizers have stepped: once, or twice if there are several."""
-        waits = self._had_gradient - self._stepped_on if not self.sharded else set()
-        least = min(2, len(self.window_counts))
-        had = not waits and min(self.window_counts.values()) >= least
+        """True if all optimizers have stepped twice: a teacher may be a copy at first."""
+        had = not self.unstepped and min(self.window_counts.values()) >= 2
         return had or sum(self.window_counts.values()) >= _MOST_FULL
 
     @_never_fails
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_depth = max(0, self._step_depth - 1)
-        if self.is_light or self.sharded or self._step_depth or not self.parameters:
-            return
-        after = self.sample(self.parameters)
-        if self._weights.numel() == after.numel():
-            self._step_made = after - self._weights
-        self.after_step = after
-
-    @property
-    def open_ledger(self) -> int:
-        """Return the micro-batches of a window of wholebatch that was not closed."""
-        window = getattr(self._own_window, "open", None)
-        return 0 if window is None else len(window.owners)
+        if not (self.is_sharded or self._step_depth) and self.parameters:
+            self.after_step = self.sample(self.parameters)
 
     @property
     def unstepped(self) -> list[str]:
         """Return the parameters that had gradients and that no optimizer has stepped on."""
         return [self._names[i] for i in sorted(self._had_gradient - self._stepped_on)]
-
-
-def _buffer_versions(modules: Iterable[nn.Module]) -> dict[str, int]:
-    """Return how often each buffer was written to, but for the statistics of norms."""
-    return {
-        f"{name}.{own}".lstrip("."): buffer._version
-        for module in modules
-        for name, part in module.named_modules()
-        if not hasattr(part, "running_mean")
-        for own, buffer in part.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    }
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:

@@ -9,9 +9,9 @@ scale (with the loss scale in it). The gradient that the optimizer must see is
     clip      = min(1, clip_norm / norm)
     factor    = normalise × clip
 
-A fused optimizer multiplies by it inside its own kernel (`grad_scale`), so that no pass over the
-gradients is made. Elsewhere it is one `_foreach_mul_`, as where code of the user's in the step (a
-pre-hook, a subclass, a step that was replaced) would find `.grad` without the factor.
+All of them are scalars on the device, and the gradients are multiplied once. A fused Adam takes
+from a tensor (`found_inf`) whether to step at all, so it steps before the host has read anything.
+Any other optimizer steps after the host has read that the gradient is finite.
 
 The user's own code sees the whole gradient before it is clipped. A hook on a parameter
 (`parameter.register_hook`) may clip, mask or add noise: run on every micro-batch it would be
@@ -22,25 +22,19 @@ then `on_gradient=`, then clips: the order of a plain loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wholebatch.errors import LossError, OptionError
-from wholebatch.window.forward_state import replaced_attributes
-
-if TYPE_CHECKING:
-    from wholebatch.window.window import OpenWindow
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
-Lent: TypeAlias = Callable[[nn.Parameter], AbstractContextManager[None]]
 
 
 class Holder(Protocol):
@@ -99,86 +93,111 @@ def _check_positive(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True)
-class Closed:
-    """The norm of the gradients, and the factor that the optimizer still has to apply."""
+class Sums:
+    """The sums of a window's losses over its micro-batches and all ranks, one for each term.
 
-    norm: float
-    clip: float
-    finite: bool
-    remaining: float = 1.0
-    stepped: bool = False
-    """True if the optimizers have stepped already."""
+    They are float64 tensors on the device of the gradients.
+    """
+
+    totals: Tensor
+    units: Tensor
+    is_valid: Tensor
+    """True if the losses are finite and the units allow a mean."""
+    normalise: Tensor
+    """The factor from the gradients as they are to those of the mean loss."""
+    is_one: bool = False
+    """True if the factor is known to be 1."""
 
 
+class Closed(NamedTuple):
+    """The norm and the clip factor of a window's gradient, and True if it may be used; tensors."""
+
+    norm: Tensor
+    clip: Tensor
+    is_valid: Tensor
+
+
+@torch.no_grad()
 def close_gradients(
     groups: Sequence[Sequence[Holder]],
-    optimizers: Sequence[torch.optim.Optimizer],
+    sums: Sums,
     options: CloseOptions,
-    normalise: float,
     hooks: DeferredHooks,
     *,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
-    in_place: bool = False,
-    lent: Lent | None = None,
+    waits: bool,
 ) -> Closed:
     """Bring the gradients of a window to what the optimizer must see.
 
+    Norm, clip and factor stay on the device, and the gradients are multiplied once. A gradient that
+    is not valid stays as it is. With `waits` the norm is computed again in float64 if it has
+    overflowed; otherwise nothing waits for the device.
+
     The hooks on parameters and then `on_gradient` see complete, normalised gradients, as they would
-    for the undivided batch. `on_gradient` is called for a finite gradient only: it could hide that
-    another one was not. `in_place` forces the factor into the gradients. `lent`: see
-    `DeferredHooks.run`.
+    for the undivided batch. `on_gradient` is called for a valid gradient only: it could hide that
+    another one was not finite.
     """
+    normalise, is_valid, is_one = sums.normalise, sums.is_valid, sums.is_one
     gradients = [dense_gradients(group) for group in groups]
     if hooks:
-        _multiply(_flat(gradients), normalise)
-        normalise = 1.0
+        _multiply(_flat(gradients), torch.where(is_valid, normalise, 1.0))
+        normalise, is_one = torch.ones_like(normalise), True
     if hooks.taken:
-        hooks.run(lent)
+        hooks.run()
         gradients = [dense_gradients(group) for group in groups]
     if hooks.calls:
-        norm = math.hypot(*_norms(gradients, options.clip_norm, total_norm))
-        if not math.isfinite(norm):
-            return Closed(norm=norm, clip=1.0, finite=False)
+        norm = torch.linalg.vector_norm(_norms(gradients, options.clip_norm, total_norm, waits))
+        if not bool(is_valid & norm.isfinite().to(is_valid.device)):
+            return Closed(norm, torch.ones_like(norm), torch.zeros_like(is_valid))
         hooks.call()
         gradients = [dense_gradients(group) for group in groups]
-    raw_norms = _norms(gradients, options.clip_norm, total_norm)
-    norms = [raw * normalise for raw in raw_norms]
-    norm = math.hypot(*norms)
-    if not math.isfinite(norm):
-        return Closed(norm=norm, clip=1.0, finite=False)
-
+    norms = _norms(gradients, options.clip_norm, total_norm, waits).to(normalise.device)
+    norms = norms * normalise
+    norm = torch.linalg.vector_norm(norms)
+    is_valid = is_valid & norm.isfinite()
     limits = options.clip_norm if isinstance(options.clip_norm, Sequence) else [options.clip_norm]
     clips = [
-        1.0 if limit is None else min(1.0, limit / (norm_of_group + 1e-6))
-        for limit, norm_of_group in zip(limits, norms, strict=True)
+        torch.ones_like(norm) if limit is None else (limit / (one + 1e-6)).clamp(max=1.0)
+        for limit, one in zip(limits, norms.unbind(), strict=True)
     ]
-    in_kernel = not in_place and all(takes_grad_scale(optimizer) for optimizer in optimizers)
-    return _scaled(gradients, normalise, clips, options.clip_value, norm, in_kernel)
+    if not is_one or options.clip_norm is not None:
+        sets = gradients if len(clips) > 1 else [_flat(gradients)]
+        for alike, clip in zip(sets, clips, strict=True):
+            _multiply(alike, torch.where(is_valid, normalise * clip, 1.0))
+    if options.clip_value is not None:
+        local = _local(_flat(gradients))
+        torch._foreach_clamp_max_(local, options.clip_value)
+        torch._foreach_clamp_min_(local, -options.clip_value)
+    return Closed(norm, torch.stack(clips).min(), is_valid)
 
 
-def _scaled(
-    gradients: Sequence[Sequence[Tensor]],
-    normalise: float,
-    clips: Sequence[float],
-    clip_value: float | None,
-    norm: float,
-    in_kernel: bool,
-) -> Closed:
-    """Multiply the gradients by their factor, or leave that to the optimizer's kernel."""
-    if len(clips) > 1:
-        for group, clip in zip(gradients, clips, strict=True):
-            _multiply(group, normalise * clip)
-        return Closed(norm=norm, clip=min(clips), finite=True)
-    factor, flat = normalise * clips[0], _flat(gradients)
-    if clip_value is not None:
-        _multiply(flat, factor)
-        torch._foreach_clamp_max_(_local(flat), clip_value)
-        torch._foreach_clamp_min_(_local(flat), -clip_value)
-        return Closed(norm=norm, clip=1.0, finite=True)
-    if in_kernel:
-        return Closed(norm=norm, clip=clips[0], finite=True, remaining=factor)
-    _multiply(flat, factor)
-    return Closed(norm=norm, clip=clips[0], finite=True)
+def column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return numbers and 0-dim tensors as one float64 tensor on the device."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+    tensors = [scalar_on(device, value, torch.float64) for value in values]
+    return torch.stack(tensors)
+
+
+class Reading:
+    """Copies tensors of one device to the host, without waiting for its later work."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        flat = torch.cat([tensor.flatten().double() for tensor in tensors])
+        self._lengths = [tensor.numel() for tensor in tensors]
+        self._event: torch.cuda.Event | None = None
+        self._host = flat
+        if flat.is_cuda:
+            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            self._host.copy_(flat, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(flat.device))
+
+    def wait(self) -> list[list[float]]:
+        """Return the numbers of each tensor."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [part.tolist() for part in self._host.split(self._lengths)]
 
 
 def read_scalars(values: Sequence[Tensor | float]) -> list[float]:
@@ -261,75 +280,39 @@ def _local(gradients: Iterable[Tensor]) -> list[Tensor]:
     return [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
 
 
-@torch.no_grad()
-def _multiply(gradients: Sequence[Tensor], factor: float) -> None:
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(_local(gradients), factor)
+def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in _local(gradients):
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), alike in kinds.items():
+        if dtype.itemsize >= 4:
+            torch._foreach_mul_(alike, factor.to(device, dtype))
+            continue
+        for gradient in alike:  # the factor itself would be rounded to 16 bits
+            gradient.copy_(gradient.float() * factor.to(device, torch.float32))
 
 
 def _norms(
     gradients: Sequence[Sequence[Tensor]],
     clip_norm: ClipNorm,
     norm_of: Callable[[Sequence[Tensor]], Tensor],
-) -> list[float]:
+    waits: bool,
+) -> Tensor:
     """Return one norm over all, or one per group where groups are clipped separately."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
-    raw = [norm_of(group) for group in sets]
-    return [
-        norm
-        if math.isfinite(norm) or was.dtype is torch.float64
-        # Finite fp32 gradients above 1e19 overflow when squared.
-        else math.hypot(*read_scalars([norm_of([gradient.double()]) for gradient in group]))
-        for norm, was, group in zip(read_scalars(raw), raw, sets, strict=True)
-    ]
+    found = [norm_of(group) for group in sets]
+    norms = torch.stack([norm.double() for norm in found])
+    if not waits or found[0].dtype is torch.float64 or bool(norms.isfinite().all()):
+        return norms
+    # Finite fp32 gradients above 1e19 overflow when squared.
+    in_float64 = [[norm_of([one.double()]) for one in group] or [norms[0] * 0] for group in sets]
+    return torch.stack([torch.linalg.vector_norm(torch.stack(group)) for group in in_float64])
 
 
-@contextmanager
-def stepping(optimizer: torch.optim.Optimizer, remaining: float) -> Iterator[None]:
-    """Let `optimizer.step()` multiply the gradients by `remaining` in its own kernel."""
-    if remaining == 1.0:
-        yield
-        return
-    device = optimizer.param_groups[0]["params"][0].device
-    scale = torch.full((), 1.0 / remaining, dtype=torch.float32, device=device)
-    with replaced_attributes(optimizer, grad_scale=scale):
-        yield
+def user_code_in_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name what the user has added to the optimizer's step, or None.
 
-
-def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer multiplies by a float32 factor in its kernel.
-
-    Code of the user's in the step would read `.grad` without the factor: then it goes in first.
-    """
-    return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and is_torchs(optimizer)
-        and foreign_code(optimizer) is None
-        and all(
-            group.get("fused")
-            and all(
-                parameter.grad is None
-                or (parameter.grad.dtype is torch.float32 and type(parameter.grad) is Tensor)
-                for parameter in group["params"]
-            )
-            for group in optimizer.param_groups
-        )
-    )
-
-
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for a class of torch.optim whose step is torch's own."""
-    kind: Any = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and all(
-        map(_is_torchs_code, _layers(kind.step))
-    )
-
-
-def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
-    """Name what the user has added to the optimizer's step, which may read `.grad`; or None.
-
-    torch's schedulers wrap the step of an optimizer in code of torch's. Hooks of this package know
-    where the factor is.
+    torch's schedulers replace the step of an optimizer by code of torch's own.
     """
     for where, hooks in (
         ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
@@ -339,25 +322,10 @@ def foreign_code(optimizer: torch.optim.Optimizer) -> str | None:
             if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
                 return where
     replaced = vars(optimizer).get("step")
-    if replaced is not None:
-        kind: Any = type(optimizer)
-        own = list(_layers(kind.step))
-        if not all(layer in own or _is_torchs_code(layer) for layer in _layers(replaced)):
-            return "a step() that was replaced"
+    home = getattr(replaced, "__globals__", {}).get("__name__", "")
+    if replaced is not None and not str(home).startswith("torch."):
+        return "a step() that was replaced"
     return None
-
-
-def _layers(function: Any) -> Iterator[Any]:
-    """Yield the function and all that it wraps, from the outside in."""
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-def _is_torchs_code(function: Any) -> bool:
-    home = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(home).startswith("torch.")
 
 
 OnGradient: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], None]
@@ -408,127 +376,17 @@ class DeferredHooks:
                 parameter._backward_hooks = None
                 self._taken.append((parameter, hooks))
 
-    def run(self, lent: Lent | None = None) -> None:
-        """Call each hook in its order on the whole, normalised gradient, as autograd would.
-
-        Within `lent(parameter)` a gradient that is kept elsewhere is in the parameter's `.grad`.
-        """
+    def run(self) -> None:
+        """Call each hook in its order on the whole, normalised gradient, as autograd would."""
         for parameter, hooks in self._taken:
-            with nullcontext() if lent is None else lent(parameter):
-                for hook in list(hooks.values()):
-                    if parameter.grad is None:
-                        break
-                    replaced = hook(parameter.grad)
-                    if replaced is not None:
-                        parameter.grad = replaced
+            for hook in list(hooks.values()):
+                if parameter.grad is None:
+                    break
+                replaced = hook(parameter.grad)
+                if replaced is not None:
+                    parameter.grad = replaced
 
     def give_back(self) -> None:
         for parameter, hooks in self._taken:
             parameter._backward_hooks = hooks  # type: ignore[assignment]
         self._taken.clear()
-
-
-@torch.no_grad()
-def close_ahead(
-    window: OpenWindow,
-    optimizers: Sequence[torch.optim.Optimizer],
-    options: CloseOptions,
-    *,
-    total_norm: Callable[[Sequence[Tensor]], Tensor],
-    while_waiting: Callable[[], object] | None = None,
-) -> Closed | None:
-    """Compute norm, factor and step on the device; None where the close on the host must decide.
-
-    A close on the host reads the units, then the norm, and only then starts the optimizer's step:
-    the device has nothing to do meanwhile. A fused optimizer takes its factor, and whether to step
-    at all, from tensors. So the device does the arithmetic of `close_gradients`, in the same order
-    and in float64, and the step after it, while the host reads the window's numbers. If it must not
-    step (something is not finite, there are no units, or they are not those that were counted), it
-    leaves everything as it was.
-
-    `while_waiting` runs on the host while the device steps.
-    """
-    gradients = [gradient for group in window.groups for gradient in dense_gradients(group)]
-    if not gradients:
-        return None
-    device = gradients[0].device
-    names = sorted(window.totals)
-    totals = [_column(window.totals[name], device) for name in names]
-    units = [_column(window.units[name], device) for name in names]
-    seed = scalar_on(device, window.seed, torch.float64)
-    normalise, good = _normalise(window, names, totals, units, seed)
-    norm = total_norm(gradients).double() * normalise
-    clip = torch.ones_like(norm)
-    if options.clip_norm is not None:
-        assert not isinstance(options.clip_norm, Sequence)
-        limit = torch.full_like(norm, options.clip_norm)
-        clip = (limit / (norm + 1e-6)).clamp(max=1.0)
-    bad = (good & norm.isfinite()).logical_not()
-
-    columns = [torch.stack([norm, clip, bad.double(), seed]), *totals, *units]
-    reading = _Reading(torch.cat(columns))
-    # With a factor torch's kernel writes the gradients back, so leave out a factor of 1.
-    is_one = window.known is not None and window.loss_scale == window.seed == 1.0
-    is_one = is_one and options.clip_norm is None
-    scale = None if is_one else (1.0 / (normalise * clip)).float()  # not read if it is bad
-    for optimizer in optimizers:
-        with replaced_attributes(optimizer, grad_scale=scale, found_inf=bad.float()):
-            optimizer.step()
-    if while_waiting is not None:
-        while_waiting()
-
-    (norm_is, clip_is, bad_is, window.seed), *lists = reading.wait([len(one) for one in columns])
-    window.totals = dict(zip(names, lists[: len(names)], strict=True))
-    window.units = dict(zip(names, lists[len(names) :], strict=True))
-    return None if bad_is else Closed(norm=norm_is, clip=clip_is, finite=True, stepped=True)
-
-
-def _normalise(
-    window: OpenWindow,
-    names: Sequence[str],
-    totals: Sequence[Tensor],
-    units: Sequence[Tensor],
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the factor that normalises the gradients, and whether the sums allow a step."""
-    total = torch.stack([column.sum() for column in totals])
-    count = torch.stack([column.sum() for column in units])
-    largest = count.max()
-    good = total.isfinite().all() & (largest > 0)
-    if window.known is None:
-        return 1.0 / (largest * seed) / window.loss_scale, good
-    known = torch.tensor([window.known[name] for name in names], dtype=torch.float64)
-    known = known.to(seed.device, non_blocking=True)
-    good = good & torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
-    return 1.0 / seed / window.loss_scale, good
-
-
-def _column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Return numbers and 0-dim tensors as one column on the device."""
-    if all(isinstance(value, Tensor) for value in values):
-        tensors = cast("Sequence[Tensor]", values)
-        if len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
-            return torch.stack(list(tensors)).to(device, torch.float64)
-        return torch.stack([tensor.to(device, torch.float64) for tensor in tensors])
-    if not any(isinstance(value, Tensor) for value in values):
-        column = torch.tensor(values, dtype=torch.float64)
-        return column.to(device, non_blocking=True)
-    return torch.stack([scalar_on(device, value, torch.float64) for value in values])
-
-
-class _Reading:
-    """Copies numbers to the host without waiting for later work of the device."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = numbers
-        if numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(numbers.device))
-
-    def wait(self, lengths: list[int]) -> list[list[float]]:
-        if self._event is not None:
-            self._event.synchronize()
-        return [part.tolist() for part in self._host.split(lengths)]

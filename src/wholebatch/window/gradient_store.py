@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholebatch.distributed import Sync
@@ -20,17 +20,17 @@ from wholebatch.window.close import (
     Closed,
     CloseOptions,
     DeferredHooks,
-    close_ahead,
+    Sums,
     close_gradients,
     dense_gradients,
     read_scalars,
-    stepping,
-    takes_grad_scale,
+    user_code_in_step,
 )
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.model_and_optimizer import Target
 
-if TYPE_CHECKING:
-    from wholebatch.window.model_and_optimizer import Target
-    from wholebatch.window.window import OpenWindow
+Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
+"""The parameters that are trained, by parameter group."""
 
 
 class Store(ABC):
@@ -78,7 +78,7 @@ class Store(ABC):
         for parameter in holders:
             parameter.grad = None
 
-    def begin(self, window: OpenWindow) -> None:
+    def begin(self, parameters: list[nn.Parameter]) -> None:
         """Begin a window, none of whose parameters holds a gradient."""
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
@@ -88,7 +88,7 @@ class Store(ABC):
             )
         self.spoiled = []
         self.dropped = set()
-        self.parameters = window.inputs
+        self.parameters = parameters
 
     def backward_made(self) -> None:
         """Take note that a backward is over."""
@@ -113,38 +113,39 @@ class Store(ABC):
         """Refuse a window that has made no gradient at all, if the store can tell."""
         return
 
-    def close_ahead(
-        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], object] | None
-    ) -> Closed | None:
-        """Close on the device and read the numbers later; None if the host must decide."""
-        return None
+    def can_step_unread(self, hooks: DeferredHooks) -> bool:
+        """True if the optimizers can be told by a tensor if they are to step."""
+        return False
 
     @abstractmethod
-    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
-        """Bring the gradients to what the optimizer must see."""
+    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
+        """Bring the gradients to what the optimizer must see (see `close_gradients`)."""
 
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if a step of theirs could not use them."""
         return
 
     @abstractmethod
-    def hand_over(self, remaining: float) -> None:
-        """Leave the gradients times `remaining` in `.grad`, to the user."""
+    def hand_over(self) -> None:
+        """Leave the gradients in `.grad`, to the user."""
 
     # Update
 
-    def update(self, remaining: float) -> None:
-        """Step the optimizers; if memory runs out, refuse to go on with what is left."""
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Step the optimizers; if memory runs out, refuse to go on with what is left.
+
+        Those that can step unread leave everything as it is where `found_inf` is 1.
+        """
         try:
-            self.step(remaining)
+            self.step(found_inf)
             return
         except torch.OutOfMemoryError as error:
             failure = str(error)  # the text only: a traceback keeps what was allocated alive
         self._spoil(failure)
 
     @abstractmethod
-    def step(self, remaining: float) -> None:
-        """Step every optimizer once; the gradients are still to be multiplied by `remaining`."""
+    def step(self, found_inf: Tensor | None) -> None:
+        """Step every optimizer once."""
 
     def _spoil(self, failure: str) -> NoReturn:
         """Mark the parameters as half updated, and say so."""
@@ -169,56 +170,37 @@ class DeviceStore(Store):
     """Autograd adds into `.grad`; the close and the optimizer read it there."""
 
     takes_buffers = True
-    closes_ahead: bool = True
-    """True if gradients and optimizer state are all there at the close, and nobody reads them."""
+    steps_at_once: bool = True
+    """True if one step of the optimizer updates all parameters."""
     lends = False
     """Gradients that are left to the user may be written again by the next window."""
     opened: Callable[[], None] | None = None
     """Called when a window opens, before there is a gradient."""
 
-    def begin(self, window: OpenWindow) -> None:
-        super().begin(window)
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        super().begin(parameters)
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.begin()
         if self.opened is not None:
             self.opened()
 
-    def close_ahead(
-        self, window: OpenWindow, hooks: DeferredHooks, while_waiting: Callable[[], object] | None
-    ) -> Closed | None:
-        target = self.target
-        if (
-            not self.closes_ahead
-            or self.sync.ranks > 1
-            or self.sync.grows_own_graph
-            or hooks
-            or target.sixteen_bit.parameters
-        ):
-            return None
-        device = window.inputs[0].device
-        if not can_close_ahead(target.optimizers, self.options, device):
-            return None
-        try:
-            return close_ahead(
-                window,
-                target.optimizers,
-                self.options,
-                total_norm=self.sync.total_norm,
-                while_waiting=while_waiting,
-            )
-        except torch.OutOfMemoryError as error:
-            failure = str(error)
-        self._spoil(failure)
+    def can_step_unread(self, hooks: DeferredHooks) -> bool:
+        return (
+            self.steps_at_once
+            and self.sync.ranks == 1
+            and not self.sync.grows_own_graph
+            and not hooks
+            and not self.target.sixteen_bit.parameters
+            and self.target.device.type in _DEVICES_TO_WAIT_FOR
+            and not _global_optimizer_pre_hooks
+            and not _global_optimizer_post_hooks
+            and all(map(_steps_by_found_inf, self.target.optimizers))
+        )
 
-    def close(self, window: OpenWindow, normalise: float, hooks: DeferredHooks) -> Closed:
+    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
+        holders, total_norm = self.sync.holders(groups), self.sync.total_norm
         return close_gradients(
-            self.sync.holders(window.groups),
-            self.target.optimizers,
-            self.options,
-            normalise,
-            hooks,
-            total_norm=self.sync.total_norm,
-            in_place=bool(self.target.sixteen_bit.parameters),
+            holders, sums, self.options, hooks, total_norm=total_norm, waits=waits
         )
 
     def refuse_nothing(self) -> None:
@@ -233,11 +215,12 @@ class DeviceStore(Store):
                 "were replaced or copied?"
             )
 
-    def step(self, remaining: float) -> None:
+    def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.round_once()
+        told = {} if found_inf is None else {"found_inf": found_inf}
         for optimizer in self.target.optimizers:
-            with stepping(optimizer, remaining):
+            with replaced_attributes(optimizer, **told):
                 optimizer.step()
 
     def check_hand_over(self) -> None:
@@ -247,7 +230,7 @@ class DeviceStore(Store):
             )
 
     @torch.no_grad()
-    def hand_over(self, remaining: float) -> None:
+    def hand_over(self) -> None:
         """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
 
         They are new tensors, unless this store `lends` its own: a compiled micro-step writes into
@@ -259,10 +242,8 @@ class DeviceStore(Store):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if self.lends:
-                gradient = gradient if remaining == 1.0 else gradient.mul_(remaining)
-            else:
-                gradient = gradient.clone() if remaining == 1.0 else gradient * remaining
+            if not self.lends:
+                gradient = gradient.clone()
             rounds = not self.target.steps or sixteen_bit.rounds(parameter)
             if gradient.dtype is not parameter.dtype and rounds:
                 parameter.grad = None
@@ -277,25 +258,15 @@ class DeviceStore(Store):
             self.target.sixteen_bit.end()
 
 
-_STEPS_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
-"""Fused, these leave parameters and state as they were where `found_inf` says so."""
+_DEVICES_TO_WAIT_FOR = ("cuda",)
 
 
-def can_close_ahead(
-    optimizers: Sequence[torch.optim.Optimizer], options: CloseOptions, device: torch.device
-) -> bool:
-    """True if the device can make the whole close without the host."""
+def _steps_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """True for a fused Adam: it leaves parameters and state as they are where `found_inf` is 1."""
     return (
-        device.type == "cuda"
-        and options.clip_value is None
-        and not isinstance(options.clip_norm, Sequence)
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-        and all(
-            type(optimizer) in _STEPS_ON_DEVICE
-            and not optimizer._optimizer_step_pre_hooks
-            and not optimizer._optimizer_step_post_hooks
-            and takes_grad_scale(optimizer)
-            for optimizer in optimizers
-        )
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and user_code_in_step(optimizer) is None
     )

@@ -67,16 +67,23 @@ class Target:
         """Return the trainable parameters, as they are now."""
         return [parameter for group in self.groups() for parameter in group]
 
-    def settings(self, options: CloseOptions) -> str:
-        """Return what all ranks must share, to six digits: machines may round otherwise."""
+    def digest(self, options: CloseOptions) -> int:
+        """Return a number for what all ranks must share: parameters, rates and clipping.
+
+        Rates count to six digits: machines may round otherwise. Gradients are summed in the
+        optimizers' order, which a set of names may have made.
+        """
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        found = [(name, group.get(name)) for group in groups for name in ("lr", "weight_decay")]
-        found += [("clip_norm", options.clip_norm), ("clip_value", options.clip_value)]
-        shown = [f"{name} {value:.6g}" for name, value in found if type(value) is float]
-        # Gradients are summed in the optimizers' order, which a set of names may have made.
-        places = {id(p): i for i, p in enumerate(p for m in self.models for p in m.parameters())}
-        order = repr([places.get(id(parameter)) for parameter in self.trained()])
-        return ", ".join([*shown, f"order of parameters {zlib.crc32(order.encode()):x}"])
+        found = [group.get(name) for group in groups for name in ("lr", "weight_decay")]
+        found += [options.clip_norm, options.clip_value]
+        places = {id(parameter): place for place, parameter in enumerate(self.trained(), start=1)}
+        parameters = [
+            # ZeRO 3 leaves nothing in a parameter but its shape.
+            (name, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), places.get(id(p), 0))
+            for name, p in self.all_parameters().items()
+        ]
+        rates = [f"{value:.6g}" for value in found if type(value) is float]
+        return zlib.crc32(repr((parameters, rates)).encode())
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the models' parameters and others that are trained, by name ("0.weight")."""

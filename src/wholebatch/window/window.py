@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
+from wholebatch.distributed.sync_strategy import OTHER_SETTINGS
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,
@@ -34,12 +34,14 @@ from wholebatch.errors import (
 )
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
 from wholebatch.window.close import (
-    Closed,
     CloseOptions,
     DeferredHooks,
     OnGradient,
+    Reading,
+    Sums,
     check_counts,
     check_terms,
+    column,
     power_of_two_near,
     read_scalars,
     scalar_on,
@@ -140,7 +142,10 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             )
         for name, count in by_name.items():
             counts.setdefault(name, []).append(check_units(count))
-    return {name: math.fsum(_read_units(values, counted=True)) for name, values in counts.items()}
+    numbers = {name: read_scalars(values) for name, values in counts.items()}
+    for values in numbers.values():
+        _check_units(values, counted=True)
+    return {name: math.fsum(values) for name, values in numbers.items()}
 
 
 def _same_units(first: Units, again: Units) -> Units:
@@ -160,14 +165,13 @@ def _same_units(first: Units, again: Units) -> Units:
     return 0
 
 
-def _read_units(
-    units: Sequence[Tensor | float], repeated: Collection[int] = (), *, counted: bool = False
-) -> list[float]:
-    """Return units as numbers, now that those on a device can be checked.
+def _check_units(
+    counts: Sequence[float], repeated: Collection[int] = (), *, counted: bool = False
+) -> None:
+    """Refuse units that are negative or not finite, now that those on a device were read.
 
     `repeated` are the places of further backwards of a micro-batch.
     """
-    counts = read_scalars(units)
     for place, count in enumerate(counts, 1):
         if math.isnan(count) and place - 1 in repeated:
             raise LossError(_OTHER_UNITS.format(first="one number", again="another"))
@@ -179,7 +183,6 @@ def _read_units(
                 f"units={count:g} of the window's backward {place}: {must}, what the loss is a sum "
                 "over (samples, tokens, weights)"
             )
-    return counts
 
 
 class Turn:
@@ -369,12 +372,10 @@ class OpenWindow:
                 gaps.append((seeds.to(term.total.dtype) / seeds - 1).abs())
         self.seed = float(factors[torch.stack(gaps).amax(0).argmin()]) if gaps else 1.0
 
-    def normalise(self, units: float, units_of: Mapping[str, float]) -> float:
-        """Return the factor from the gradients as they are to those of the mean loss."""
+    def refuse_other_counts(self, units_of: Mapping[str, float]) -> None:
+        """Refuse units that are not those counted before the first backward."""
         if self.known is not None:
             check_counts(self.known, units_of)
-            units = 1.0
-        return 1.0 / (units * read_scalars([self.seed])[0])
 
 
 _NO_WINDOW = OpenWindow([])
@@ -425,8 +426,8 @@ class Window:
         )
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
-        self._agree_on_parameters()
-        self.store.begin(window)
+        self._refuse_other_ranks()
+        self.store.begin(window.inputs)
         self.sync.begin(window.inputs)
         self.hooks.take(self.store.parameters)
         if known is None:
@@ -436,12 +437,12 @@ class Window:
             observer.window_began(self)
         return window
 
-    def _agree_on_parameters(self) -> None:
-        """Refuse parameters that are not alike on all ranks, before gradients are added up."""
-        if not self._agreed:
-            self._agreed = True
-            target = self.target
-            self.sync.refuse_other_parameters(target.all_parameters(), target.trained())
+    def _refuse_other_ranks(self) -> None:
+        """Refuse ranks that train other parameters, before gradients are added up."""
+        if not self._agreed and self.sync.ranks > 1:
+            digest, parameters = self.target.digest(self.options), self.target.all_parameters()
+            self.sync.refuse_other_ranks(digest, parameters.values())
+        self._agreed = True
 
     def _first_seed(self, units: Units) -> float | Tensor:
         """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
@@ -595,81 +596,105 @@ class Window:
         self._schedules.refuse_moved()
         if not window.reduced:
             self.store.reduce_now()
-        ahead = None
-        if steps and window.totals:  # the device closes the window while the host waits for it
-            ahead = self.store.close_ahead(window, self.hooks, while_waiting)
         weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
-        totals = {name: read_scalars(window.totals.get(name, ())) for name in names}
-        sum_of, units_of = self._sums(window, totals, has_more)
-        units = max(units_of.values())
-        if units == 0.0:
+        device = self.target.device
+        totals = [column(window.totals.get(name, ()), device) for name in names]
+        units = [column(window.units.get(name, ()), device) for name in names]
+        sums = self._sums(window, names, totals, units, has_more)
+        unread = steps and bool(window.totals) and self.store.can_step_unread(self.hooks)
+        closed = self.store.close(window.groups, sums, self.hooks, waits=not unread)
+        reading = Reading(*closed, sums.totals, sums.units, *totals, *units)
+        if unread:
+            self.store.update(closed.is_valid.logical_not().float())
+        if while_waiting is not None:
+            while_waiting()
+        (norm,), (clip,), (is_valid,), sum_of, units_of, *lists = reading.wait()
+        if unread and not is_valid:  # the device has left all as it was
+            unread = False
+            closed = self.store.close(window.groups, sums, self.hooks, waits=True)
+            (norm,), (clip,), (is_valid,) = Reading(*closed).wait()
+        totals_of_each, units_of_each = lists[: len(names)], lists[len(names) :]
+        for totals_of_term, units_of_term in zip(totals_of_each, units_of_each, strict=True):
+            _check_units(units_of_term, window.repeated)
+            self._warn_of_clamped_units(totals_of_term, units_of_term)
+        count = max(units_of)
+        if math.isnan(count):
+            raise LossError("another rank has units that are negative or not finite")
+        if count == 0.0:
             return self._empty(window)
-        means = {name: sum_of[name] / units_of[name] if units_of[name] else 0.0 for name in names}
+        window.refuse_other_counts(dict(zip(names, units_of, strict=True)))
+        means = {
+            name: total / counted if counted else 0.0
+            for name, total, counted in zip(names, sum_of, units_of, strict=True)
+        }
         loss = math.fsum(weights[name] * means[name] for name in names)
-
-        losses_finite = all(map(math.isfinite, sum_of.values()))
-        closed = ahead or self._closed(window, window.normalise(units, units_of), losses_finite)
-        if closed.norm == 0.0:
+        if norm == 0.0:
             self.store.refuse_nothing()
-        finite = closed.finite and losses_finite
-        skipped = None if finite else self._nonfinite(window, totals, losses_finite)
-        if finite:
-            self._update(closed, loss, steps)
+        if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+            self._refuse_other_norm(norm)
+        skipped = None
+        if is_valid:
+            self._update(loss, steps, stepped=unread)
+        else:
+            skipped = self._nonfinite(window, totals_of_each, all(map(math.isfinite, sum_of)))
         if self.target.scale is not None:
-            self.target.scale.update(finite=finite)
+            self.target.scale.update(finite=bool(is_valid))
         self.skipped += skipped is not None
         self.sync.after_update()
-        self.next_seed = power_of_two_near(1.0 / units)
+        self.next_seed = power_of_two_near(1.0 / count)
         self._last_weights = weights
         return self._report(
             window,
             loss=loss,
-            units=units,
-            grad_norm=closed.norm,
-            clip=closed.clip,
+            units=count,
+            grad_norm=norm,
+            clip=clip if is_valid else 1.0,
             terms=means if names != [SINGLE] else {},
             skipped=skipped,
         )
 
     def _sums(
-        self, window: OpenWindow, totals: Mapping[str, Sequence[float]], has_more: bool
-    ) -> tuple[dict[str, float], dict[str, float]]:
+        self,
+        window: OpenWindow,
+        names: Sequence[str],
+        totals: Sequence[Tensor],
+        units: Sequence[Tensor],
+        has_more: bool,
+    ) -> Sums:
         """Return totals and units of each term over the window and all ranks (one collective).
 
         With them go whether this rank has more data, a digest of its settings, and which
         parameters have a gradient here: one that has none on any rank keeps none, as for the
         undivided batch.
         """
-        names = list(totals)
-        values = [math.fsum(totals[name]) for name in names]
-        for name in names:
-            units_of_each = _read_units(window.units.get(name, ()), window.repeated)
-            self._warn_of_clamped_units(totals[name], units_of_each)
-            values.append(math.fsum(units_of_each))
-        if self.sync.ranks == 1:
-            self.ranks_with_more = int(has_more)
-        else:
+        total = torch.stack([one.sum() for one in totals])
+        # Units that are not valid on this rank must stop the update of every rank.
+        count = torch.stack([torch.where(one >= 0, one, math.nan).sum() for one in units])
+        self.ranks_with_more = int(has_more)
+        if self.sync.ranks > 1:
             absent = self.store.absent()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
-            settings = self.target.settings(self.options) if shared else ""
-            ours = float(zlib.crc32(settings.encode()) & 0xFFF)
-            values = self.sync.sum([*values, float(has_more), ours, ours * ours, *present])
-            more, digests, squares, *counts = values[2 * len(names) :]
+            ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
+            local = [*total.tolist(), *count.tolist()]
+            values = self.sync.sum([*local, float(has_more), ours, ours * ours, *present])
+            total, count = column(values[: len(local)], total.device).chunk(2)
+            more, digests, squares, *counts = values[len(local) :]
             self.ranks_with_more = int(more)
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
-                raise RankError(
-                    "the learning rate, weight decay, clipping, or the order of the optimizer's "
-                    f"parameters is another on another rank ({settings} here), so their models "
-                    "would drift apart: set them alike (sort the names of a set), and step "
-                    "schedulers by what is the same on all ranks, such as step.loss"
-                )
-            for parameter, count in zip(shared, counts, strict=True):
-                if count == 0:
+                raise RankError(OTHER_SETTINGS)
+            for parameter, made in zip(shared, counts, strict=True):
+                if made == 0:
                     self.store.drop(parameter)
-        sums, units = values[: len(names)], values[len(names) : 2 * len(names)]
-        return dict(zip(names, sums, strict=True)), dict(zip(names, units, strict=True))
+        is_valid = total.isfinite().all() & count.isfinite().all() & (count.max() > 0)
+        if window.known is not None and window.known.keys() == set(names):
+            known = column([window.known[name] for name in names], count.device)
+            is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
+        units = count.max() if window.known is None else torch.ones_like(count[0])
+        normalise = 1.0 / (units * window.seed) / window.loss_scale
+        is_one = window.known is not None and window.loss_scale == window.seed == 1.0
+        return Sums(total, count, is_valid, normalise, is_one)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
         """Warn of a micro-batch in which nothing counts, and whose units are 1 all the same."""
@@ -685,15 +710,6 @@ class Window:
         self.begin(0, known=known)
         return self.close()
 
-    def _closed(self, window: OpenWindow, normalise: float, losses_finite: bool) -> Closed:
-        """Bring the gradients to what the optimizer must see."""
-        if self.hooks.calls and not losses_finite:  # no update: there is nothing to work on
-            return Closed(norm=math.nan, clip=1.0, finite=False)
-        closed = self.store.close(window, normalise / window.loss_scale, self.hooks)
-        if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
-            self._refuse_other_norm(closed.norm)
-        return closed
-
     def _refuse_other_norm(self, norm: float) -> None:
         """Refuse an `on_gradient` that has made other gradients here than on another rank."""
         norm = norm if math.isfinite(norm) else math.inf
@@ -706,13 +722,13 @@ class Window:
                 "(draw noise from a torch.Generator with one seed for all)"
             )
 
-    def _update(self, closed: Closed, loss: float, steps: bool) -> None:
+    def _update(self, loss: float, steps: bool, *, stepped: bool) -> None:
         """Step the optimizers, schedulers and EMA, or leave the gradients to the user."""
         if not steps:
-            self.store.hand_over(closed.remaining)
+            self.store.hand_over()
             return
-        if not closed.stepped:
-            self.store.update(closed.remaining)
+        if not stepped:
+            self.store.update()
         self.updates += 1
         self._schedules.step(loss)
         if self.target.ema is not None:
@@ -738,10 +754,10 @@ class Window:
         )
 
     def _nonfinite(
-        self, window: OpenWindow, totals: Mapping[str, Sequence[float]], losses_finite: bool
+        self, window: OpenWindow, totals: Sequence[Sequence[float]], losses_finite: bool
     ) -> str:
         """Return the reason for skipping, or raise the error; the same on all ranks."""
-        pairs = (zip(window.owners, values, strict=False) for values in totals.values())
+        pairs = (zip(window.owners, values, strict=False) for values in totals)
         bad_ones = [owner for owner, total in chain(*pairs) if not math.isfinite(total)]
         culprit = min(bad_ones, default=None)
         scaled = self.target.scale is not None and self.target.scale.enabled

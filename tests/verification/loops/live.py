@@ -273,7 +273,6 @@ def _not_last(moment: Moment) -> bool:
 
 MISTAKES = {
     "not divided": Plant("not-divided", lambda mean, u, all_, k: mean),
-    "sums never divided": Plant("not-divided", lambda mean, u, all_, k: mean * u),
     "divided twice": Plant("divided-twice", lambda mean, u, all_, k: mean * u / all_ / k),
     "means divided twice": Plant("divided-twice", lambda mean, u, all_, k: mean / k / k),
     "mean of means": Plant("mean-of-means", lambda mean, u, all_, k: mean / k),

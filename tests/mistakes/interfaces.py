@@ -1,9 +1,11 @@
-"""The doors of the library: each trains a task on its batch, cut into micro-batches of `sizes`."""
+"""The interfaces of the library: each trains a task on its batch, cut into micro-batches."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from wholebatch.integrations.transformers import exact
 from wholebatch.options import grouped
 
 Sizes = Sequence[int]
-Door = Callable[[Task, Sizes, int], None]
+Interface = Callable[[Task, Sizes, int], None]
 
 
 def as_loss(given: Any) -> Any:
@@ -76,20 +78,13 @@ def whole(task: Task, sizes: Sizes, windows: int = 1) -> None:
         train.step(task.batch)
 
 
-def accumulator(task: Task, sizes: Sizes, windows: int = 1) -> None:
+def accumulator(task: Task, sizes: Sizes, windows: int = 1, *, by_over: bool = True) -> None:
+    """`wb.Accumulator`, with and without `over`."""
     optimizer = task.optimizer(task.model)
     acc = wb.Accumulator(task.model, optimizer, **grouped({"steps": len(sizes), **task.options}))
     for _ in range(windows):
-        for micro, _last in over(task, acc.over(pieces(task.batch, sizes)), sizes, optimizer):
-            give(acc.backward, task.given(task.model, micro))
-
-
-def counted(task: Task, sizes: Sizes, windows: int = 1) -> None:
-    """`wb.Accumulator` without `over`."""
-    optimizer = task.optimizer(task.model)
-    acc = wb.Accumulator(task.model, optimizer, **grouped({"steps": len(sizes), **task.options}))
-    for _ in range(windows):
-        for micro, _last in over(task, pieces(task.batch, sizes), sizes, optimizer):
+        parts: Any = pieces(task.batch, sizes)
+        for micro, _last in over(task, acc.over(parts) if by_over else parts, sizes, optimizer):
             give(acc.backward, task.given(task.model, micro))
 
 
@@ -101,28 +96,20 @@ def prepared(task: Task, sizes: Sizes) -> tuple[Any, ...]:
     return accelerator, *accelerator.prepare(task.model, task.optimizer(task.model), loader)
 
 
-def accelerate(task: Task, sizes: Sizes, windows: int = 1) -> None:
+def accelerate(
+    task: Task, sizes: Sizes, windows: int = 1, *, within_accumulate: bool = True
+) -> None:
     accelerator, model, optimizer, loader = prepared(task, sizes)
     exact_windows = AccelerateAccumulator(accelerator, model, optimizer, **task.options)
     for _ in range(windows):
         for micro, _last in over(task, loader, sizes, optimizer):
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model) if within_accumulate else nullcontext():
                 give(exact_windows.backward, task.given(model, micro))
                 optimizer.step()
                 optimizer.zero_grad()
 
 
-def accelerate_without_accumulate(task: Task, sizes: Sizes, windows: int = 1) -> None:
-    accelerator, model, optimizer, loader = prepared(task, sizes)
-    exact_windows = AccelerateAccumulator(accelerator, model, optimizer, **task.options)
-    for _ in range(windows):
-        for micro, _last in over(task, loader, sizes, optimizer):
-            give(exact_windows.backward, task.given(model, micro))
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def fabric(task: Task, sizes: Sizes, windows: int = 1) -> None:
+def fabric(task: Task, sizes: Sizes, windows: int = 1, *, clears: bool = True) -> None:
     run = Fabric(accelerator="cpu", devices=1)
     model, optimizer = run.setup(task.model, task.optimizer(task.model))
     exact_windows = FabricAccumulator(run, model, optimizer, **task.options)
@@ -131,18 +118,8 @@ def fabric(task: Task, sizes: Sizes, windows: int = 1) -> None:
             give(exact_windows.backward, task.given(model, micro), last=last)
             if last:
                 optimizer.step()
-                optimizer.zero_grad()
-
-
-def fabric_never_clears(task: Task, sizes: Sizes, windows: int = 1) -> None:
-    run = Fabric(accelerator="cpu", devices=1)
-    model, optimizer = run.setup(task.model, task.optimizer(task.model))
-    exact_windows = FabricAccumulator(run, model, optimizer, **task.options)
-    for _ in range(windows):
-        for micro, last in over(task, pieces(task.batch, sizes), sizes, optimizer):
-            give(exact_windows.backward, task.given(model, micro), last=last)
-            if last:
-                optimizer.step()
+                if clears:
+                    optimizer.zero_grad()
 
 
 class Lit(LightningModule):
@@ -276,15 +253,15 @@ def trainer_that_prepares(task: Task, sizes: Sizes, windows: int = 1) -> None:
     trainer(task.but(options={**task.options, "trainer": Prepares}), sizes, windows)
 
 
-DOORS: dict[str, Door] = {
+INTERFACES: dict[str, Interface] = {
     "by hand": by_hand,
     "WholeBatch": whole,
     "Accumulator": accumulator,
-    "Accumulator, counted": counted,
+    "Accumulator, counted": partial(accumulator, by_over=False),
     "Accelerate": accelerate,
-    "Accelerate without accumulate()": accelerate_without_accumulate,
+    "Accelerate without accumulate()": partial(accelerate, within_accumulate=False),
     "Fabric": fabric,
-    "Fabric, never cleared": fabric_never_clears,
+    "Fabric, never cleared": partial(fabric, clears=False),
     "Lightning": lightning,
     "Trainer": trainer,
     "Trainer that prepares inputs": trainer_that_prepares,
