@@ -57,7 +57,8 @@ def not_tested(samples: FirstSamples, why: str) -> AuditFinding:
     text = (
         f"it has a value for {samples.count} samples, but {why}, so that nothing tells whether "
         "micro-batches add up. A loss that needs several samples at once compares them: give "
-        f"wb.Coupled(encode, loss). {_GROUPS}"
+        f"wb.Coupled(encode, loss). {_GROUPS}. If the batch has a leaf that is not a value per "
+        "sample, name it: micro_batch=wb.samples(8, static=...)"
     )
     return AuditFinding(_LOSS, samples.name, "untested", text)
 
