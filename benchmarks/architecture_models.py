@@ -157,7 +157,9 @@ def _logits(model: Any, micro: Batch) -> Tensor:
 
 
 def next_token(model: Any, micro: Batch) -> wb.Loss:
-    return wb.cross_entropy(_logits(model, micro)[:, :-1], micro["labels"][:, 1:])
+    """Return the loss as transformers computes it: the labels are shifted, not the logits."""
+    labels = nn.functional.pad(micro["labels"][:, 1:], (0, 1), value=-100)
+    return wb.cross_entropy(_logits(model, micro), labels)
 
 
 def each_token(model: Any, micro: Batch) -> wb.Loss:

@@ -62,27 +62,45 @@ FAULTS = (
     # One update: normalise, clip, step.
     Fault(
         "clip-not-capped",
-        (("min(1.0, limit / (norm_of_group + 1e-6))", "limit / norm_of_group"),),
+        (
+            ("min(1.0, limit / (norm_of_group + 1e-6))", "limit / norm_of_group"),
+            ("(limit / (one + 1e-6)).clamp(max=1.0)", "limit / one"),
+        ),
         WINDOW,
     ),
     Fault(
         "clip-by-raw-norm",
-        (("norms = [raw * normalise for raw in raw_norms]", "norms = [*raw_norms]"),),
+        (
+            ("norms = [raw * normalise for raw in raw_norms]", "norms = [*raw_norms]"),
+            ("norms = norms * normalise\n", "norms = norms * 1.0\n"),
+        ),
         WINDOW,
     ),
     Fault(
         "clip-value-one-side",
-        (("torch._foreach_clamp_min_(_local(flat), -clip_value)", "pass"),),
+        (
+            ("torch._foreach_clamp_min_(_local(flat), -clip_value)", "pass"),
+            ("torch._foreach_clamp_min_(local, -options.clip_value)", "pass"),
+        ),
         WINDOW,
     ),
     Fault(
         "clip-groups-alike",
-        (("_multiply(group, normalise * clip)", "_multiply(group, normalise * min(clips))"),),
+        (
+            ("_multiply(group, normalise * clip)", "_multiply(group, normalise * min(clips))"),
+            (
+                "torch.where(is_valid, normalise * clip, 1.0)",
+                "torch.where(is_valid, normalise * torch.stack(clips).min(), 1.0)",
+            ),
+        ),
         WINDOW,
     ),
     Fault(
         "no-seed-in-normalise",
-        (("return 1.0 / (units * read_scalars([self.seed])[0])", "return 1.0 / units"),),
+        (
+            ("return 1.0 / (units * read_scalars([self.seed])[0])", "return 1.0 / units"),
+            ("normalise = 1.0 / (units * window.seed)", "normalise = 1.0 / units"),
+        ),
         WINDOW,
     ),
     Fault(
@@ -139,7 +157,10 @@ FAULTS = (
     ),
     Fault(
         "loss-scale-in-norm",
-        (("normalise / window.loss_scale, self.hooks", "normalise, self.hooks"),),
+        (
+            ("normalise / window.loss_scale, self.hooks", "normalise, self.hooks"),
+            ("(units * window.seed) / window.loss_scale", "(units * window.seed)"),
+        ),
         (*WINDOW, "tests/window/test_precision.py"),
     ),
     Fault(
@@ -278,7 +299,10 @@ FAULTS = (
     ),
     Fault(
         "unused-everywhere-kept",
-        (("                if count == 0:\n", "                if count < 0:\n"),),
+        (
+            ("                if count == 0:\n", "                if count < 0:\n"),
+            ("                if made == 0:\n", "                if made < 0:\n"),
+        ),
         RANKS,
     ),
     Fault(

@@ -72,10 +72,10 @@ class RunLoss:
         self._is_new = True
         self._micro: Any = None  # of the call under way
         self._place = Place(in_parts=True, steps=0, last=False, counts=True)
-        # Ranks may have different numbers of micro-batches, so each tests alone.
+        # Ranks that may have different numbers of micro-batches test alone.
         self._test = AdditivityTest(
             self.modules,
-            None,
+            sync if sync.counts_must_agree else None,
             enabled=audit,
             shares_forwards=sync.counts_must_agree or sync.grows_own_graph,
             loss=self._call,

@@ -278,7 +278,7 @@ class Runner:
 
     def frees_memory(self) -> bool:
         """Give up what is only kept for speed, after running out of memory; True if there was."""
-        return False
+        return self.is_undivided() and self.executor.free_memory()
 
     # ---------------------------------------------------------- a micro-batch
 

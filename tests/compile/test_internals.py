@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -18,13 +19,40 @@ def test_this_torch_has_them() -> None:
     assert len(torch_internals.INTERNALS) <= 25
 
 
-def test_every_private_module_of_torch_is_listed() -> None:
-    known = {one.module for one in torch_internals.INTERNALS}
-    known |= {f"{one.module}.{one.name}" for one in torch_internals.INTERNALS}
-    used = set()
-    for path in (*HOME.glob("*.py"), *(HOME.parent / "offload").glob("*.py")):
-        if path.name != "torch_internals.py":
-            text = path.read_text(encoding="utf-8")
-            used |= set(re.findall(r"^\s*from (torch[\w.]*\._[\w.]+) import", text, re.M))
-    unlisted = {one for one in used if not any(name.startswith(one) for name in known)}
-    assert unlisted <= {"torch._inductor.runtime.hints", "torch._inductor.utils"}  # with choices
+def test_every_private_name_of_torch_is_listed() -> None:
+    trees = {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for path in (*HOME.glob("*.py"), *(HOME.parent / "offload").glob("*.py"))
+        if path.name != "torch_internals.py"
+    }
+    nodes = [(path.name, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    ours = {name for _, node in nodes for name in _defined(node)}
+    known = {name for one in torch_internals.INTERNALS for name in one.attributes}
+    for one in torch_internals.INTERNALS:
+        known |= {*one.module.split("."), *one.name.split(".")}
+    used = {(file, name) for file, node in nodes for name in _used(node) if name not in ours}
+    assert {one for one in used if one[1] not in known} == set()
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """The names that the engine's own code defines here."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return [node.attr] if ast.unparse(node.value) == "self" else []
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [one.id for one in targets if isinstance(one, ast.Name)]
+
+
+def _used(node: ast.AST) -> list[str]:
+    """The private names that are read, imported, replaced or asked for here."""
+    names: list[str] = []
+    if isinstance(node, ast.Attribute) and not ast.unparse(node.value).endswith("aten"):
+        names = [node.attr]
+    elif isinstance(node, ast.keyword):
+        names = [node.arg or ""]
+    elif isinstance(node, ast.ImportFrom):
+        names = [*(node.module or "").split("."), *(one.name for one in node.names)]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        names = [one.value for one in node.args if isinstance(one, ast.Constant)]
+    return [name for name in names if re.fullmatch(r"_[a-z]\w*", str(name))]

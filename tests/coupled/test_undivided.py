@@ -19,6 +19,8 @@ from tests.coupled.windows import Images, batch, error, mean, result, whole
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, Seen, Whole, distance, sgd
 from wholebatch.batch import Batches
+from wholebatch.compile.execute_mode import ExecuteWarning
+from wholebatch.compile.micro_step import Executor
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
 from wholebatch.memory.undivided_batch import UndividedBatch
@@ -82,6 +84,29 @@ def test_inputs_in_host_memory_keep_their_memory_format() -> None:
         mean(model, data).backward()
     assert seen == [True, True]  # once in the forward, once in the backward
     assert error(result(model)[0], want[0]) <= EXACT
+
+
+def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eager code fits: the batch goes on as it is, and only the graph is not made."""
+    model = resnet().double()
+    undivided, optimizer = Whole(model, loss=mean), sgd(model)
+    seen = Seen(model, optimizer)
+    train = wb.WholeBatch(model, optimizer, loss=loss, execute="compile")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("injected")
+
+    monkeypatch.setattr(Executor, "_made", fails)
+    undivided.step(batch(12))
+    with pytest.warns(ExecuteWarning, match="there is no memory for its graph"):
+        train.step(batch(12))
+    same_as_whole(model, seen, undivided)
+    fitting = train._fitting._undivided
+    assert fitting is not None
+    assert fitting.settings[fitting.place] == "as it is"
+    assert train._runner.executor.is_eager
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
             self.metrics.append({k: float(v) for k, v in self.trainer.callback_metrics.items()})
             self.outputs.append(outputs)
             assert windows._step is not None
-            executor = windows._step._compiled.executor
+            executor = windows._step.executor
             modes.append(executor.mode)
             changes.append(executor._plan.changes)
 

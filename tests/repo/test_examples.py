@@ -169,6 +169,16 @@ def test_other_losses_of_the_whole_batch(name: str, capsys: pytest.CaptureFixtur
     assert_listed(name, capsys.readouterr().out)
 
 
+def test_optimizer_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optimi")
+    rows = example("optimizer_accumulation").main()
+    error, gradients = rows["optimizer accumulation"]
+    assert error > 0.1
+    assert gradients < 0.8 * rows["undivided"][1]
+    assert rows["wb.WholeBatch"][0] <= EXACT
+    assert_listed("optimizer_accumulation", capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
     found = example("diffusion").main()

@@ -60,7 +60,7 @@ HOSTS: dict[str, frozenset[str]] = {
     "jax": frozenset({"jax", "optax"}),
 }
 # Modules of `integrations` that several adapters use.
-SHARED = (["handed_over"], ["host_internals"])
+SHARED = (["handed_over"],)
 WITHOUT_TORCH = ("lint",)
 
 

@@ -1,30 +1,26 @@
 """The Python state that a graph was traced with: read values stay, changes are refused.
 
 Tracing runs the Python of the model and of the loss function once and bakes every value it meets
-into the graph. Afterwards that Python does not run again. So the values it reads (an annealed
+into the graph. Afterwards that Python does not run again. So the values in sight (an annealed
 weight, `training`, a global number) are compared again at every window, and if one has changed, the
 graph is made again. Its changes (a list that grows, a counter) would happen only once: they are
-undone, and refused. Both are detected by comparing all reachable state: the attributes of modules,
-closures, defaults, the globals that the code names, what it names of classes and of imported Python
-modules, the object that a method is bound to, and the containers that modules hold.
+undone, and refused.
+
+In sight are the attributes of modules, closures, defaults, the globals that the code names, the
+attributes of objects among these, and what containers hold. A value from elsewhere (a class, an
+imported Python module, a file) is noticed when the graph is compared with eager code, in windows 2,
+4, 8, 16, …
 """
 
 from __future__ import annotations
 
-import contextvars
-import dis
 import functools
-import inspect
 import operator
-import os
-import re
-import sys
 import types
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,63 +31,46 @@ from wholebatch.window.forward_state import capture_python_random, restore_rando
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
-_DEPTH = 12
-"""The limit on levels; a function counts for three."""
+_DEPTH = 10
+"""The limit on levels of objects inside objects."""
 _THINGS = 1000
-"""The limit on visited objects; any more are ignored."""
-_ITEMS = 1000
-"""So many items of a container are looked into."""
+"""The limit on objects, and on items of one container that are looked into."""
 _COMPARED = 10_000
 """Longer containers are compared by length only."""
 _KEPT = 2**16
-_FRAMES = 4
-_COPIES = {"locals", "vars", "dir", "eval", "exec"}
-"""Names by which a function may hold a copy of its own variables."""
+"""Larger tensors are not copied: what a trace writes into them is refused, but not undone."""
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _CODE = (*FUNCTIONS, types.BuiltinFunctionType)
 _FOREIGN = {
     *("torch", "numpy", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
     *("logging", "threading", "wholebatch", "builtins", "typing"),
 }
-
-_Inside: TypeAlias = tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]
-_BY_NAME = {"getattr", "vars", "__dict__", "__getattribute__", "named_modules", "modules"}
-"""Names whose use means that code may read attributes that it does not name."""
-_BY_TEXT = {"globals", "eval", "exec"}
-"""Functions by which code may read globals that it does not name."""
-_OF_RNNS = ("_flat_weights", "_flat_weight_refs")
-"""Lists of weights that torch's recurrent layers keep, and rebuild when the weights change."""
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Reach:
-    """A snapshot of the state that the code of `loss` and `model` may read or change.
+    """A snapshot of the state in sight of the code of `loss` and `model`.
 
-    With `every`, that is every public attribute of a module, also one that no code of its forward
-    or of the loss names (the losses that a LightningModule collects at the end of a batch).
+    With `every`, that includes attributes of modules that no code of their forward or of the loss
+    names (the losses that a LightningModule collects at the end of a batch).
     """
 
     def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
-        self._names = {"forward"}  # what the code reads by name
-        self._owners: dict[int, bool] = {}  # by id: True if its methods name what they read
         self._things: list[_Thing] = []
-        self._read_code(loss)
-        self._visit(loss, "the loss function", 0, mentioned=True)
-        methods = {kind: _methods(kind) for kind in map(type, model.modules())}
-        in_forward = set(self._names)
-        for function in (function for found in methods.values() for function in found):
-            in_forward |= set(names_of(function.__code__))
-        every |= not in_forward.isdisjoint(_BY_NAME)
+        kinds = dict.fromkeys(map(type, model.modules()))
+        functions = _functions_named(
+            [(loss, type(loss)), *((getattr(kind, "forward", None), kind) for kind in kinds)]
+        )
+        self._names = {name for one in functions for name in names_of(one.__code__)}
+        self._visit(loss, "the loss function", 0)
         for prefix, module in model.named_modules():
             for name, value in vars(module).items():
-                if not name.startswith("_") and (every or name in in_forward):
-                    self._visit(value, f"{prefix}.{name}".lstrip("."), 1, mentioned=False)
-            if type(module) in methods:
-                self._visit(type(module), type(module).__name__, _DEPTH - 1, mentioned=True)
-            for function in methods.pop(type(module), ()):
-                self._visit(function, function.__qualname__, _DEPTH - 3, mentioned=True)
+                if not name.startswith("_") and (every or name in self._names):
+                    self._visit(value, f"{prefix}.{name}".lstrip("."), 1)
+        for function in functions:
+            self._visit(function, function.__qualname__, _DEPTH - 2)
 
     def changed(self) -> str | None:
         """Return the name of the first value that has changed, or None."""
@@ -111,65 +90,24 @@ class Reach:
         for thing in self._things:
             thing.restore()
 
-    # -------------------------------------------------------------------- walk
-
-    def _read_code(self, function: Any) -> None:
-        """Collect all names mentioned by this code and by the functions it calls by name."""
-        codes: set[types.CodeType] = set()
-        stack = [(function, getattr(function, "__self__", function))]
-        while stack and len(codes) < _THINGS:
-            found, owner = stack.pop()
-            stack += [
-                (item, getattr(item, "__self__", item))
-                for _, item in _given(found)
-                if isinstance(item, FUNCTIONS)
-            ]
-            one = _bare(found)
-            code = one if isinstance(one, types.CodeType) else getattr(one, "__code__", None)
-            if code is None or code in codes:
-                continue
-            codes.add(code)
-            reads_all = code.co_varnames[:1] == ("self",) and {"vars", "__dict__"} & {
-                *code.co_names
-            }
-            self._owners[id(owner)] = self._owners.get(id(owner), True) and not reads_all
-            self._names.update(code.co_names)
-            self._names.update(word for word in code.co_consts if isinstance(word, str))
-            stack += [(item, owner) for item in _inner(code)]
-            named = [value for _, _, value in places_of(one)]
-            spaces = [one for one in named if _is_namespace(one)]
-            kinds = [kind for one in (*spaces, type(owner)) for kind in getattr(one, "__mro__", ())]
-            named += [
-                code_of(vars(space).get(name))
-                for space in dict.fromkeys([*spaces, *kinds])
-                for name in code.co_names
-            ]
-            for called in named:
-                if isinstance(called, FUNCTIONS) and not _is_foreign(_bare(called)):
-                    stack.append((called, getattr(called, "__self__", owner)))
-
-    def _visit(self, value: Any, name: str, depth: int, *, mentioned: bool) -> None:
-        """Record this value and the values inside it.
-
-        With `mentioned`, only attributes that the code names are recorded. For example, a trainer
-        whose method is the loss function has counters that do not matter.
-        """
+    def _visit(self, value: Any, name: str, depth: int) -> None:
+        """Record this value and the values inside it."""
         if id(value) in self._seen or isinstance(value, PLAIN):
             return
         if depth > _DEPTH or len(self._things) >= _THINGS:
             return
         self._seen.add(id(value))
-        look, inner = self._inside(value, name, mentioned=mentioned)
+        look, inner = self._inside(value, name)
         if look is not None:
             self._things.append(_Thing(name, value, look))
-        if isinstance(value, (nn.Module, functools.partial)):
-            depth -= 1  # Modules are nested deeply, and a partial is no level of its own.
-        elif isinstance(value, FUNCTIONS):
-            depth += 2
-        for key, item in inner[:_ITEMS]:
-            self._visit(item, key, depth + 1, mentioned=mentioned)
+        # Modules are nested deeply, and a partial is no level of its own.
+        is_level = not isinstance(value, (nn.Module, functools.partial))
+        for key, item in inner[:_THINGS]:
+            self._visit(item, key, depth + is_level)
 
-    def _inside(self, value: Any, name: str, *, mentioned: bool) -> _Inside:
+    def _inside(
+        self, value: Any, name: str
+    ) -> tuple[Callable[[Any], Any] | None, list[tuple[str, Any]]]:
         """Return how to look at this value (None: it is not compared), and the values inside it."""
         if isinstance(value, Tensor):
             return _tensor, []
@@ -180,50 +118,41 @@ class Reach:
             look = None if isinstance(value, tuple) else _items
             return look, [(f"{name}[{key!r}]", item) for key, item in _children(value)]
         if isinstance(value, FUNCTIONS):
-            if _is_foreign(_bare(value)):
-                return None, list(_given(value))
-            return _bindings, list(reached(value))
-        if value is os:
-            return None, [("os.environ", os.environ)] if {"environ", "getenv"} & self._names else []
-        if (held := self._look_of_library(value)) is not None:
-            return held, []
-        space = _is_namespace(value)
-        if not space and not _is_own_object(value):
+            return (None if _is_foreign(_bare(value)) else _bindings), list(reached(value))
+        if not _is_own_object(value):
             return None, []
-        wanted = self._names if space or (mentioned and self._is_named(value)) else None
-        inner = [(k, v) for k, v in fields_of(value).items() if wanted is None or k in wanted]
-        kinds = value.__bases__ if isinstance(value, type) else (type(value),)
-        inner += [(kind.__name__, kind) for kind in kinds if _is_namespace(kind)]
-        look = functools.partial(_attributes, wanted)
-        if space:
-            look = functools.partial(
-                _named, [key for key in fields_of(value) if key in self._names]
-            )
-        return look, [(f"{name}.{k}", v) for k, v in inner]
+        fields = fields_of(value)
+        # The counters of a trainer do not matter if its method names other attributes.
+        wanted = self._names if self._names & fields.keys() else None
+        inner = [(f"{name}.{k}", v) for k, v in fields.items() if wanted is None or k in wanted]
+        return functools.partial(_attributes, wanted), inner
 
-    def _look_of_library(self, value: Any) -> Callable[[Any], Any] | None:
-        """Return how to look at a library's object that holds values of the user's, or None."""
-        if isinstance(value, contextvars.ContextVar):
-            return lambda variable: _plain(variable.get(None))
-        numpys = getattr(sys.modules.get("numpy"), "ndarray", array)
-        size = getattr(value, "nbytes", 0) if isinstance(value, numpys) else 0
-        if isinstance(value, (array, numpys)) and size <= _KEPT:
-            return lambda values: values.tobytes()
-        if isinstance(value, torch.optim.Optimizer) and "param_groups" in self._names:
-            return _rates
-        if "get_last_lr" in self._names and hasattr(value, "_last_lr"):
-            return lambda scheduler: list(map(float, scheduler._last_lr))
-        return None
 
-    def _is_named(self, value: Any) -> bool:
-        """True if the code names all attributes that it reads of this object.
+def _functions_named(starts: Iterable[tuple[Any, type[Any]]]) -> list[types.FunctionType]:
+    """Return the user's functions among these and those that they name, each once.
 
-        It does where all methods of the object that run were read. Elsewhere one that was not read,
-        or `__getattr__`, may read any of them, unless the code itself names some.
-        """
-        if id(value) in self._owners and not hasattr(type(value), "__getattr__"):
-            return self._owners[id(value)]
-        return bool(self._names & fields_of(value).keys())
+    A start is a function and the class in which its names are looked up.
+    """
+    found: dict[types.CodeType, types.FunctionType] = {}
+    waiting = list(starts)
+    while waiting and len(found) < _THINGS:
+        function, kind = waiting.pop()
+        if isinstance(function, types.MethodType):
+            kind = type(function.__self__)
+        waiting += [(one, kind) for _, one in _given(function) if isinstance(one, FUNCTIONS)]
+        bare = _bare(function)
+        if not isinstance(bare, types.FunctionType) or bare.__code__ in found or _is_foreign(bare):
+            continue
+        found[bare.__code__] = bare
+        named = [value for _, _, value in _places_of(bare)]
+        named += [
+            _function_of(vars(base)[name])
+            for base in kind.__mro__
+            for name in names_of(bare.__code__)
+            if name in vars(base)
+        ]
+        waiting += [(one, kind) for one in named if isinstance(one, FUNCTIONS)]
+    return list(found.values())
 
 
 class _Thing:
@@ -285,18 +214,10 @@ def _copied(value: Any) -> Any:
     if isinstance(value, _CONTAINERS):
         return value.copy()
     if isinstance(value, FUNCTIONS):
-        return list(places_of(value))
-    if isinstance(value, nn.Module) or not (_is_namespace(value) or _is_own_object(value)):
+        return list(_places_of(value))
+    if isinstance(value, nn.Module):
         return None  # The trace itself checks modules.
     return dict(fields_of(value))
-
-
-def _items(value: Any) -> Any:
-    if len(value) > _COMPARED:
-        return len(value)
-    if isinstance(value, set):
-        return frozenset(_plain(item) for item in value)
-    return [(key, _plain(item)) for key, item in _children(value)]
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -308,25 +229,46 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _named(names: Sequence[str], space: Any) -> Any:
-    """Return what a class or an imported module holds under these names."""
-    own = vars(space)
-    return [_plain(own.get(name)) for name in names]
+# ---------------------------------------------- how to look at a value: what is compared
+
+
+def _items(value: Any) -> Any:
+    if len(value) > _COMPARED:
+        return len(value)
+    if isinstance(value, set):
+        return frozenset(_plain(item) for item in value)
+    return [(key, _plain(item)) for key, item in _children(value)]
 
 
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
-    own, kind = fields_of(value), type(value)
-    if wanted is None:
-        return [(key, _plain(item)) for key, item in own.items()]
-    found = [(key, _plain(item)) for key, item in own.items() if key in wanted]
-    defaults = ((key, getattr(kind, key, kind)) for key in sorted(wanted - own.keys()))
-    return found + [(key, item) for key, item in defaults if isinstance(item, PLAIN)]
+    fields = fields_of(value).items()
+    return [(key, _plain(item)) for key, item in fields if wanted is None or key in wanted]
 
 
 def _numbers(module: nn.Module) -> Any:
     """Return the plain attributes and the parts of a module that is not trained (a teacher)."""
     plain = [(name, value) for name, value in vars(module).items() if _is_plain(value)]
     return plain, list(map(_Identity, _parts(module)))
+
+
+def _bindings(function: Any) -> Any:
+    own = vars(_bare(function)).items()
+    return [(name, _plain(value)) for _, name, value in _places_of(function)], [
+        (name, _plain(value)) for name, value in own
+    ]
+
+
+def _tensor(tensor: Tensor) -> int:
+    return version_of(tensor) if tensor.numel() <= SMALL else 0
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor; those of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, PLAIN) else id(value)
 
 
 def _parts(module: nn.Module) -> Iterator[Any]:
@@ -344,22 +286,7 @@ class _Identity:
         return isinstance(other, _Identity) and self.held is other.held
 
 
-def _rates(optimizer: torch.optim.Optimizer) -> Any:
-    groups = optimizer.param_groups
-    return [[(k, v) for k, v in group.items() if isinstance(v, PLAIN)] for group in groups]
-
-
-def _tensor(tensor: Tensor) -> int:
-    return version_of(tensor) if tensor.numel() <= SMALL else 0
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the number of writes into a tensor; those of inference mode are not counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, PLAIN) else id(value)
+# ----------------------------------------------------------- what is inside a value
 
 
 def _children(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -377,23 +304,20 @@ def _bare(function: Any) -> Any:
         function = function.func
     if isinstance(function, types.MethodType):
         return function.__func__
-    if isinstance(function, (types.FunctionType, types.CodeType)):
+    if isinstance(function, types.FunctionType):
         return function
     return getattr(type(function), "__call__", function)  # noqa: B004  (the function is wanted)
 
 
-def code_of(found: Any) -> Any:
+def _function_of(found: Any) -> Any:
     """Return the function of a property, or of a static or class method."""
     for name in ("fget", "func", "__func__"):
         found = getattr(found, name, found)
     return found
 
 
-def places_of(function: Any, *, outside: bool = True) -> Iterator[tuple[Any, str, Any]]:
-    """Yield where a function's free names live: (cell or dictionary, name, value).
-
-    Without `outside` only those of its closure.
-    """
+def _places_of(function: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield where a function's free names live: (cell or dictionary, name, value)."""
     bare = _bare(function)
     code = getattr(bare, "__code__", None)
     if code is None:
@@ -403,46 +327,19 @@ def places_of(function: Any, *, outside: bool = True) -> Iterator[tuple[Any, str
             yield cell, name, cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-    if not outside:
-        return
-    names, space = names_of(code), bare.__globals__
-    if (words := _words_of(code)) is not None:  # If none is a global, the name is computed.
-        plain = (PLAIN, *_CONTAINERS, Tensor)
-        found = words & space.keys() or {n for n, v in space.items() if isinstance(v, plain)}
-        names += tuple(sorted(found.difference(names)))
-    yield from ((space, name, space[name]) for name in names if name in space)
-
-
-def _inner(code: types.CodeType) -> list[types.CodeType]:
-    return [item for item in code.co_consts if isinstance(item, types.CodeType)]
+    space = bare.__globals__
+    yield from ((space, name, space[name]) for name in names_of(code) if name in space)
 
 
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code reads, with those of the functions that are made in it."""
-    return tuple(dict.fromkeys([*code.co_names, *(n for c in _inner(code) for n in names_of(c))]))
+    """Return the names and texts in this code, with those of the functions that are made in it.
 
-
-@functools.lru_cache(maxsize=4096)
-def _words_of(code: types.CodeType) -> set[str] | None:
-    """Return the words in the strings of code that may read globals by them; else None."""
-    found = [words for one in _inner(code) if (words := _words_of(one)) is not None]
-    if not found:
-        if _BY_TEXT.isdisjoint(code.co_names):  # To take the instructions apart is slow.
-            return None
-        loaded = ("LOAD_GLOBAL", "LOAD_NAME")
-        loads = (o.argval for o in dis.get_instructions(code) if o.opname in loaded)
-        if _BY_TEXT.isdisjoint(loads):
-            return None
-    texts = " ".join(item for item in code.co_consts if isinstance(item, str))
-    return set(re.findall(r"\w+", texts)).union(*found)
-
-
-def _bindings(function: Any) -> Any:
-    own = vars(_bare(function)).items() if isinstance(function, FUNCTIONS) else ()
-    return [(name, _plain(value)) for _, name, value in places_of(function)], [
-        (name, _plain(value)) for name, value in own
-    ]
+    By a text code may read an attribute (`getattr`) or a global.
+    """
+    texts = (text for text in code.co_consts if isinstance(text, str))
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return tuple(dict.fromkeys([*code.co_names, *texts, *(n for c in inner for n in names_of(c))]))
 
 
 def _given(function: Any) -> Iterator[tuple[str, Any]]:
@@ -462,60 +359,13 @@ def reached(function: Any) -> Iterator[tuple[str, Any]]:
     if owner is not None:
         yield type(owner).__name__, owner
     bare = _bare(function)
-    yield from ((name, value) for _, name, value in places_of(bare))
+    if _is_foreign(bare):
+        return
+    yield from ((name, value) for _, name, value in _places_of(bare))
     yield from (getattr(bare, "__kwdefaults__", None) or {}).items()
     yield from (
         (f"default {n}", v) for n, v in enumerate(getattr(bare, "__defaults__", None) or ())
     )
-
-
-def modules_in_sight() -> list[nn.Module]:
-    """Return the modules that the caller's code, outside of this package, has names for.
-
-    Its own and its callers' variables and globals are read, and what those hold, three levels deep.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    waiting: list[Any] = []
-    frames = 0
-    while frame is not None and frames < _FRAMES and sys.gettrace() is None:
-        if not str(frame.f_globals.get("__name__")).startswith(("wholebatch.", "contextlib")):
-            waiting += frame.f_globals.values()
-            if _COPIES.isdisjoint(frame.f_code.co_names):
-                held = frame.f_locals
-                waiting += held.values()
-                if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(held, dict):
-                    held.clear()  # Before Python 3.13 it is a copy that the frame would keep.
-            frames += 1
-        frame = frame.f_back
-    seen: dict[int, Any] = {}
-    for _ in range(3):
-        inner: list[Any] = []
-        for value in waiting:
-            if id(value) in seen or isinstance(value, PLAIN) or len(seen) > _THINGS:
-                continue
-            seen[id(value)] = value
-            if isinstance(value, FUNCTIONS):
-                inner += [] if _is_foreign(_bare(value)) else [one for _, one in reached(value)]
-            elif isinstance(value, (list, tuple, dict)):
-                inner += [one for _, one in _children(value)] if len(value) <= _ITEMS else []
-            elif not isinstance(value, nn.Module) and _is_own_object(value):
-                inner += fields_of(value).values()
-        waiting = inner
-    return [value for value in seen.values() if isinstance(value, nn.Module)]
-
-
-def _methods(kind: type[Any]) -> list[types.FunctionType]:
-    """Return a module's forward, if it is not torch's own, and the methods that it names."""
-    found: list[types.FunctionType] = []
-    stack: list[Any] = [getattr(kind, "forward", None)]  # A scripted module has none.
-    while stack:
-        function = stack.pop()
-        if not isinstance(function, types.FunctionType) or function in found:
-            continue
-        if not _is_foreign(function):
-            found.append(function)
-            stack += [getattr(kind, name, None) for name in names_of(function.__code__)]
-    return found
 
 
 def _is_own_object(value: Any) -> bool:
@@ -524,15 +374,6 @@ def _is_own_object(value: Any) -> bool:
         return False
     has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
     return has_attributes and not _is_foreign(type(value))
-
-
-def _is_namespace(value: Any) -> bool:
-    """True if it is a class or an imported Python module of the user's."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else "builtins"
-    if isinstance(value, type):
-        name = value.__module__
-    top = name.partition(".")[0]
-    return top not in _FOREIGN and top not in sys.stdlib_module_names
 
 
 def _is_foreign(thing: Any) -> bool:
@@ -742,8 +583,7 @@ def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
         for name in now.keys() | found.keys():
             if _same(now.get(name, now), found.get(name, found)):
                 continue
-            if not (isinstance(module, nn.RNNBase) and name in _OF_RNNS):
-                yield f"{type(module).__name__}.{name}"
+            yield f"{type(module).__name__}.{name}"
             if name in found:
                 now[name] = found[name]
             else:

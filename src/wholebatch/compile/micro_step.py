@@ -124,6 +124,7 @@ class Executor:
         self._next_place = 0
         self._compares = False  # True if the next micro-step of a graph is compared again
         self._pool: Any = None
+        self._is_too_large = False  # True if memory ran out while a graph was made
         self._reset()
         reason = window.only_eager
         if reason is not None and not self._plan.eager:
@@ -391,6 +392,9 @@ class Executor:
         except CannotTrace as reason:
             self._give_up(str(reason))
             return added
+        except torch.OutOfMemoryError:
+            self._is_too_large = True
+            raise
         finally:
             after.restore()
             if self._fingerprint is not None:
@@ -421,6 +425,14 @@ class Executor:
                     slot.ready = replace(slot.ready, run=slot.ready.joint)
             self._pool = None
         empty_cache(self._device)
+
+    def free_memory(self) -> bool:
+        """Stop using graphs after running out of memory; True if one was there or being made."""
+        if not self._is_too_large and not self._ready():
+            return False
+        self._is_too_large = False
+        self._give_up("there is no memory for its graph")
+        return True
 
     def _own(self) -> set[Key]:
         """Return the kinds that have a graph for exactly their sizes."""

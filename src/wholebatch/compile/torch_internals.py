@@ -1,7 +1,9 @@
 """Private parts of torch that the engine uses: what each buys, and what happens when it is gone.
 
-`missing()` tries each. A test runs it, so that a new torch fails with a sentence. Wherever a trace
-or a compilation fails for another reason, micro-steps run eagerly, with a warning that says why.
+`missing()` tries each. A test runs it, so that a new torch fails with a sentence. Another reads
+the engine's code: a private name of torch that is not here fails it. (Operations of a traced graph,
+`aten._to_copy` and the like, are not counted.) Wherever a trace or a compilation fails for another
+reason, micro-steps run eagerly, with a warning that says why.
 """
 
 from __future__ import annotations
@@ -18,29 +20,56 @@ class Internal(NamedTuple):
     name: str
     buys: str
     without: str
+    attributes: tuple[str, ...] = ()
+    """The private attributes and options of it that the engine uses."""
 
 
 _TRACE, _SHAPES = "no graphs: eager code", "a graph for each size"
 _CHOICES, _FAKE = "torch._inductor.choices", "torch._subclasses.fake_tensor"
 
 INTERNALS = (
-    Internal("torch.fx.experimental.proxy_tensor", "make_fx", "the trace of a micro-step", _TRACE),
+    Internal(
+        "torch.fx.experimental.proxy_tensor",
+        "make_fx",
+        "the trace of a micro-step",
+        _TRACE,
+        ("_allow_non_fake_inputs", "_disable_torch_fn_metadata_mode"),
+    ),
     Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _TRACE),
     Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _TRACE),
     Internal("torch.utils._python_dispatch", "TorchDispatchMode", "reads of values", _TRACE),
     Internal("torch.utils._python_dispatch", "_disable_current_modes", "causal masks", _TRACE),
     Internal("torch.utils._pytree", "tree_leaves", "the tensors of an operation", _TRACE),
-    Internal("torch._ops", "OpOverload", "schemas: what an operation writes", _TRACE),
+    Internal("torch._ops", "OpOverload", "what an operation writes", _TRACE, ("_schema",)),
     Internal("torch.fx._lazy_graph_module", "_LazyGraphModule", "no code is generated", _TRACE),
     Internal(
-        "torch", "_check_tensor_all_with", "assertions of transformers", "those models eagerly"
+        "torch",
+        "_check_tensor_all_with",
+        "assertions of transformers and of distributions",
+        "those models eagerly",
+        ("_validate_args",),
     ),
-    Internal("torch.nn", "Module._apply", "module.to() in a forward", "those models eagerly"),
-    Internal("torch.fx.experimental.symbolic_shapes", "ShapeEnv", "dynamic sizes", _SHAPES),
+    Internal(
+        "torch.nn",
+        "Module._apply",
+        "module.to() in a forward; the parts and hooks of a module",
+        _TRACE,
+        ("_parameters", "_buffers", "_modules"),
+    ),
+    Internal("torch", "Tensor._version", "writes into tensors", _TRACE, ("_version",)),
+    Internal(
+        "torch.fx.experimental.symbolic_shapes", "ShapeEnv", "dynamic sizes", _SHAPES, ("_expr",)
+    ),
     Internal("torch.fx.experimental.symbolic_shapes", "DimDynamic", "dynamic sizes", _SHAPES),
     Internal("torch._dynamo.source", "ConstantSource", "dynamic sizes", _SHAPES),
     Internal("torch._functorch.config", "patch", "dynamic sizes", _SHAPES),
-    Internal("torch._inductor", "compile", "compiled kernels", "graphs as traced"),
+    Internal(
+        "torch._inductor",
+        "compile",
+        "compiled kernels, whose inputs are freed early",
+        "graphs as traced",
+        ("_torchdynamo_orig_callable", "_boxed_call"),
+    ),
     Internal("torch._inductor.config", "patch", "options of Inductor", "graphs as traced"),
     Internal("torch._inductor.fx_passes.pad_mm", "_should_pad", "padded products", "GPT-2 eagerly"),
     Internal(
@@ -57,8 +86,9 @@ INTERNALS = (
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
-        "_optimizer_step_post_hooks: hooks run once, not per bucket",
+        "hooks run once, not per bucket",
         "optimizer_state='host' fails",
+        ("_optimizer_step_post_hooks",),
     ),
 )
 

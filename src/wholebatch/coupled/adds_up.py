@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.batch.samples import Layout
+from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,
@@ -39,7 +39,7 @@ from wholebatch.coupled.causes import (
     not_tested,
     outside_norm,
 )
-from wholebatch.coupled.coupling_layers import layers_that_couple
+from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
 from wholebatch.coupled.sample_runs import (
     SCALE,
@@ -176,6 +176,19 @@ def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
     except (RuntimeError, ValueError) as problem:
         _log.debug("groups of samples could not be run: %r", problem)
     return False
+
+
+def audit(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
+    """Return all that keeps micro-batches from the update of the whole batch, as far as is found.
+
+    These are layers that couple samples, and what `check_adds_up` finds. `run(batch)` returns a
+    loss.
+    """
+    layers = coupling_layers(model, batch, run)
+    found = check_adds_up(model, run, readable_layout(batch, None, ())).findings
+    if any(layer.kind == "probe" for layer in layers):  # Then nothing adds up: that is no news.
+        found = tuple(one for one in found if one.kind in ("state", "outside"))
+    return layers + [one for one in found if one.kind != "untested"]
 
 
 class _Test:

@@ -25,13 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
 from wholebatch.integrations.handed_over import HandedOver
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
 from wholebatch.window.close import CloseOptions, Policy
-from wholebatch.window.forward_state import attributes_restored, replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step
 
 require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
@@ -191,7 +190,7 @@ class ExactAccumulation(Callback):
             )
         CloseOptions(nonfinite=nonfinite, zero_units=zero_units).check(())
         self._units = units
-        self._options = {
+        self._options: dict[str, Any] = {
             "execute": execute,
             "precision": precision,
             "batchnorm": batchnorm,
@@ -214,8 +213,7 @@ class ExactAccumulation(Callback):
         _check(trainer, pl_module)
         self._windows = TrainerAccumulator(trainer, **self._options)
         self._windows._window.updates = self._saved_updates
-        step = TrainingStep(trainer, pl_module, self._windows, self._units_of, host=self)
-        self._step = step
+        self._step = step = TrainingStep(trainer, pl_module, self._windows, self._units_of)
         self._replaced.enter_context(
             replaced_attributes(
                 pl_module,
@@ -288,23 +286,39 @@ class TrainerAccumulator(HandedOver):
 
     guards_steps = False
 
-    def __init__(self, trainer: Trainer, **options: Any) -> None:
+    def __init__(self, trainer: Trainer, *, execute: Execute, **options: Any) -> None:
+        if trainer.world_size > 1 and options["precision"] is not None:
+            raise UnsupportedError(
+                f"ExactAccumulation(precision={options['precision']!r}) on {trainer.world_size} "
+                "ranks: it is tested in one process only; use Lightning's own precision there"
+            )
         model: Any = trainer.strategy.model
-        scaled_by = trainer.precision_plugin
-        steps = max(trainer.accumulate_grad_batches, 2)  # more than one: backward(last=) says which
-        super().__init__(model, trainer.optimizers, steps=steps, scaled_by=scaled_by, **options)
+        super().__init__(
+            model,
+            trainer.optimizers,
+            steps=max(trainer.accumulate_grad_batches, 2),  # more than one: run(last=) says which
+            scaled_by=trainer.precision_plugin,
+            execute="eager" if trainer.world_size > 1 else execute,
+            **options,
+        )
+        self._trainer = trainer
+        self._checks.stop()  # `run` tests the whole training_step.
 
     @property
     def is_open(self) -> bool:
         """True if the window holds a micro-batch."""
         return self._window.open is not None
 
-    def _watch(self, size: int) -> None:
-        """Leave the forwards alone: `TrainingStep` tests the whole training_step."""
+    @property
+    def _planned_steps(self) -> int:
+        return self._trainer.accumulate_grad_batches
 
 
 class TrainingStep:
-    """A module's training_step, backward and optimizer_step, with the backwards of a window."""
+    """A module's training_step, which makes its backward too, and the methods around it.
+
+    A graph runs no Python, so what training_step logs is logged again after every call.
+    """
 
     def __init__(
         self,
@@ -312,24 +326,19 @@ class TrainingStep:
         module: LightningModule,
         windows: TrainerAccumulator,
         units_of: Callable[[Any, Any], Units],
-        *,
-        host: object,
     ) -> None:
         self._trainer, self._module, self._windows = trainer, module, windows
-        self._units_of, self._host = units_of, host
-        self._inner, self._clear = module.training_step, module.optimizer_zero_grad
-        self._inner_step = module.optimizer_step
-        self._compiled = CompiledStep(module, windows, units_of)
-        sync = windows._window.sync
-        self._test = AdditivityTest(
-            module,
-            sync,
-            enabled=windows._audits and not self._compiled.runs,  # `run` tests by itself
-            shares_forwards=sync.grows_own_graph or sync.counts_must_agree,
-            off="ExactAccumulation(..., audit=False)",
-        )
-        self._given: tuple[Tensor, Units] | None = None
+        self._units_of = units_of
+        self._inner: Callable[..., Any] = module.training_step
+        self._clear, self._inner_step = module.optimizer_zero_grad, module.optimizer_step
         self._is_last = False
+        self._name: str | None = None  # of the batch, if it is given by its name
+        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
+        self._batch: Any = None  # of the call under way; tests run parts of it
+        self._ran = False  # True if this call has run the code itself, with its log
+        self._output: dict[str, Any] = {}  # of the code itself
+        self.executor = windows._prepare(self._run, reads=self._inner).executor
 
         @functools.wraps(self._inner)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -338,114 +347,24 @@ class TrainingStep:
         self.training_step = training_step
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run training_step and its backward; return its output."""
         trainer, windows = self._trainer, self._windows
         if not (trainer.training and torch.is_grad_enabled()):  # called in a validation_step
             return self._inner(*args, **kwargs)
-        self._given = None
-        name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
-        ranks = windows._window.sync.ranks
-        if (trainer.accumulate_grad_batches > 1 or ranks > 1) and not windows.is_open:
-            self._test_window(name, batch, args, kwargs)
-        if self._compiled.runs:
-            if not windows.is_open:
-                for optimizer in trainer.optimizers:  # Lightning would do it too late
-                    self._clear(trainer.current_epoch, trainer.global_step, optimizer)
-            return self._compiled(args, kwargs, last=self._is_last)
-        output = self._inner(*args, **kwargs)
-        if output is None and ranks > 1:
-            raise LossError(
-                "training_step returned None on one of several processes, and the others wait for "
-                "its backward: return loss * 0 with 0 units for a batch that does not count"
-            )
-        mean = _mean_in(output)
-        if isinstance(mean, Tensor):  # else Lightning says what is wrong with it
-            self._given = mean, self._units_of(output, batch)
-        return output
-
-    def _test_window(self, name: str | None, batch: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a training_step that does not add up, in windows 1, 2, 4, 8, ..."""
-        if not self._test.begin_window():
-            return
-
-        def run(few: Any) -> Loss:
-            given = kwargs if name is None else {**kwargs, name: few}
-            output = self._inner(*((few, *args[1:]) if name is None else ()), **given)
-            return mean_loss(_mean_in(output), self._units_of(output, few))
-
-        silent = replaced_attributes(self._module, log=_log_nothing, log_dict=_log_nothing)
-        try:
-            with silent, attributes_restored(self._host):
-                steps = [self._trainer.accumulate_grad_batches]
-                self._test.test(run, WindowData(batch, [batch], steps=steps), name="the loss")
-        finally:
-            self._windows.discard()  # what BatchNorm policies have recorded of the runs
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the backward of the loss that training_step returned, as the window weighs it.
-
-        A compiled step has made it.
-        """
-        if self._given is not None:
-            mean, units = self._given
-            self._given = None
-            self._windows.backward(mean=mean, units=units, last=self._is_last)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Run the module's own optimizer_step, around the window's last training_step."""
-        self._is_last = True
-        try:
-            self._inner_step(*args, **kwargs)
-        finally:
-            self._is_last = False
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Clear the gradients; a compiled step has done that before its window."""
-        if not self._compiled.runs:
-            self._clear(epoch, batch_idx, optimizer)
-
-
-class CompiledStep:
-    """A training_step with its backward as one graph. What it logs is logged after every call."""
-
-    def __init__(
-        self,
-        module: LightningModule,
-        windows: TrainerAccumulator,
-        units_of: Callable[[Any, Any], Units],
-    ) -> None:
-        self._module, self._windows, self._units_of = module, windows, units_of
-        self._step: Callable[..., Any] = module.training_step
-        self._name: str | None = None  # of the batch, if it is given by its name
-        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
-        self._batch: Any = None  # of the call under way; tests run parts of it
-        self._ran = False  # True if this call has run the code itself, with its log
-        self._output: dict[str, Any] = {}  # of the code itself
-        windows._checks.stop()  # The whole training_step is tested.
-        self.executor = windows._prepare(self._run, reads=self._step).executor
-        is_fp8 = windows._precision.name == "fp8"
-        ranks = windows._window.sync.ranks
-        self.runs = ranks == 1 and (is_fp8 or not self.executor.is_eager)
-        """True if training_step runs this way: in one process, where graphs may pay."""
-        if is_fp8 and not self.runs:
-            raise UnsupportedError(
-                f"ExactAccumulation(precision='fp8') on {ranks} ranks: Lightning runs "
-                "training_step itself there; use its own precision, or one process"
-            )
-
-    def __call__(self, args: Any, kwargs: Any, *, last: bool) -> Any:
-        """Run training_step; return its output. Its gradient is in the window then."""
+        if not windows.is_open:
+            for optimizer in trainer.optimizers:  # Lightning would do it too late
+                self._clear(trainer.current_epoch, trainer.global_step, optimizer)
         name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
         self._rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
         self._ran, self._batch, self._name = False, batch, name
         try:
-            self._windows.run(self._run, batch, last=last)
+            windows.run(self._run, batch, last=self._is_last)
         except _NoLoss as skipped:
             return skipped.output
         finally:
             self._batch = None
-        assert self._windows.last_loss is not None
-        extras = dict(self._windows.last_loss.extras)
+        assert windows.last_loss is not None
+        extras = dict(windows.last_loss.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
                 value = extras.pop(place)
@@ -456,6 +375,20 @@ class CompiledStep:
             self._output if self._ran else {k.removeprefix("output "): extras[k] for k in extras}
         )
         return {**others, "loss": mean}
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        """Do nothing: training_step has made the backward."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Run the module's own optimizer_step, around the window's last training_step."""
+        self._is_last = True
+        try:
+            self._inner_step(*args, **kwargs)
+        finally:
+            self._is_last = False
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Do nothing: training_step has cleared the gradients before its window."""
 
     def _run(self, batch: Any) -> Loss:
         """Run training_step on a batch, and return its loss with everything that it logs."""
@@ -475,18 +408,26 @@ class CompiledStep:
 
         with replaced_attributes(self._module, log=log, log_dict=log_dict):
             named = {} if self._name is None else {self._name: batch}
-            output = self._step(*(() if named else (batch,)), *rest, **named, **options)
-        mean = _mean_in(output)
-        if not isinstance(mean, Tensor):
-            raise _NoLoss(output)
-        loss = mean_loss(mean, self._units_of(output, batch))
+            output = self._inner(*(() if named else (batch,)), *rest, **named, **options)
         others = dict(output) if isinstance(output, Mapping) else {}
+        mean = others.get("loss") if others else output
+        if not isinstance(mean, Tensor):
+            self._refuse_no_loss(output)
+        loss = mean_loss(mean, self._units_of(output, batch))
         if is_step:
             self._output = others
         extras = {f"output {k}": v for k, v in others.items() if k not in ("loss", "units")}
         if not is_traced:
             extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
         return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
+
+    def _refuse_no_loss(self, output: Any) -> NoReturn:
+        if output is None and self._trainer.world_size > 1:
+            raise LossError(
+                "training_step returned None on one of several processes, and the others wait for "
+                "its backward: return loss * 0 with 0 units for a batch that does not count"
+            )
+        raise _NoLoss(output)
 
     def _log_into(
         self, logged: dict[str, Tensor], is_traced: bool, is_step: bool
@@ -544,12 +485,3 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
                 "LBFGS evaluates the loss several times in a step; a window's gradient is made "
                 "once, so use an optimizer whose step needs no closure"
             )
-
-
-def _mean_in(output: Any) -> Any:
-    """Return the mean loss of what a training_step returned."""
-    return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    """Stands for a module's log."""

@@ -75,22 +75,6 @@ class StartingState:
         for parameter, gradient, _ in self._parameters:
             parameter.grad = gradient
 
-    def changed_attributes(self) -> list[str]:
-        """Return `module.attribute` of every changed number or tensor that is not a buffer."""
-        names = {id(module): name for name, module in self.model.named_modules()}
-        changed = []
-        for module, attributes in self._modules:
-            for name, now in vars(module).items():
-                before = attributes.get(name)
-                is_plain = isinstance(now, int | float | str) and name != "training"
-                if (is_plain and now != before) or (isinstance(now, Tensor) and now is not before):
-                    changed.append(f"{names.get(id(module), '')}.{name}".lstrip("."))
-        return changed
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Tell if a tensor was there at the start; a forward may have exchanged a buffer."""
-        return id(tensor) in self._kept
-
     def update(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what was added to each of these parameters since the start, on the host."""
         return tuple(_change(parameter, self.before(parameter)) for parameter in parameters)

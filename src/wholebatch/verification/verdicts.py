@@ -31,7 +31,7 @@ class Cause:
 
     def __str__(self) -> str:
         where = f" in {listed(self.where)}" if self.where else ""
-        return f"{self.kind}{where}: {self.evidence}. {self.advice}"
+        return f"{self.kind}{where}: {'. '.join(filter(None, (self.evidence, self.advice)))}"
 
 
 _CAUSES = texts_in("causes.md")

@@ -1,8 +1,9 @@
 """`verify`: the undivided batch beside its accumulation, from the same start, and the causes.
 
 Where the updates differ, each question is put to the model itself, in an order in which an answer
-excludes what comes after: does it repeat itself, does it keep a state, do its layers couple
-samples, does its loss weigh the micro-batches as it says, does it decompose at all.
+excludes what comes after: does it repeat itself, does the order of the samples matter, does the
+test of the entry points find a cause (`coupled.adds_up.audit`: by type, and by halves), does any
+weighting of the micro-batches give the undivided batch (by least squares).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import to_device
+from wholebatch.coupled.adds_up import audit
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.coupling_layers import coupling_layers, layers_by_type
+from wholebatch.coupled.coupling_layers import layers_by_type
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.options import BatchNormPolicy, flattened
 from wholebatch.runner import check_functions, modules_of
-from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, objective, uneven
+from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, uneven
 from wholebatch.verification.observed_window import WindowRun
 from wholebatch.verification.random_numbers import SILENCES, DrawnLines, dropouts
 from wholebatch.verification.run_comparison import (
@@ -42,7 +43,6 @@ from wholebatch.verification.run_comparison import (
 from wholebatch.verification.verdicts import Cause, Verdict, cause
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import ClipNorm
-from wholebatch.window.forward_state import restore_random
 from wholebatch.window.precision import PrecisionName
 
 
@@ -61,7 +61,7 @@ class Evidence:
 
 def diagnose(evidence: Evidence) -> list[Cause]:
     """Return the causes that were found, the one to begin with first."""
-    questions = [_repeats, _order, _state, _coupling, _weights, _left_moved]
+    questions = [_repeats, _order, _audited, _weights, _audited_loss]
     if evidence.float64 is not None and evidence.float64.same:  # only rounding can be the cause
         questions = [_repeats]
     elif evidence.runs.is_sharded:  # a forward alone is a collective that all must join
@@ -86,89 +86,21 @@ def _order(evidence: Evidence) -> Iterator[Cause]:
     apart = max(distance(run.gradients, whole, devices) for run in evidence.permuted)
     if not apart <= evidence.gradient.tolerance:
         yield cause("order", apart=percent(apart))
-        yield from _coupling(evidence)
+        yield from _audited(evidence)
 
 
-def _state(evidence: Evidence) -> Iterator[Cause]:
-    """Ask if a second forward, from where the first has left the modules, has the same gradient.
-
-    The same loss is not enough: power iterations of a spectral norm hardly move it.
-    """
-    runs = evidence.runs
-    micro = evidence.batch.micro_batches()[0]
-    with _norms_frozen(runs):
-        first, gradients = _mean(runs, micro)
-        moved = _moved(runs, same=_close)
-        restore_random(runs.start.random)
-        second, again = _mean(runs, micro)
-    apart = distance(again, gradients, runs.devices)
-    same_loss = abs(second - first) <= 100 * runs.unit * max(abs(first), 1e-30)
-    if not (same_loss and apart <= evidence.gradient.tolerance):
-        yield cause("state", moved, apart=percent(apart), first=first, second=second)
+_OF_THE_LOSS = ("loss", "gradient")
+_KINDS = {
+    **dict.fromkeys(("mean", "sum", "units", "added"), "a mean of means"),
+    **dict.fromkeys(_OF_THE_LOSS, "a loss that does not decompose"),
+    **dict.fromkeys(("state", "outside", "spectral", "running"), "a stateful module"),
+    "custom": "BatchNorm of its own kind",
+}
+"""What a proof calls the findings of an audit; the others are coupled samples."""
 
 
-def _left_moved(evidence: Evidence) -> Iterator[Cause]:
-    """Ask if a forward moves anything at all: one forward may move it too little to show."""
-    runs = evidence.runs
-    with _norms_frozen(runs):
-        _mean(runs, evidence.batch.micro_batches()[0])
-        moved = _moved(runs, same=_equal)
-    if moved:
-        yield cause("moved", moved)
-
-
-@contextmanager
-def _norms_frozen(runs: ModelRuns) -> Iterator[None]:
-    """Keep BatchNorms in evaluation mode: another check looks at their statistics."""
-    runs.begin()
-    _freeze_norms(runs.model)
-    try:
-        yield
-    finally:
-        runs.begin()
-
-
-def _freeze_norms(model: nn.Module) -> None:
-    for _, module in batchnorms_of(model):
-        module.training = False
-
-
-def _mean(runs: ModelRuns, micro: Any) -> tuple[float, tuple[Tensor | None, ...]]:
-    """Return the mean loss of a micro-batch from where the modules are now, and its gradient."""
-    mean = objective(runs.inner, runs.loss, micro, runs.numbers).mean()
-    gradients = torch.autograd.grad(mean, runs.parameters, allow_unused=True)
-    return float(mean.detach()), tuple(g if g is None else g.to_dense() for g in gradients)
-
-
-def _moved(runs: ModelRuns, *, same: Callable[[Tensor, Tensor], bool]) -> list[str]:
-    """Return the buffers and plain attributes that differ from the start."""
-    start = runs.start
-    names = [
-        name
-        for name, buffer in runs.model.named_buffers()
-        if not (start.knows(buffer) and same(buffer, start.before(buffer)))
-    ]
-    return names + start.changed_attributes()
-
-
-def _coupling(evidence: Evidence) -> Iterator[Cause]:
-    """Ask for layers whose output for a sample depends on the others of its batch."""
-    runs = evidence.runs
-    if runs.batchnorm == "freeze":
-        return
-    found = _coupling_layers(evidence)
-    norms = [f for f in found if f.kind in ("batchnorm", "custom", "sync")]
-    custom = [f for f in norms if f.kind == "custom"]
-    other = [f for f in found if f.kind == "probe"]
-    if other:
-        yield cause("coupled", [f.name for f in other], advice=other[0].advice)
-    if norms and runs.batchnorm != "exact":
-        yield cause("batchnorm", [f.name for f in norms], policy=runs.batchnorm)
-    elif custom and not other:
-        yield cause("own-batchnorm", [f.name for f in custom], advice=custom[0].advice)
-
-
-def _coupling_layers(evidence: Evidence) -> list[AuditFinding]:
+def _findings(evidence: Evidence) -> list[AuditFinding]:
+    """Return what the test of the entry points finds: by type, by changing a sample, by halves."""
     runs, batch = evidence.runs, evidence.batch
     runs.begin()
     few = to_device(batch.first(min(8, batch.samples)).whole, runs.parameters[0].device)
@@ -178,9 +110,42 @@ def _coupling_layers(evidence: Evidence) -> list[AuditFinding]:
             return runs.loss(runs.inner, batch)
 
     try:
-        return coupling_layers(runs.inner, few, run)
+        return audit(runs.inner, few, run)
     except Exception:  # a loss that needs the whole batch: what the types tell is left
         return layers_by_type(runs.inner)
+    finally:
+        runs.begin()
+
+
+def _audited(evidence: Evidence) -> Iterator[Cause]:
+    """Ask for layers that couple samples, state that moves, and means that are given as sums.
+
+    A loss that does not add up is asked by least squares first, which tell its weights.
+    """
+    policy, findings = evidence.runs.batchnorm, _findings(evidence)
+    norms = [f.name for f in findings if f.kind in ("batchnorm", "custom", "sync")]
+    if norms and policy == "allow":
+        yield cause("batchnorm", norms, policy=policy)
+    others = {"batchnorm", "sync", *_OF_THE_LOSS} | (set() if policy == "exact" else {"custom"})
+    yield from _named([finding for finding in findings if finding.kind not in others])
+
+
+def _audited_loss(evidence: Evidence) -> Iterator[Cause]:
+    """Ask if the loss of some samples is that of their parts."""
+    yield from _named([one for one in _findings(evidence) if one.kind in _OF_THE_LOSS])
+
+
+def _named(findings: Sequence[AuditFinding]) -> Iterator[Cause]:
+    by_kind: dict[str, list[AuditFinding]] = {}
+    for finding in findings:
+        by_kind.setdefault(_KINDS.get(finding.kind, "coupled samples"), []).append(finding)
+    for kind, found in by_kind.items():
+        yield Cause(kind, tuple(f.name for f in found if f.name[:1] != "("), found[0].advice, "")
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    for _, module in batchnorms_of(model):
+        module.training = False
 
 
 def _weights(evidence: Evidence) -> Iterator[Cause]:
@@ -239,13 +204,9 @@ def moved_buffers(
         )
 
 
-def _equal(ours: Tensor, other: Tensor) -> bool:
-    return torch.equal(ours.cpu(), other.cpu())
-
-
 def _close(ours: Tensor, other: Tensor) -> bool:
     if not ours.is_floating_point():
-        return _equal(ours, other)
+        return torch.equal(ours.cpu(), other.cpu())
     left, right = ours.double().cpu(), other.detach().double().cpu()
     size = float(right.abs().max()) if right.numel() else 0.0
     tolerance = 100 * torch.finfo(ours.dtype).eps

@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from wholebatch.errors import LossError, OptionError, SplitError
-from wholebatch.integrations.jax.additivity import untested_because
-from wholebatch.integrations.jax.dtypes import is_16_bit, mesh_axes, sum_dtype
+from wholebatch.integrations.jax.additivity import untested_because, with_values
 
 _log = logging.getLogger("wholebatch")
 
@@ -158,15 +157,15 @@ class _Accumulation:
         if main is not None:
 
             def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
-                added, extra = micro_step(_with(args, self.batched, micro))
+                added, extra = micro_step(with_values(args, self.batched, micro))
                 return jax.tree.map(jnp.add, carry, added), extra
 
-            first = _with(args, self.batched, jax.tree.map(lambda leaf: leaf[0], main))
+            first = with_values(args, self.batched, jax.tree.map(lambda leaf: leaf[0], main))
             zeros = _zeros_like(jax.eval_shape(lambda: micro_step(first)[0]))
             sums, extra = jax.lax.scan(body, zeros, main)
             extras.append(extra)
         if rest is not None:
-            added, extra = micro_step(_with(args, self.batched, rest))
+            added, extra = micro_step(with_values(args, self.batched, rest))
             sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
             extras.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], extra))
         return sums, extras
@@ -190,7 +189,7 @@ class _Accumulation:
     ) -> tuple[Any, Any]:
         def seeded(*call: Any) -> tuple[Any, Any]:
             loss, total, counted, extra = self._read(loss_fn, call)
-            if self.units is not None and is_16_bit(loss.dtype):
+            if self.units is not None and jnp.dtype(loss.dtype).itemsize < 4:
                 # 16 bit would round the units, so weight the gradient of the mean instead.
                 return loss, (total, counted, counted * jnp.float32(seed), extra)
             return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
@@ -287,20 +286,25 @@ def _split(
     return main, rest
 
 
-def _with(args: Sequence[Any], batched: Sequence[int], micro: Sequence[Any]) -> list[Any]:
-    call = list(args)
-    for number, value in zip(batched, micro, strict=True):
-        call[number] = value
-    return call
-
-
 def _shape(value: Any) -> str:
     return f"a {type(value).__name__}"
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Return the dtype in which sums of this dtype are kept: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _scalar(value: Any, like: Any = None) -> Any:
     value = jnp.asarray(value)
     return value.astype(sum_dtype(value.dtype if like is None else like.dtype))
+
+
+def _mesh_axes(aval: Any) -> frozenset[str]:
+    """Return the mesh axes a value varies over in `shard_map`; the attribute differs by version."""
+    manual = getattr(aval, "manual_axis_type", None)
+    found = getattr(aval, "vma", None) if manual is None else manual.varying
+    return frozenset(found or ())
 
 
 def _cast(leaf: Any, names: frozenset[str]) -> Any:
@@ -315,13 +319,13 @@ def _cast(leaf: Any, names: frozenset[str]) -> Any:
 def _varying(tree: Any, axis_name: str | Sequence[str]) -> Any:
     """Mark values as varying between shards, so that their gradients stay local."""
     names = frozenset({axis_name} if isinstance(axis_name, str) else axis_name)
-    return jax.tree.map(lambda leaf: _cast(leaf, names - mesh_axes(jax.typeof(leaf))), tree)
+    return jax.tree.map(lambda leaf: _cast(leaf, names - _mesh_axes(jax.typeof(leaf))), tree)
 
 
 def _zeros_like(shapes: Any) -> Any:
     """Return zeros that vary over the same mesh axes: a scan's carry must keep its type."""
     return jax.tree.map(
-        lambda like: _cast(jnp.zeros(like.shape, like.dtype), mesh_axes(like)), shapes
+        lambda like: _cast(jnp.zeros(like.shape, like.dtype), _mesh_axes(like)), shapes
     )
 
 

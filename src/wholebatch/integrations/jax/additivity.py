@@ -112,42 +112,35 @@ class _Samples:
         return [self._run(a + b), self._run(c + d)], [self._run(c + b), self._run(a + d)]
 
     def _run(self, rows: list[int]) -> Total:
-        batch = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf)[jnp.asarray(rows)],
-            [self._args[i] for i in self._batched],
+        batch, wanted = (
+            [self._args[number] for number in numbers] for numbers in (self._batched, self._wanted)
         )
-        # Only floating-point leaves of the arguments that are differentiated.
-        leaves, tree = jax.tree.flatten([self._args[i] for i in self._wanted])
-        trained = [i for i, leaf in enumerate(leaves) if _is_inexact(leaf)]
+        batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[jnp.asarray(rows)], batch)
 
-        def pair(batch: Any, *values: Any) -> tuple[Any, Any]:
-            given = list(leaves)
-            for i, value in zip(trained, values, strict=True):
-                given[i] = value
-            call = list(self._args)
-            for i, value in zip(self._wanted, jax.tree.unflatten(tree, given), strict=True):
-                call[i] = value
-            for i, value in zip(self._batched, batch, strict=True):
-                call[i] = value
-            total, units = self._loss(*call)
-            return total, jnp.asarray(units, total.dtype)
+        def totals(batch: Any, wanted: Any) -> tuple[Any, ...]:
+            def pair(*wanted: Any) -> tuple[Any, Any]:
+                call = with_values(self._args, self._wanted, wanted)
+                total, units = self._loss(*with_values(call, self._batched, batch))
+                return total, jnp.asarray(units, total.dtype)
 
-        def totals(batch: Any, *values: Any) -> tuple[Any, ...]:
-            (total, units), pull = jax.vjp(lambda *values: pair(batch, *values), *values)
+            (total, units), pull = jax.vjp(pair, *wanted)
             seed = jnp.asarray(1.0 if len(rows) == self._few else 0.25, total.dtype)
-            slopes, none = pull((seed, 0 * seed)), pull((0 * seed, seed))
+            slopes, none = map(jax.tree.leaves, (pull((seed, 0 * seed)), pull((0 * seed, seed))))
             mixed = sum(jnp.real(one).ravel() @ jnp.cos(jnp.arange(one.size)) for one in slopes)
             sizes = [jnp.sqrt(sum((abs(one) ** 2).sum() for one in of)) for of in (slopes, none)]
             return units, total, mixed / seed, sizes[0] / seed, sizes[1] / seed
 
-        given = [leaves[i] for i in trained]
         if len(rows) not in self._compiled:
-            program = str(jax.make_jaxpr(totals)(batch, *given).jaxpr)
+            program = str(jax.make_jaxpr(totals)(batch, wanted).jaxpr)
             self._draws = any(word in program for word in _RANDOM)
             self.has_16_bit = any(word in program for word in _16_BIT)
             self._compiled[len(rows)] = jax.jit(totals)
-        return tuple(float(one) for one in self._compiled[len(rows)](batch, *given))
+        return tuple(float(one) for one in self._compiled[len(rows)](batch, wanted))
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+def with_values(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Return the arguments with these values at the places of these numbers."""
+    call = list(args)
+    for number, value in zip(numbers, values, strict=True):
+        call[number] = value
+    return call

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from wholebatch.errors import OptionError, WindowError
-from wholebatch.integrations.jax.dtypes import sum_dtype
+from wholebatch.integrations.jax.accumulate import sum_dtype
 from wholebatch.optional_packages import require
 
 if TYPE_CHECKING:

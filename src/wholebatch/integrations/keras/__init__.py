@@ -11,7 +11,7 @@ model.fit(x, y, batch_size=8)                # 4 × 8 samples make one update, t
 | name | for |
 |---|---|
 | `GradientAccumulateModel` | `compile` and `fit` as they are; it counts units itself |
-| `GradientAccumulateOptimizer` | a model that must stay as it is; units come through its `loss()` |
+| `GradientAccumulateOptimizer` | a model that must stay as it is, with equal micro-batches |
 
 A loop of your own around `tf.GradientTape` needs none of them: examples/integrations/keras_tape.py.
 """

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import keras
@@ -19,11 +20,7 @@ from wholebatch.integrations.keras.accumulate_optimizer import (
     check_nonfinite,
     check_steps,
 )
-from wholebatch.integrations.keras.loss_units import (
-    ObservedLosses,
-    test_model_with_variables,
-    units_of,
-)
+from wholebatch.integrations.keras.loss_units import ObservedLosses, test_loss, units_of
 
 BatchNorm = Literal["refuse", "warn", "allow"]
 _OWN = ("accum_steps", "batchnorm", "nonfinite", "audit")
@@ -46,10 +43,10 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
     `units(x, y, sample_weight)` counts the units if the model cannot see them: for a custom
     `compute_loss`, or a loss that returns a single number. `batchnorm` sets how to treat
     BatchNormalization layers, which see one micro-batch at a time. A window with a loss or gradient
-    that is not finite changes no weights: `nonfinite="raise"` raises after it, "skip" goes on and
-    counts it in `optimizer.skipped`. Before the first window the loss of one micro-batch is
-    compared with those of its halves, and refused if they do not add up; `audit=False` leaves this
-    out.
+    that is not finite changes no weights and is counted in `optimizer.skipped`; `nonfinite="raise"`
+    raises at the end of its epoch, "skip" does not. Before the first window the loss of one
+    micro-batch is compared with those of its halves, and refused if they do not add up;
+    `audit=False` leaves this out.
     """
 
     train_function: Any
@@ -220,24 +217,35 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         """Test the next micro-batch; return the arguments with an iterator that gives it again."""
         backend = keras.backend.backend()
         *state, iterator = args
+        scope: Callable[[], Any] = self._scope
         if backend == "torch":
             import torch
 
             with torch.no_grad():
-                self.must_test = not test_model_with_variables(self, iterator[0])
+                self.must_test = not test_loss(self, iterator[0], scope)
             return args
         if replicas_of(self) > 1:  # Its data are in pieces on several devices.
             self.must_test = False
             return args
         iterator = iter(iterator)
         data = next(iterator)
+        if not self.built:
+            self(keras.utils.unpack_x_y_sample_weight(data)[0])
         if backend == "jax":
-            from wholebatch.integrations.keras.jax_step import test_stateless_model
+            from wholebatch.integrations.keras.jax_step import model_scope
 
-            self.must_test = not test_stateless_model(self, state[0], data)
-        else:
-            self.must_test = not test_model_with_variables(self, data)
+            # A fit has emptied the variables; it puts these values back when it ends.
+            names = ("trainable", "non_trainable", "optimizer", "metrics")
+            held = zip(names, state[0], strict=True)
+            self._jax_state = {f"{name}_variables": values for name, values in held}
+            scope = partial(model_scope, self, state[0])
+        self.must_test = not test_loss(self, data, scope)
         return *state, itertools.chain([data], iterator)
+
+    def _scope(self) -> Any:
+        """Return a scope with the values of all variables, which forgets what a forward changes."""
+        held = [(one, one.value) for one in (*self.variables, *self.metrics_variables)]
+        return keras.StatelessScope(state_mapping=held, collect_losses=True)
 
     # ------------------------------------------------------------ save and load
 

@@ -4,17 +4,13 @@ It holds the sum of gradients in float32 (or float64), the units, and how many m
 All of it are optimizer variables, saved with the model.
 
 Keras's own train step asks the optimizer to scale the loss before its gradient is taken, and to
-apply the gradient after it. `scale_loss` multiplies the loss by its units, which the loss has noted
-just before (`note`); `apply` adds the gradient, and closes the window if it is full. The compiled
-step itself decides that.
-
-Every loss is multiplied by `units × seed` before its gradient is taken, so that the sum over the
-window, divided by `Σ units × seed`, is the gradient of the whole batch's mean. The seed is near
-1 / Σ units, so that float16 gradients stay as large as those of the whole batch.
+apply the gradient after it. The units of the loss are noted just before (`note`). `apply` adds
+units × gradient, and closes the window if it is full: the sum over the window, divided by the sum
+of the units, is the gradient of the whole batch's mean. The compiled step itself decides that.
 
 A window with a loss or gradient that is not finite makes no update and is counted in `skipped`. A
-compiled step cannot raise, so `report_skipped` raises afterwards, in Python. A LossScaleOptimizer
-inside decides this itself.
+compiled step cannot raise, so `flush` raises at the end of the epoch. A LossScaleOptimizer inside
+decides this itself.
 """
 
 from __future__ import annotations
@@ -27,9 +23,8 @@ from keras import ops
 from keras.src.utils import tracking
 
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
-from wholebatch.integrations.keras.loss_units import NO_UNITS, CountedLoss, replicas, wide
+from wholebatch.integrations.keras.loss_units import NO_UNITS, replicas, wide
 
-LOSS, EQUAL = "loss", "equal"
 NonFinite = Literal["raise", "skip"]
 
 
@@ -54,15 +49,14 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
     Clipping, weight decay, moving averages, constraints and the learning rate's schedule belong to
     `optimizer` and so happen once per update.
 
-    An optimizer does not see what a gradient is a mean over. It must be told: compile the model
-    with `loss=optimizer.loss("mse")`, which notes the units of that one loss (TensorFlow and torch
-    backends), or say `units="equal"`, which is exact only if every micro-batch has the same number
-    of units: no masks, no short last batch. `callbacks=[optimizer.tail()]` closes a half-filled
-    window at the end of an epoch; without it, it goes on in the next. `GradientAccumulateModel`
-    needs none of this.
+    `GradientAccumulateModel` makes one by itself, and gives it the units of every loss. Alone, an
+    optimizer does not see what a gradient is a mean over: it refuses, or you say `units="equal"`,
+    which is exact only if every micro-batch has the same number of units: no masks, no short last
+    batch. `callbacks=[optimizer.tail()]` closes a half-filled window at the end of an epoch;
+    without it, it goes on in the next.
 
-    A window with a gradient that is not finite makes no update. `nonfinite="raise"` raises then,
-    inside a compiled step through the callback of `tail()`; "skip" counts it in `skipped`.
+    A window with a gradient that is not finite makes no update, and is counted in `skipped`.
+    `nonfinite="raise"` raises at the end of that epoch (by the callback of `tail()`).
     """
 
     def __init__(
@@ -70,13 +64,13 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         optimizer: Any,
         accum_steps: int,
         *,
-        units: str = LOSS,
+        units: Literal["equal"] | None = None,
         nonfinite: NonFinite = "raise",
         name: str | None = None,
     ) -> None:
         inner = keras.optimizers.get(optimizer)
-        if units not in (LOSS, EQUAL):
-            raise OptionError(f'units={units!r}: must be "loss" or "equal"')
+        if units not in (None, "equal"):
+            raise OptionError(f'units={units!r}: must be "equal", or None in a model that counts')
         if isinstance(inner, GradientAccumulateOptimizer):
             raise OptionError("a GradientAccumulateOptimizer around another: one is enough")
         base = getattr(inner, "inner_optimizer", inner)
@@ -97,7 +91,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self.units = units
         self.nonfinite = check_nonfinite(nonfinite)
         self._noted: Any = None  # the units of the loss that was computed last
-        self._weighed: Any = None  # those that the last scaled loss was multiplied by, and it
+        self._counted: Any = None  # those of the loss that was scaled last, and it
         self._now: int | None = None  # the place, on torch, where reading it waits for the device
         self._flush: Any = None
         self._inside = True
@@ -128,7 +122,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._skipped = self._variable("skipped", (), "int32", "only_first_replica", "auto")
         self._reported = 0
         self._units = self._variable("units", (), wide(), "sum", "on_read")
-        self._seed = self._variable("seed", (), wide(), "only_first_replica", "auto")
         self._seen = [False] * len(variables)
         self._sums = [
             self._variable(
@@ -159,16 +152,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._track_variable(variable)
         return variable
 
-    def seed_of(self, units: Any) -> Any:
-        """Return the scale of the losses of this window, near 1 / (units of the whole window)."""
-        if units is NO_UNITS:
-            return ops.ones((), wide())
-        first = 1.0 / (self.accum_steps * ops.maximum(self._over_replicas(units), 1.0))
-        if not self.built:
-            return first
-        seed = ops.convert_to_tensor(self._seed)
-        return ops.where(seed > 0, seed, first)
-
     def _over_replicas(self, value: Any) -> Any:
         """Return the sum over replicas of one number, or of several tensors."""
         if replicas() == 1:
@@ -177,19 +160,11 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
 
         return tf.distribute.get_replica_context().all_reduce("SUM", value)
 
-    def weighted(self, loss: Any, units: Any) -> Any:
-        """Return the loss to differentiate: loss × units × seed × float16's loss scale."""
-        factor = self.seed_of(units)
-        if units is not NO_UNITS:
-            factor = factor * units * replicas()  # Keras divides means by their number.
-        return self.inner_optimizer.scale_loss(ops.cast(loss, wide()) * factor)
-
     def add(self, gradients: Sequence[Any], units: Any, loss: Any) -> None:
-        """Take in one micro-batch: the gradients of its weighted loss, its units, and the loss.
+        """Take in one micro-batch: the gradients of its loss, its units, and the loss.
 
         A loss that is not finite makes the units NaN, even if its gradients are finite.
         """
-        self._seed.assign(self.seed_of(units))
         finite = ops.ones((), wide())
         if not self.scaled:
             finite = ops.where(ops.isfinite(ops.cast(loss, wide())), finite, float("nan"))
@@ -200,27 +175,28 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             self.assign_add(self._units, units * finite)
         for number, gradient in enumerate(gradients):
             self._seen[number] = self._seen[number] or gradient is not None
+        # Keras divides means by the number of replicas.
+        factor = ops.ones((), wide()) if units is NO_UNITS else units * replicas()
         pairs = zip(self._sums, gradients, strict=True)
-        self._add_all([pair for pair in pairs if pair[1] is not None])
+        self._add_all([pair for pair in pairs if pair[1] is not None], factor)
         self._now = self.place + 1 if keras.backend.backend() == "torch" else None
         self.assign_add(self._place, 1)
 
-    def _add_all(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+    def _add_all(self, pairs: Sequence[tuple[Any, Any]], factor: Any) -> None:
+        """Add factor × gradient to every sum."""
         backend = keras.backend.backend()
         if backend == "torch" and pairs:
             import torch
 
             sums = [sum_.value for sum_, _ in pairs]
-            torch._foreach_add_(
-                sums, [grad.to(sum_.dtype) for sum_, (_, grad) in zip(sums, pairs, strict=True)]
-            )
+            added = [grad.to(sum_.dtype) for sum_, (_, grad) in zip(sums, pairs, strict=True)]
+            torch._foreach_add_(sums, torch._foreach_mul(added, factor))
             return
-        many = replicas() > 1
         for sum_, grad in pairs:
-            if backend == "tensorflow":  # sparse gradients of embeddings too
-                self.assign_add(sum_, _dense(grad) if many else grad)
+            if backend == "tensorflow":
+                self.assign_add(sum_, _times(grad, ops.cast(factor, sum_.dtype)))
             else:
-                sum_.assign(sum_ + ops.cast(grad, sum_.dtype))
+                sum_.assign(sum_ + ops.cast(grad, sum_.dtype) * ops.cast(factor, sum_.dtype))
 
     @property
     def scaled(self) -> bool:
@@ -234,9 +210,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         """
         counted = self._over_replicas(ops.convert_to_tensor(self._units))
         sums = self._over_replicas([ops.convert_to_tensor(each) for each in self._sums])
-        scale = ops.convert_to_tensor(self._seed) * counted
         # Not divide_no_nan: on the torch backend it rounds numbers to float32.
-        factor = ops.where(scale > 0, 1.0 / ops.where(scale > 0, scale, 1.0), 0.0)
+        factor = ops.where(counted > 0, 1.0 / ops.where(counted > 0, counted, 1.0), 0.0)
         seen = self._seen if any(self._seen) else [True] * len(self._seen)
         gradients = zip(_scaled(sums, factor), seen, strict=True)
         means = [gradient if used else None for gradient, used in gradients]
@@ -244,7 +219,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         return means, ops.all(ops.stack([ops.all(ops.isfinite(each)) for each in checked]))
 
     def clear(self) -> None:
-        """Empty the window; the seed stays."""
+        """Empty the window."""
         self._place.assign(0)
         every = [self._units, *self._sums]
         if keras.backend.backend() == "torch":
@@ -305,24 +280,16 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         """Windows that made no update because a loss or gradient was not finite."""
         return int(ops.convert_to_numpy(self._skipped)) if self.built else 0
 
-    def report_skipped(self, model: Any = None) -> None:
-        """Raise if windows were skipped since the last call and `nonfinite` is "raise".
-
-        On JAX the variables are empty during a fit: their values are in the `model`.
-        """
+    def report_skipped(self) -> None:
+        """Raise if windows were skipped since the last call and `nonfinite` is "raise"."""
         if self.nonfinite != "raise" or not self.built:
             return
-        if getattr(self._skipped, "_value", self) is None:
-            at = [id(variable) for variable in self.variables].index(id(self._skipped))
-            found = int(model._jax_state["optimizer_variables"][at])
-        else:
-            found = self.skipped
-        before, self._reported = self._reported, found
-        if found > before:
+        before, self._reported = self._reported, self.skipped
+        if self._reported > before:
             raise NonFiniteError(
-                f"a loss or gradient of the last window ({self.accum_steps} micro-batches, or "
-                "those left at the end of an epoch) is not finite. Nothing was updated: "
-                "parameters and optimizer state are as before this window; pass "
+                f"a loss or gradient was not finite in {self._reported - before} windows (of "
+                f"{self.accum_steps} micro-batches, or those left at the end of an epoch). They "
+                "made no update: parameters and optimizer state were left as before them; pass "
                 "nonfinite='skip' to skip and count such updates"
             )
 
@@ -335,43 +302,24 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
 
     # ------------------------------------------------- as an optimizer by itself
 
-    def loss(self, loss: Any) -> Any:
-        """Return a loss (from a name, function or object) that passes on its units."""
-        if keras.backend.backend() == "jax":
-            raise UnsupportedError(
-                "on the JAX backend a loss cannot hand its units to an optimizer: use "
-                'GradientAccumulateModel, or units="equal" where every micro-batch has as many'
-            )
-        counted = CountedLoss(loss)
-        counted.optimizer = self
-        return counted
-
     def tail(self) -> Any:
         """Return a callback that closes a half-filled window at the end of every epoch."""
         return Tail()
 
     def note(self, units: Any) -> None:
-        """Note the units of the micro-batch whose gradients come next; `loss()` calls this."""
-        if self._noted is not None and _same_step(self._noted, units):
-            raise UnsupportedError(
-                "optimizer.loss(...) on several outputs: it gets one gradient for all of "
-                "them and cannot weigh them apart; use GradientAccumulateModel"
-            )
+        """Note the units of the micro-batch whose gradients come next."""
         self._noted = units
 
     def scale_loss(self, loss: Any) -> Any:
-        if self.units == EQUAL:
+        if self.units == "equal":
             self._noted = ops.ones((), wide())
         if self._noted is None:
             raise WindowError(
-                "no loss has noted the units of this micro-batch: compile with "
-                'loss=optimizer.loss("..."), or use GradientAccumulateModel, or units="equal" '
-                "where every micro-batch has as many"
+                "nobody has counted the units of this micro-batch: use GradientAccumulateModel, or "
+                'units="equal" where every micro-batch has as many'
             )
-        units, self._noted = self._noted, None
-        weighted = self.weighted(loss, units)
-        self._weighed = units, weighted
-        return weighted
+        self._counted, self._noted = (self._noted, loss), None
+        return self.inner_optimizer.scale_loss(loss)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if not self.built:
@@ -380,13 +328,13 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             raise UnsupportedError(
                 "GradientAccumulateOptimizer alone on several replicas: use GradientAccumulateModel"
             )
-        if self._weighed is None:
+        if self._counted is None:
             raise WindowError(
                 "gradients of a loss that did not pass through optimizer.scale_loss(): write your "
                 "own loop as examples/integrations/keras_tape.py"
             )
-        (units, weighted), self._weighed = self._weighed, None
-        self.add(grads, units, weighted)
+        (units, loss), self._counted = self._counted, None
+        self.add(grads, units, loss)
         self.close_if_full()
 
     def close_if_full(self) -> None:
@@ -394,7 +342,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         if keras.backend.backend() == "torch":
             if self.place >= self.accum_steps:
                 self.close()
-                self.report_skipped()
             return
         self._on_replicas_if(self.is_full(), self.close)
 
@@ -407,8 +354,12 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         return stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     def flush(self) -> bool:
-        """Close a half-filled window; return True if there was one."""
+        """Close a half-filled window; return True if there was one.
+
+        Raise if a window was skipped since the last call and must not be (`nonfinite="raise"`).
+        """
         if self.place == 0:
+            self.report_skipped()
             return False
         backend = keras.backend.backend()
         if backend == "jax":
@@ -473,19 +424,19 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         return cls(**{**config, "optimizer": inner})
 
 
-def _same_step(before: Any, now: Any) -> bool:
-    """Return True if two losses of one training step have noted their units."""
-    if keras.backend.backend() == "tensorflow":
-        graph = getattr(now, "graph", None) if not hasattr(now, "numpy") else None
-        return graph is not None and getattr(before, "graph", None) is graph
-    return False
+def _times(gradient: Any, factor: Any) -> Any:
+    """Return a gradient of TensorFlow's times a number.
 
-
-def _dense(gradient: Any) -> Any:
-    """Return the gradient of an embedding as a whole table: replicas' variables take no rows."""
+    That of an embedding has rows; variables of several replicas take no rows.
+    """
     import tensorflow as tf
 
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.cast(gradient, factor.dtype) * factor
+    if replicas() > 1:
+        return tf.cast(tf.convert_to_tensor(gradient), factor.dtype) * factor
+    values = tf.cast(gradient.values, factor.dtype) * factor
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
@@ -500,22 +451,10 @@ def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
 
 
 class Tail(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that closes a half-filled window at the end of an epoch, before validation.
-
-    Where a window was closed it raises if that was skipped and must not be (`nonfinite="raise"`).
-    """
+    """A callback that closes a half-filled window at the end of an epoch, before validation."""
 
     def _flush(self) -> None:
         (getattr(self.model, "flush", None) or self.model.optimizer.flush)()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._first, self._closed = self.model.optimizer.place, 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        closed = (self._first + batch + 1) // self.model.optimizer.accum_steps
-        if closed > self._closed:
-            self._closed = closed
-            self.model.optimizer.report_skipped(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._flush()

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from wholebatch.integrations.keras.loss_units import NO_UNITS, Inputs, check_halves, halves, wide
+from wholebatch.integrations.keras.loss_units import NO_UNITS, Inputs, run_loss, wide
 
 
 def train_step(model: Any, state: Any, data: Any) -> Any:
@@ -19,45 +19,39 @@ def train_step(model: Any, state: Any, data: Any) -> Any:
     x, y, sample_weight = inputs = keras.utils.unpack_x_y_sample_weight(data)
     optimizer, is_sum = model.optimizer, []
 
-    def weighted(trainable: Any) -> Any:
+    def scaled(trainable: Any) -> Any:
         loss, units, aux = _loss(model, (trainable, *state[1:]), inputs)
         is_sum.append(units is NO_UNITS)
         with _scope(optimizer, variables):
-            value = optimizer.weighted(loss, units)
+            value = optimizer.inner_optimizer.scale_loss(loss)
         return value, (loss, None if units is NO_UNITS else units, aux)
 
-    (value, (loss, units, aux)), gradients = jax.value_and_grad(weighted, has_aux=True)(trainable)
+    (_, (loss, units, aux)), gradients = jax.value_and_grad(scaled, has_aux=True)(trainable)
     units = NO_UNITS if is_sum[0] else units
     y_pred, non_trainable, metrics = aux
-    trainable, variables = _add(optimizer, variables, trainable, gradients, units, value)
+    trainable, variables = _add(optimizer, variables, trainable, gradients, units, loss)
     logs, metrics = model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
     return logs, (trainable, non_trainable, variables, metrics)
 
 
-def _loss(model: Any, state: Any, inputs: Inputs, *, training: bool = True) -> tuple[Any, Any, Any]:
-    """Return the loss of a micro-batch and its units (as JAXTrainer.compute_loss_and_updates)."""
+def _loss(model: Any, state: Any, inputs: Inputs) -> tuple[Any, Any, Any]:
+    """Return the loss of a micro-batch, its units, and the outputs and variables after it."""
+    with model_scope(model, state) as scope:
+        loss, units, y_pred = run_loss(model, inputs, training=True)
+        non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
+        metrics = [scope.get_current_value(v) for v in model.metrics_variables]
+    return loss, units, (y_pred, non_trainable, metrics)
+
+
+def model_scope(model: Any, state: Any) -> Any:
+    """Return a scope in which the model's variables have the values of a state."""
     trainable, non_trainable, _, metrics = state
-    given = {"training": training} if model._call_has_training_arg else {}
-    y_pred, non_trainable, added = model.stateless_call(
-        trainable, non_trainable, inputs[0], return_losses=True, **given
-    )
-    if added:
-        model._losses_override.clear()
-        model._losses_override = added
     mapping = [
         *zip(model.trainable_variables, trainable, strict=True),
         *zip(model.non_trainable_variables, non_trainable, strict=True),
         *zip(model.metrics_variables, metrics, strict=True),
     ]
-    try:
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            loss, units = model.loss_and_units(*inputs, y_pred, training=training)
-        non_trainable = [scope.get_current_value(v) for v in model.non_trainable_variables]
-        metrics = [scope.get_current_value(v) for v in model.metrics_variables]
-    finally:
-        if added:
-            model._losses_override.clear()
-    return loss, units, (y_pred, non_trainable, metrics)
+    return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 
 
 def _scope(optimizer: Any, variables: Sequence[Any]) -> Any:
@@ -129,34 +123,3 @@ def flush(optimizer: Any) -> None:
     trainable, variables = close([v.value for v in own], [v.value for v in trained])
     for variable, value in zip([*trained, *own], [*trainable, *variables], strict=True):
         variable.assign(value)
-
-
-def test_stateless_model(model: Any, state: Any, data: Any) -> bool:
-    """Test this micro-batch; return False if it cannot be halved."""
-    import jax
-
-    parts = halves(data)
-    if parts is None:
-        return False
-    is_sum: list[bool] = []
-
-    def evaluate(state: Any, parts: Any) -> Any:
-        found = []
-        for part in parts:
-            inputs = keras.utils.unpack_x_y_sample_weight(part)
-            loss, units, _ = _loss(model, state, inputs, training=False)
-            is_sum.append(units is NO_UNITS)
-            found.append((loss, loss if units is NO_UNITS else units))
-        return found
-
-    found = (evaluate if model.run_eagerly else jax.jit(evaluate))(state, parts)
-    try:
-        check_halves([(loss, NO_UNITS if is_sum[0] else units) for loss, units in found])
-    except Exception:
-        names = ("trainable", "non_trainable", "optimizer", "metrics")
-        # A fit has emptied the variables; it puts these values back when it ends.
-        model._jax_state = {
-            f"{name}_variables": values for name, values in zip(names, state, strict=True)
-        }
-        raise
-    return True

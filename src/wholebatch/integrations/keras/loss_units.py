@@ -23,7 +23,7 @@ once.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,9 +31,9 @@ import keras
 from keras import ops, tree
 from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
-from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from keras.src.trainers.compile_utils import CompileLoss
 
-from wholebatch.errors import LossError, WindowError
+from wholebatch.errors import LossError
 
 SAMPLES = "samples"
 SUM = "sum"
@@ -168,11 +168,11 @@ def samples_in(x: Any) -> Any:
     return tf.shape(first)[0]
 
 
-def run_loss(model: Any, inputs: Inputs, *, training: bool) -> tuple[Any, Any]:
-    """Return the loss of a model that holds its variables, and its units."""
+def run_loss(model: Any, inputs: Inputs, *, training: bool) -> tuple[Any, Any, Any]:
+    """Return the loss of a model, its units, and the model's outputs."""
     x = inputs[0]
     y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
-    return model.loss_and_units(x, *inputs[1:], y_pred, training=training)  # type: ignore[no-any-return]
+    return *model.loss_and_units(x, *inputs[1:], y_pred, training=training), y_pred
 
 
 def units_of(model: Any, inputs: Inputs) -> Any:
@@ -258,54 +258,18 @@ def _adds_up(whole: float, parts: Sequence[float], units: float) -> bool:
     return abs(whole - sum(parts)) <= (3e-2 if narrow else 1e-3) * size + 1e-6 * max(units, 1.0)
 
 
-def test_model_with_variables(model: Any, data: Any) -> bool:
-    """Test where the model holds its variables (TensorFlow, torch); put back what a forward moved.
+def test_loss(model: Any, data: Any, scope: Callable[[], Any]) -> bool:
+    """Compare the loss of a micro-batch with those of its halves; False if it cannot be halved.
 
-    Return False if this batch cannot be halved.
+    `scope()` is a StatelessScope: what a forward changes in it is forgotten.
     """
     parts = halves(data)
     if parts is None:
         return False
-
-    def moved() -> list[Any]:
-        return [*model.non_trainable_variables, *model.metrics_variables]
-
-    before = {id(v): ops.convert_to_numpy(v) for v in moved()}
-    inputs = map(keras.utils.unpack_x_y_sample_weight, parts)
-    found = [run_loss(model, each, training=False) for each in inputs]
-    for variable in moved():
-        if id(variable) in before:
-            variable.assign(before[id(variable)])
+    found = []
+    for part in parts:
+        with scope():
+            inputs = keras.utils.unpack_x_y_sample_weight(part)
+            found.append(run_loss(model, inputs, training=False)[:2])
     check_halves(found)
     return True
-
-
-@keras.saving.register_keras_serializable(package="wholebatch")
-class CountedLoss(keras.losses.Loss):  # type: ignore[misc]
-    """A loss that passes its units to a GradientAccumulateOptimizer (`optimizer.loss(...)`)."""
-
-    def __init__(self, loss: Any, name: str | None = None) -> None:
-        self.loss = loss if isinstance(loss, keras.losses.Loss) else None
-        self._given = loss
-        self.optimizer: Any = None
-        super().__init__(name=name or "counted_loss")
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if self.optimizer is None:
-            raise WindowError(
-                "this loss was loaded from a file and has no optimizer: compile the model again "
-                "with loss=optimizer.loss(...)"
-            )
-        if self.loss is None:
-            self.loss = get_loss(self._given, y_true, y_pred)
-        noted: list[NotedLoss] = []
-        value = ObservedLoss(self.loss, noted)(y_true, y_pred, sample_weight)
-        self.optimizer.note(noted[0].units)
-        return value
-
-    def get_config(self) -> dict[str, Any]:
-        return {"loss": keras.saving.serialize_keras_object(self._given), "name": self.name}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        return cls(**{**config, "loss": keras.saving.deserialize_keras_object(config["loss"])})

@@ -50,25 +50,6 @@ UnitsFunction: TypeAlias = Callable[[Mapping[str, Any]], Units]
 _STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
-class EpochEnd(int):
-    """The number of batches in an epoch, which a loader without a length tells when it runs out.
-
-    The Trainer steps after every `gradient_accumulation_steps` batches, and after the epoch's last
-    one: `(step + 1) == steps_in_epoch`. Without a length that number is a guess, no batch is the
-    last one, and the gradient of a short last window would leak into the next epoch.
-    """
-
-    found: int | None = None
-
-    def __eq__(self, other: object) -> bool:
-        return other == (int(self) if self.found is None else self.found)
-
-    def __ne__(self, other: object) -> bool:  # int has one of its own
-        return not self == other
-
-    __hash__ = int.__hash__
-
-
 class ExactTrainerMixin(_Trainer):
     """The mixin that `exact` puts before a trainer; for a class that is written out:
 
@@ -87,8 +68,6 @@ class ExactTrainerMixin(_Trainer):
     batchnorm: str = "exact"
     nonfinite: Policy = "raise"
     audit: bool = True
-    _epoch_end: EpochEnd | None = None
-    _batches = 0  # of the epoch
     _shift: bool | None = None
     _is_counting = False
     _open = TrainerWindow()
@@ -135,20 +114,12 @@ class ExactTrainerMixin(_Trainer):
             samples, _ = found = super().get_batch_samples(*args, **kwargs)
         finally:
             self._is_counting = False
-        self._open.batches, self._open.size = samples, len(samples)
-        self._batches += len(samples)
+        self._open.batches, self._open.size = list(samples), len(samples)
         asked = args[1] if len(args) > 1 else kwargs["num_batches"]
-        if self._epoch_end is not None and 0 < len(samples) < asked:
-            self._epoch_end.found = self._batches
+        # A loader without a length has run out: the Trainer steps only after as many as it asked
+        # for, so the last one is given again, and does not count.
+        samples += samples[-1:] * (asked - len(samples))
         return found
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run the Trainer's epoch, with a step at its end also where the loader has no length."""
-        self._epoch_end = kwargs["steps_in_epoch"] = EpochEnd(kwargs["steps_in_epoch"])
-        resumed = kwargs["resume_from_checkpoint"] is not None and not self.args.ignore_data_skip
-        first = kwargs["epoch"] == kwargs["epochs_trained"]
-        self._batches = kwargs["steps_trained_in_current_epoch"] if resumed and first else 0
-        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if not self._is_counting:
@@ -183,7 +154,9 @@ class ExactTrainerMixin(_Trainer):
             elif window.is_last:
                 self._whole.check_untouched()
             assert self._shares is not None
-            share = self._shares[window.place]
+            share = (
+                self._shares[window.place] if window.place < window.size else 0 * self._shares[0]
+            )
         window.place += 1
         return share
 

@@ -152,7 +152,7 @@ class WeightedLoss:
         def weighted(
             model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            units = trainer.count_units(inputs)
+            units = trainer.count_units(inputs) if window.place < window.size else 0
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
             window.weighted = window.weighted + units
             loss = self._share_of(result[0] if return_outputs else result, units, window)
@@ -173,7 +173,7 @@ class WeightedLoss:
                 f"{float(mean):g}: no update is made from it. Mend the batch or the model"
             )
         ranks = self._trainer.accelerator.num_processes
-        if ranks > 1 and not units:
+        if not units and (ranks > 1 or window.place >= window.size):
             return zero_loss(self._model)
         exact_units = units.double() if isinstance(units, Tensor) else units
         assert window.counted is not None

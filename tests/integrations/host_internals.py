@@ -35,7 +35,6 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("squeeze_or_expand_to_same_rank", _KERAS_LOSS, "weights × mask as Keras does it"),
         Internal("CompileLoss", _KERAS_UTILS, "compiled losses that record their units"),
         Internal("_flat_losses", _KERAS_UTILS, "every single loss of a compiled model"),
-        Internal("get_loss", _KERAS_UTILS, "the loss that `optimizer.loss(name)` means"),
         Internal(
             "functional_from_config", "keras/src/models/functional.py", "models that load again"
         ),
@@ -48,7 +47,6 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("_compute_loss", _KERAS_TRAINER, "a loss with or without a `training` argument"),
         Internal("_jax_state", _KERAS_JAX, "variables during a fit on JAX"),
         Internal("_update_metrics_variables", _KERAS_JAX, "metrics on JAX"),
-        Internal("_losses_override", _KERAS_LAYER, "`add_loss` on JAX"),
         Internal("_call_has_training_arg", _KERAS_LAYER, "calls as Keras makes them"),
         Internal("_flatten_layers", _KERAS_LAYER, "every BatchNormalization, also in submodels"),
         Internal("_get_regularization_losses", _KERAS_LAYER, "regularisers, which have no units"),
@@ -58,11 +56,9 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("_all_reduce_sum_gradients", _KERAS_TENSORFLOW, "one reduction per window"),
         Internal("_distribution_strategy", _KERAS_TENSORFLOW, "the flush on replicas"),
         Internal("_layout", "keras/src/backend/common/variables.py", "sums sharded as weights are"),
-        Internal("_value", "keras/src/backend/common/variables.py", "if JAX holds the variables"),
     ),
     "transformers": (
         Internal("_get_num_items_in_batch", _TRAINER, "units before a window's first forward"),
-        Internal("_run_epoch", _TRAINER, "the last window of a loader without a length"),
         Internal("_finalize_training", _TRAINER, "graphs that leave the device after training"),
         Internal("_prepare_inputs", _TRAINER, "units of what the loss is given"),
         Internal("LOSS_MAPPING", "transformers/loss/loss_utils.py", "if a loss shifts its labels"),
