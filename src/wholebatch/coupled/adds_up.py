@@ -38,6 +38,7 @@ from wholebatch.coupled.causes import (
     loss_cause,
     not_tested,
     outside_norm,
+    samples_compared,
 )
 from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
@@ -172,7 +173,8 @@ def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
                 with suppress(RuntimeError, ValueError):  # A group has more samples.
                     ends = ((samples.part(0, c), samples.part(c, samples.count)) for c in cuts[:4])
                     if all(samples.tolerance.adds_up(whole, parts) for parts in ends):
-                        return not samples.tolerance.adds_up(whole, [samples.rotated()])
+                        rotated = samples.of_rows([*range(1, samples.count), 0])
+                        return not samples.tolerance.adds_up(whole, [rotated])
     except (RuntimeError, ValueError) as problem:
         _log.debug("groups of samples could not be run: %r", problem)
     return False
@@ -232,6 +234,8 @@ class _Test:
             return self._not_in_parts(whole, "is not finite for a part of them")
         if not self._tolerance.adds_up(whole, parts):
             return AdditivityResult(self._causes(whole, first, again))
+        if self._names_layers and (found := self._other_cuts(whole)):
+            return AdditivityResult(found)
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
         found = tuple(self._state_after(whole, first, second, again))
@@ -249,6 +253,22 @@ class _Test:
         if not self._names_layers:
             return (found,)
         return self._layers() or (found,)
+
+    def _other_cuts(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
+        """Return why few samples do not add up in other parts: one cut may add up by chance."""
+        samples, count = self._samples, self._samples.count
+        is_small = 4 <= count < SAMPLES and not samples.reads_outputs
+        for other in range(1, count) if is_small else ():
+            pair = [0, other]
+            rest = [row for row in range(count) if row not in pair]
+            try:
+                parts = samples.of_rows(pair), samples.of_rows(rest)
+            except (RuntimeError, ValueError):  # It needs more samples, or neighbours.
+                return ()
+            is_known = samples.draws.held and all(part.is_finite for part in parts)
+            if is_known and not self._tolerance.adds_up(whole, parts):
+                return (samples_compared(samples, (whole, *parts)),)
+        return ()
 
     def _not_in_parts(self, whole: SampleRun, why: str) -> AdditivityResult:
         """Refuse a loss that has no value for uneven parts: it may not add up."""

@@ -204,11 +204,11 @@ class FirstSamples:
         with nullcontext() if self._draws_nothing else held:
             return self._run(range(start, stop), backward=backward, scale=scale)
 
-    def rotated(self) -> SampleRun:
-        """Run all samples with the first one last."""
+    def of_rows(self, rows: Sequence[int]) -> SampleRun:
+        """Run these samples in this order, forward only, with what they drew in the whole."""
         self.restore()
         with nullcontext() if self._draws_nothing else self.draws.serving(to_the_end=False):
-            return self._run([*range(1, self.count), 0])
+            return self._run(rows)
 
     def _run(self, rows: Sequence[int], *, backward: bool = False, scale: float = 1.0) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
