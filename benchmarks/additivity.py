@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
-from wholebatch.window.tested_windows import is_tested_window
+from wholebatch.window.window import is_tested_window
 
 ROUNDS = 3
 WINDOWS, MICRO_BATCHES = 1000, 8

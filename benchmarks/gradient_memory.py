@@ -6,9 +6,8 @@
 
 Every row trains two windows of the same batch and counts, in the second, the bytes of every tensor
 on the device that is alive at the peak. On a CPU, state "on the host" does not count, and neither
-does the memory inside kernels. FSDP2 is one rank of two, its partner played by torch's fake process
-group: sizes are those of a real run, numbers are not. Writes docs/benchmarks/gradient_memory.json
-and .md, and docs/images/gradient-memory.svg.
+does the memory inside kernels. Writes docs/benchmarks/gradient_memory.json and .md, and
+docs/images/gradient-memory.svg.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -118,59 +116,6 @@ def measured(
     return found
 
 
-def sharded(name: str) -> dict[str, int]:
-    """One rank of two with FSDP2, on its half of the batch; what is not a shard is activations."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh(DEVICE, (2,))
-        model, _ = built(name)
-        for block in model.get_submodule("blocks").children():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        batch = {n: t.to(DEVICE) for n, t in batch_of(name, SAMPLES // 2).items()}
-
-        def window() -> None:
-            loss = summed(model, batch)
-            (loss.total / loss.units).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        window()
-        free()
-        with MemoryMeter(model=None, optimizer=None, device=DEVICE) as meter:
-            window()
-        held = {
-            "parameters": sum(_local(p) for p in model.parameters()),
-            "optimizer state": sum(
-                _local(t) for state in optimizer.state.values() for t in state.values() if t.ndim
-            ),
-        }
-        peak = dict(meter.peak_by_category)
-        total = sum(size for part, size in peak.items() if part != "inputs") + peak["inputs"]
-        total -= sum(t.numel() * t.element_size() for t in batch.values())
-        # At the peak, early in the backward, hardly a gradient is reduced yet.
-        rest = total - sum(held.values())
-        return {
-            "parameters": held["parameters"],
-            "gradients": 0,
-            "optimizer state": held["optimizer state"],
-            "activations": rest,
-            "temporaries": 0,
-        }
-    finally:
-        dist.destroy_process_group()
-
-
-def _local(tensor: Any) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.numel() * local.element_size())
-
-
 def page(found: dict[str, Any]) -> str:
     """The table, in Markdown, in MiB."""
     head = "| | " + " | ".join(PARTS) + " | together |"
@@ -224,7 +169,6 @@ def main() -> int:
         runs: dict[str, Callable[[], dict[str, int]]] = {
             name: partial(measured, options.model, **row) for name, row in ROWS.items()
         }
-        runs["FSDP2, one of two ranks"] = partial(sharded, options.model)
         for name, run in runs.items():
             try:
                 found["rows"][name] = run()

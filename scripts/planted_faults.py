@@ -99,7 +99,7 @@ FAULTS = (
         "no-seed-in-normalise",
         (
             ("return 1.0 / (units * read_scalars([self.seed])[0])", "return 1.0 / units"),
-            ("normalise = 1.0 / (units * window.seed)", "normalise = 1.0 / units"),
+            ("normalise = 1.0 / (divisor * window.seed)", "normalise = 1.0 / divisor"),
         ),
         WINDOW,
     ),
@@ -159,7 +159,7 @@ FAULTS = (
         "loss-scale-in-norm",
         (
             ("normalise / window.loss_scale, self.hooks", "normalise, self.hooks"),
-            ("(units * window.seed) / window.loss_scale", "(units * window.seed)"),
+            ("(divisor * window.seed) / window.loss_scale", "(divisor * window.seed)"),
         ),
         (*WINDOW, "tests/window/test_precision.py"),
     ),

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from compare.row import Row
 from wholebatch.errors import NonFiniteError, WholebatchError
+from wholebatch.options import Close
 
 __all__ = ["Micro", "Run", "law_rows", "model_of", "windows_of"]
 
@@ -161,7 +162,9 @@ def _nan(library: str, run: Run, micros: Any, wholes: Any) -> Row:
     spoiled[5] = {**spoiled[5], "x": spoiled[5]["x"] * torch.nan}
     whole, start = trained(run, wholes[:1], 1, mean, "own"), flat(model_of())
     own = distance(trained(run, spoiled, STEPS, mean, "own"), whole, start)
-    ours = distance(trained(run, spoiled, STEPS, mean, "ours", nonfinite="skip"), whole, start)
+    ours = distance(
+        trained(run, spoiled, STEPS, mean, "ours", close=Close(nonfinite="skip")), whole, start
+    )
     try:
         trained(run, spoiled, STEPS, mean, "ours")
         ours = "NaN"  # it must raise

@@ -31,6 +31,7 @@ from compare.row import Row
 from compare.transformers import Stop, arguments, llama
 from wholebatch.errors import NonFiniteError
 from wholebatch.integrations.transformers import exact
+from wholebatch.options import Close
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -105,7 +106,7 @@ def _nan(library: str) -> Row:
     """A NaN in the second window: what was trained beside the first window alone."""
     first = trained(llama(), "whole", samples=16)
     own = error(trained(spoiled(), "own"), first)
-    ours = error(trained(spoiled(), "ours", nonfinite="skip"), first)
+    ours = error(trained(spoiled(), "ours", close=Close(nonfinite="skip")), first)
     try:
         trained(spoiled(), "ours")
         ours = "NaN"  # it must raise

@@ -21,8 +21,6 @@ from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from speed.models import DEVICE, Case, Micro, mean, summed
-from wholebatch.compile.graph_rewrite import Fusions
-from wholebatch.compile.joint_graph import JointStep
 
 __all__ = ["LOOPS", "Loop", "synchronize"]
 
@@ -48,22 +46,8 @@ def _adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _wholebatch(
-    execute: Any,
-    *,
-    fused: bool = True,
-    entropy: bool = True,
-    gelu: bool = True,
-    shared_inputs: bool = True,
-) -> Loop:
+def _wholebatch(execute: Any) -> Loop:
     def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-        JointStep.fusions = Fusions(
-            products=fused,
-            products_in_full=True,
-            entropy=entropy,
-            shared_inputs=shared_inputs,
-            gelu=gelu,
-        )
         logging.getLogger("wholebatch.compile").setLevel(logging.INFO)
         train = wb.WholeBatch(
             model,
@@ -301,10 +285,6 @@ def _quiet(loop: Loop) -> Loop:
 
 LOOPS: dict[str, Loop] = {
     "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
-    "wholebatch graph, gradients added apart": _wholebatch("graph", fused=False),
-    "wholebatch graph, loss by Inductor": _wholebatch("graph", entropy=False),
-    "wholebatch graph, GELU by Inductor": _wholebatch("graph", gelu=False),
-    "wholebatch graph, products apart": _wholebatch("graph", shared_inputs=False),
     "wholebatch compile": _wholebatch("compile"),
     "wholebatch auto": _wholebatch("auto"),
     "wholebatch eager": _wholebatch("eager"),

@@ -347,7 +347,13 @@ class Accumulator(HasWindow):
                     "announce() with run(), whose loss has one total and its units: give the "
                     "wb.Loss.terms(...) of your own forward to backward()"
                 )
-            place = Place(self._in_parts, self._planned_steps, is_last and not more, self._counts)
+            place = Place(
+                first=self._places == 0,
+                in_parts=self._in_parts,
+                steps=self._planned_steps,
+                last=is_last and not more,
+                counts=self._counts,
+            )
             self.last_loss = function(micro, place)
             return self._end_backward(is_last, more)
 
@@ -538,7 +544,7 @@ class Accumulator(HasWindow):
     def _open_place(self) -> None:
         """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
-        self._checks.begin_window(self._window.updates + 1)
+        self._checks.begin_window(self._window.number)
         self._watch(self._size)
         for policy in self._refusing:
             policy.begin_window()

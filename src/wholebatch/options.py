@@ -67,6 +67,16 @@ class Close:
             raise OptionError(f"close={close!r}: must be wb.Close(...)")
         return close
 
+    def only(self, *names: str, where: str) -> Close:
+        """Return the options, or raise an OptionError if others than these are given."""
+        refused = self.given() - set(names)
+        if refused:
+            raise OptionError(
+                f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) {where}: it takes "
+                f"{' and '.join(f'{name}=' for name in names)} only"
+            )
+        return self
+
 
 @dataclass(frozen=True)
 class Memory:

@@ -303,14 +303,8 @@ class Pipeline(HasWindow):
                 "own; give one number, for the norm over all stages"
             )
         modules = [one.submod for one in stages]
-        close = Close.of(close)
-        refused = {"on_gradient", "scaler", "ema", "sync"} & close.given()
-        if refused:
-            raise OptionError(
-                f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) in a pipeline: it "
-                "takes clip_value=, nonfinite= and zero_units= only"
-            )
-        options = close.with_clip_norm(clip_norm)
+        allowed = ("clip_value", "nonfinite", "zero_units")
+        options = Close.of(close).only(*allowed, where="in a pipeline").with_clip_norm(clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
         target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
         self._window = Window(target, options, sync)

@@ -31,6 +31,8 @@ from wholebatch.window.window import Window
 class Place:
     """The place of a micro-batch in its window."""
 
+    first: bool
+    """True if it is the first one of its window."""
     in_parts: bool
     """True if it is not the whole global batch."""
     steps: int
@@ -71,7 +73,7 @@ class RunLoss:
         """All modules that the function uses."""
         self._is_new = True
         self._micro: Any = None  # of the call under way
-        self._place = Place(in_parts=True, steps=0, last=False, counts=True)
+        self._place: Place
         # Ranks that may have different numbers of micro-batches test alone.
         self._test = AdditivityTest(
             self.modules,
@@ -113,8 +115,8 @@ class RunLoss:
 
     def _test_window(self) -> None:
         """Refuse a loss that does not add up, at the start of windows 1, 2, 4, 8, ..."""
-        starts = self._is_new or not self._window.now.micro_batches
-        if not starts or not self._place.in_parts:
+        place = self._place
+        if not (self._is_new or place.first) or not place.in_parts:
             return
         self._is_new = False
         if not self._test.begin_window(self.executor.changed()):
@@ -125,7 +127,7 @@ class RunLoss:
             return self._call(None, {**given, "micro": few})
 
         with self._precision.look():
-            data = WindowData(given["micro"], [given["micro"]], steps=[self._place.steps])
+            data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
             self._test.test(run, data)
 
     def _added(self) -> Loss:

@@ -23,6 +23,7 @@ from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.compile.micro_step import Executor
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.undivided_batch import UndividedBatch
 
 
@@ -159,7 +160,8 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:
 
 
 def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
-    def trained(memory: Any) -> Any:
+    def trained(memory: Any) -> tuple[int, int]:
+        """The setting in use, and the peak of a window."""
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(6)))
         head = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
@@ -173,13 +175,16 @@ def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
             train.step(data)
             undivided.step(data)
         same_as_whole(head, seen, undivided)
-        return train
+        with MemoryMeter(model=head, optimizer=optimizer) as meter:
+            train.step(data)
+        assert train._fitting._undivided is not None
+        return train._fitting._undivided.place, meter.peak
 
-    free = trained("1GiB")
-    assert free._fitting._undivided.place == 0
-    limited = trained(free._fitting._peak * 7 // 10)
-    assert limited._fitting._undivided.place == 1
-    assert limited._fitting._peak < 0.7 * free._fitting._peak
+    place, free = trained("1GiB")
+    assert place == 0
+    place, limited = trained(free * 7 // 10)
+    assert place == 1
+    assert limited < 0.7 * free
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -87,6 +87,38 @@ def by_accumulator(engine: str, case: str, clip: float | None, make: Any, sync: 
         for m in acc.over([m for window in mine for m in window]):
             acc.backward(loss(model, m))
     return errors(model, seen, reference(case, clip, make))
+
+
+def by_run(engine: str, case: str) -> Any:
+    """Give the loss function to `run`, by eager code."""
+    model = wrapped(engine)
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    acc = wb.Accumulator(model, optimizer, steps=3, clip_norm=0.05)
+    of_micro = partial(loss, model)
+    mine = micros_of(case, dist.get_rank())
+    for micros in mine if case == "counts" else [[m for window in mine for m in window]]:
+        for m in acc.over(micros):
+            acc.run(of_micro, m)
+    return errors(model, seen, reference(case, 0.05, sgd))
+
+
+def by_run_as_traced() -> Any:
+    """DDP: micro-batches of `run` as traced graphs, in other numbers on every rank."""
+    model = wrapped("ddp")
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    rank = dist.get_rank()
+    mine = [[micro(1000 * rank + 10 * w + i, 2) for i in range(2 + rank)] for w in range(5)]
+    acc = wb.Accumulator(model, optimizer, steps=9, clip_norm=0.05, execute="compile")
+    of_micro = partial(loss, model)
+    executor = acc._prepare(of_micro).executor
+    executor._plan.compiles = False
+    for window in mine:
+        for m in acc.over(window):
+            acc.run(of_micro, m)
+    assert executor.mode == "operations", executor.notes.history
+    return errors(model, seen, undivided(everyones(mine), 0.05, sgd))
 
 
 def joined(window: list[Micro]) -> Micro:
@@ -186,12 +218,14 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
                 cases[f"accumulator {case} {sync}"] = lambda c=case, s=sync: by_accumulator(
                     engine, c, 0.05, sgd, s
                 )
+        cases[f"run {case}"] = lambda c=case: by_run(engine, c)
         if case != "unused":
             for known in (False, True):
                 cases[f"whole batch {case} known={known}"] = lambda c=case, u=known: by_whole_batch(
                     engine, c, 0.05, sgd, u
                 )
     if engine == "ddp":
+        cases["run as traced"] = by_run_as_traced
         cases["no data on rank 0"] = lambda: nothing_on_one_rank(engine)
         cases["skipped and flushed"] = skipped_and_flushed
         if dist.get_world_size() == 2:  # compiling is slow, and four ranks show no more

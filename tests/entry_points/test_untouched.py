@@ -34,8 +34,13 @@ def _clear_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (_freeze, "0.weight was frozen"),
         (_clear_one, "gradient of 0.weight has changed"),
         (lambda m, o: m[2].bias.grad.zero_(), "gradient of 2.bias has changed"),
+        (lambda m, o: m[2].bias.grad.data.clamp_(max=1e-3), "gradient of 2.bias has changed"),
+        (lambda m, o: m[2].bias.data.add_(1.0), "2.bias has changed .* remove optimizer.step"),
     ],
-    ids=["zero_grad", "zeroed", "clip", "backward", "step", "freeze", "one", "one zeroed"],
+    ids=[
+        *("zero_grad", "zeroed", "clip", "backward", "step", "freeze", "one", "one zeroed"),
+        *("data of a gradient", "data of a parameter"),
+    ],
 )
 @pytest.mark.parametrize("at_flush", [False, True])
 def test_a_line_of_the_old_loop_is_found(
@@ -50,6 +55,19 @@ def test_a_line_of_the_old_loop_is_found(
         acc.flush() if at_flush else acc.backward(summed(model, MICROS[1]), units=3)
     acc.discard()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_is_cast_by_a_forward_is_refused() -> None:
+    model = mlp(dtype=torch.float32)
+
+    def cast(_: nn.Module, given: tuple[Tensor]) -> Tensor:
+        model.bfloat16()
+        return given[0].bfloat16()
+
+    model.register_forward_pre_hook(cast)
+    acc = wb.Accumulator(model, sgd(model), steps=3, audit=False)
+    with pytest.raises(WindowError, match=r"0.weight was cast to torch.bfloat16 after the window"):
+        acc.backward(summed(model, MICROS[0]), units=5)
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.0])

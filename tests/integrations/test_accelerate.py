@@ -195,7 +195,9 @@ def test_a_window_without_units_is_refused_or_steps_by_nothing() -> None:
     windows = AccelerateAccumulator(accelerator, model, optimizer)
     with accelerator.accumulate(model), pytest.raises(EmptyWindowError, match="zero_units='skip'"):
         windows.backward(mean=mean(model, samples(2)) * 0, units=0)
-    lenient = AccelerateAccumulator(accelerator, model, optimizer, zero_units="skip")
+    lenient = AccelerateAccumulator(
+        accelerator, model, optimizer, close=wb.Close(zero_units="skip")
+    )
     optimizer.zero_grad()
     with accelerator.accumulate(model):
         step = lenient.backward(mean=mean(model, samples(2)) * 0, units=0)

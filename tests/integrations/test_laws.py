@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import wholebatch
 from tests.integrations.loops import LOOPS
 from tests.support import Whole, adamw, distance, mean, mlp, pieces, samples, sgd
 from wholebatch.errors import LossError, NonFiniteError, OptionError, WholebatchError
+from wholebatch.options import Close
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -53,7 +56,7 @@ def test_what_is_not_finite_makes_no_update(library: str) -> None:
 @libraries
 def test_what_is_not_finite_can_be_skipped(library: str) -> None:
     model = mlp()
-    LOOPS[library](model, adamw(model), with_a_nan(), 3, nonfinite="skip")
+    LOOPS[library](model, adamw(model), with_a_nan(), 3, close=Close(nonfinite="skip"))
     whole = Whole(mlp(), adamw)
     first, _, third = pieces(samples(24), [8, 8, 8])
     whole.step(first)
@@ -133,7 +136,24 @@ def test_a_loss_that_compares_samples_is_refused(library: str) -> None:
 def test_options_are_checked(library: str) -> None:
     model = mlp()
     with pytest.raises(OptionError, match="nonfinite='maybe': must be 'raise' or 'skip'"):
-        LOOPS[library](model, sgd(model), pieces(samples(4), [2, 2]), 2, nonfinite="maybe")
+        close = Close(nonfinite="maybe")  # type: ignore[arg-type]
+        LOOPS[library](model, sgd(model), pieces(samples(4), [2, 2]), 2, close=close)
+    if library != "accumulator":
+        with pytest.raises(OptionError, match=r"wb\.Close\(clip_value=\).*it takes nonfinite="):
+            close = Close(clip_value=1.0)
+            LOOPS[library](model, sgd(model), pieces(samples(4), [2, 2]), 2, close=close)
+
+
+@libraries
+def test_the_option_that_a_message_advises_lets_the_run_go_on(library: str) -> None:
+    model = mlp()
+    with pytest.raises(NonFiniteError) as raised:
+        LOOPS[library](model, adamw(model), with_a_nan(), 3)
+    advised = re.search(r"pass (\w+)=(wb\.Close\(.*?\))", str(raised.value))
+    assert advised is not None
+    options = {advised[1]: eval(advised[2], {"wb": wholebatch})}
+    model = mlp()
+    LOOPS[library](model, adamw(model), with_a_nan(), 3, **options)
 
 
 @libraries

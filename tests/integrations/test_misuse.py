@@ -368,13 +368,13 @@ def test_deepspeed_must_add_in_fp32() -> None:
     class Host:
         model = nn.Linear(2, 2)
         optimizer = coupled = micro_batch = window_precision = None
-        nonfinite, batchnorm, audit = "raise", "exact", True
+        window_close, batchnorm, audit = wb.Close(), "exact", True
         model_wrapped = _Engine(torch.bfloat16)
 
     with pytest.raises(UnsupportedError, match="grad_accum_dtype"):
         WeightedLoss(Host, "DeepSpeed")
     Host.model_wrapped = _Engine(torch.float32)
     WeightedLoss(Host, "DeepSpeed")
-    Host.nonfinite = "skip"
+    Host.window_close = wb.Close(nonfinite="skip")
     with pytest.raises(OptionError, match=r"Trainer makes the steps \(DeepSpeed\)"):
         WeightedLoss(Host, "DeepSpeed")

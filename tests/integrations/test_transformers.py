@@ -26,6 +26,7 @@ from transformers import (
 
 from wholebatch.integrations.transformers import ExactTrainerMixin, exact
 from wholebatch.integrations.transformers.weighted_loss import zero_loss
+from wholebatch.options import Close
 
 pytestmark = [
     pytest.mark.slow,
@@ -275,7 +276,10 @@ def test_where_the_trainer_makes_the_steps(hosts: Any, problem: Any, tmp_path: P
     assert distance(problem, ours, whole) <= EXACT
     for options, message in (
         ({"micro_batch": 2}, "micro_batch=2 is not possible where the Trainer makes the steps"),
-        ({"nonfinite": "skip"}, "nonfinite='skip' is not possible where the Trainer makes"),
+        (
+            {"close": Close(nonfinite="skip")},
+            r"close=Close\(.*nonfinite='skip'.* is not possible where the Trainer makes",
+        ),
     ):
         with pytest.raises(OptionError, match=message):
             kind: Any = exact(OwnStep, **options)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import WholebatchError
 from wholebatch.losses.loss import Loss, OfTheBatch, Terms, terms_of
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.tested_windows import is_tested_window
+from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 _TRIES = 8

@@ -32,7 +32,7 @@ from wholebatch.compile import Execute
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.handed_over import HandedOver, refuse_shared_batches
 from wholebatch.optional_packages import require
-from wholebatch.window.close import Policy
+from wholebatch.options import Close
 
 require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
 
@@ -62,8 +62,9 @@ class AccelerateAccumulator(HandedOver):
     It returns the window's `wb.Step`, or None within a window.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
-    is left; with `nonfinite="skip"` such a window makes no update (a scheduler that the loop steps
-    is stepped all the same). fp16's loss scale skips by itself, as Accelerate has it.
+    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update (a scheduler that
+    the loop steps is stepped all the same). fp16's loss scale skips by itself, as Accelerate has
+    it.
     """
 
     closes_by = (
@@ -80,8 +81,7 @@ class AccelerateAccumulator(HandedOver):
         execute: Execute = "auto",
         precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
+        close: Close | None = None,
         audit: bool = True,
     ) -> None:
         _check(accelerator)
@@ -95,8 +95,7 @@ class AccelerateAccumulator(HandedOver):
             execute=execute,
             precision=precision,
             batchnorm=batchnorm,
-            zero_units=zero_units,
-            nonfinite=nonfinite,
+            close=close,
             audit=audit,
         )
 

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.accumulator import Accumulator
 from wholebatch.errors import StateError, UnsupportedError, WindowError
 from wholebatch.options import Close
-from wholebatch.window.close import Policy
 from wholebatch.window.gradient_store import DeviceStore
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
@@ -51,6 +50,11 @@ class LibraryScale(LossScale):
         return
 
 
+def handed_over_close(close: Close | None) -> Close:
+    """Return the options of a close whose clipping, scaling and step are the library's."""
+    return Close.of(close).only("nonfinite", "zero_units", where="where the library steps")
+
+
 class HandedOver(Accumulator):
     """An Accumulator that leaves the whole gradient to the library's own step.
 
@@ -71,8 +75,7 @@ class HandedOver(Accumulator):
         *,
         steps: int,
         scaled_by: object,
-        zero_units: Policy,
-        nonfinite: Policy,
+        close: Close | None,
         **options: Any,
     ) -> None:
         scaler: Any = None
@@ -82,7 +85,7 @@ class HandedOver(Accumulator):
             model,
             optimizers if len(optimizers) > 1 else optimizers[0],
             steps=steps,
-            close=Close(nonfinite=nonfinite, zero_units=zero_units, scaler=scaler),
+            close=replace(handed_over_close(close), scaler=scaler),
             **options,
         )
         self._is_whole = False
@@ -146,6 +149,7 @@ class HandedOver(Accumulator):
         while self._step_hooks:
             self._step_hooks.pop().remove()
         self._window.hooks.give_back()
+        self._functions.clear()  # graphs leave the device's memory
         self._checks.stop()
         for policy in self._batchnorms:
             policy.detach()

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from wholebatch.compile import Execute
 from wholebatch.errors import LossError, OptionError, StateError, UnsupportedError
-from wholebatch.integrations.handed_over import HandedOver
+from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
-from wholebatch.window.close import CloseOptions, Policy
+from wholebatch.options import Close
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step
 
@@ -84,7 +84,7 @@ class FabricAccumulator(HandedOver):
     `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
     those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
     there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
-    with `nonfinite="skip"` the loop's step then changes nothing.
+    with `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
     """
 
     closes_by = "its last micro-batch's backward must say last=True"
@@ -98,8 +98,7 @@ class FabricAccumulator(HandedOver):
         execute: Execute = "auto",
         precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
+        close: Close | None = None,
         audit: bool = True,
     ) -> None:
         if not isinstance(fabric, Fabric):
@@ -119,8 +118,7 @@ class FabricAccumulator(HandedOver):
             execute=execute,
             precision=precision,
             batchnorm=batchnorm,
-            zero_units=zero_units,
-            nonfinite=nonfinite,
+            close=close,
             audit=audit,
         )
 
@@ -164,8 +162,8 @@ class ExactAccumulation(Callback):
     window that was completed last, with its exact mean `loss` and its `units`.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
-    is left; with `nonfinite="skip"` such a window makes no update (schedulers are stepped all the
-    same). The precision plugin's loss scale skips by itself, as Lightning has it.
+    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update (schedulers are
+    stepped all the same). The precision plugin's loss scale skips by itself, as Lightning has it.
 
     On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
     far as its code allows that: what it logs must be tensors, and it must not use batch_idx.
@@ -179,8 +177,7 @@ class ExactAccumulation(Callback):
         execute: Execute = "auto",
         precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
-        zero_units: Policy = "raise",
-        nonfinite: Policy = "raise",
+        close: Close | None = None,
         audit: bool = True,
     ) -> None:
         if units is not None and not callable(units):
@@ -188,14 +185,13 @@ class ExactAccumulation(Callback):
                 f"units={units!r}: must be a function of the batch, or None where training_step "
                 'returns {"loss": ..., "units": ...}'
             )
-        CloseOptions(nonfinite=nonfinite, zero_units=zero_units).check(())
+        handed_over_close(close).with_clip_norm(None).check(())
         self._units = units
         self._options: dict[str, Any] = {
             "execute": execute,
             "precision": precision,
             "batchnorm": batchnorm,
-            "zero_units": zero_units,
-            "nonfinite": nonfinite,
+            "close": close,
             "audit": audit,
         }
         self._windows: TrainerAccumulator | None = None
@@ -332,8 +328,7 @@ class TrainingStep:
         self._inner: Callable[..., Any] = module.training_step
         self._clear, self._inner_step = module.optimizer_zero_grad, module.optimizer_step
         self._is_last = False
-        self._name: str | None = None  # of the batch, if it is given by its name
-        self._rest: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._rest: tuple[Any, ...] = ()  # what training_step is given beside the batch
         self._logged: dict[str, tuple[str, dict[str, Any]]] = {}  # by the name of the extra
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
@@ -342,21 +337,19 @@ class TrainingStep:
 
         @functools.wraps(self._inner)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self._training_step(*args, **kwargs)
+            if trainer.training and torch.is_grad_enabled():
+                return self._training_step(*args)
+            return self._inner(*args, **kwargs)  # called in a validation_step
 
         self.training_step = training_step
 
-    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _training_step(self, batch: Any, *rest: Any) -> Any:
         """Run training_step and its backward; return its output."""
         trainer, windows = self._trainer, self._windows
-        if not (trainer.training and torch.is_grad_enabled()):  # called in a validation_step
-            return self._inner(*args, **kwargs)
         if not windows.is_open:
             for optimizer in trainer.optimizers:  # Lightning would do it too late
                 self._clear(trainer.current_epoch, trainer.global_step, optimizer)
-        name, batch = (None, args[0]) if args else next(iter(kwargs.items()))
-        self._rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
-        self._ran, self._batch, self._name = False, batch, name
+        self._ran, self._batch, self._rest = False, batch, rest
         try:
             windows.run(self._run, batch, last=self._is_last)
         except _NoLoss as skipped:
@@ -395,10 +388,9 @@ class TrainingStep:
         is_traced = bool(torch._C._len_torch_dispatch_stack())
         is_step = batch is self._batch and not is_traced  # neither a graph nor a test of parts
         self._ran |= is_step
-        rest, options = self._rest
+        rest = self._rest
         if is_traced:
             rest = tuple(UnusableIndex() if type(value) is int else value for value in rest)
-            options = {k: UnusableIndex() if type(v) is int else v for k, v in options.items()}
         logged: dict[str, Tensor] = {}
         log = self._log_into(logged, is_traced, is_step)
 
@@ -407,12 +399,11 @@ class TrainingStep:
                 log(key, value, **given)
 
         with replaced_attributes(self._module, log=log, log_dict=log_dict):
-            named = {} if self._name is None else {self._name: batch}
-            output = self._inner(*(() if named else (batch,)), *rest, **named, **options)
+            output = self._inner(batch, *rest)
         others = dict(output) if isinstance(output, Mapping) else {}
         mean = others.get("loss") if others else output
         if not isinstance(mean, Tensor):
-            self._refuse_no_loss(output)
+            raise _NoLoss(output)
         loss = mean_loss(mean, self._units_of(output, batch))
         if is_step:
             self._output = others
@@ -420,14 +411,6 @@ class TrainingStep:
         if not is_traced:
             extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
         return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
-
-    def _refuse_no_loss(self, output: Any) -> NoReturn:
-        if output is None and self._trainer.world_size > 1:
-            raise LossError(
-                "training_step returned None on one of several processes, and the others wait for "
-                "its backward: return loss * 0 with 0 units for a batch that does not count"
-            )
-        raise _NoLoss(output)
 
     def _log_into(
         self, logged: dict[str, Tensor], is_traced: bool, is_step: bool
@@ -448,7 +431,7 @@ class TrainingStep:
 
 
 class _NoLoss(Exception):
-    """A training_step has returned no loss: Lightning skips the batch."""
+    """A training_step has returned no loss: Lightning skips the batch (several ranks: refuses)."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("no loss")

@@ -4,29 +4,27 @@ A loop that is changed by one line keeps its other lines: an `optimizer.zero_gra
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
 plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
 are looked for between two backwards: every write to a tensor in place moves its version, and
-reading that costs nothing (a write to `.data` moves none, and is not seen). A model that is put
-into evaluation mode, and not back again, is refused.
+reading that costs nothing. A write to `.data` moves no version; windows 1, 2, 4, 8, … compare the
+norms too. A model that is put into evaluation mode, and not back again, is refused.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from wholebatch.errors import WindowError
+from wholebatch.window.close import read_scalars
 from wholebatch.window.gradient_store import DeviceStore
-
-if TYPE_CHECKING:
-    from wholebatch.window.window import Window
-
+from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
 _version = operator.attrgetter("_version")
@@ -48,12 +46,14 @@ class Watch:
         self._made: list[int] = []  # the versions of the gradients
         self._written: list[int] = []  # the versions of the parameters
         self._rates: list[float] = []  # at the first backward
+        self._norms: list[float] | None = None  # of the gradients, and of the parameters
 
-    def remember(self, inputs: Sequence[nn.Parameter]) -> None:
-        """Remember the parameters and their gradients after a backward of the window."""
+    def remember(self, inputs: Sequence[nn.Parameter], *, norms: bool = False) -> None:
+        """Remember the parameters and their gradients after a backward; their `norms` too."""
         self._gradients = list(map(_gradient, inputs))
         self._made = _versions_of(self._gradients)
         self._written = list(map(_version, inputs))
+        self._norms = _norms_of(inputs, self._gradients) if norms else None
         self._rates = self._rates or self._rates_now()
 
     def _rates_now(self) -> list[float]:
@@ -86,11 +86,33 @@ class Watch:
                 return one, "gradient"
             if written[i] != self._written[i]:
                 return one, "value"
+        if self._norms is not None:
+            pairs = zip(self._norms, _norms_of(inputs, gradients), strict=True)
+            for i, (before, now) in enumerate(pairs):
+                if before != now and not math.isnan(before):
+                    place, is_value = i % len(inputs), i >= len(inputs)
+                    return inputs[place], "value" if is_value else "gradient"
         return None
 
 
 def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
     return [-1 if gradient is None else gradient._version for gradient in gradients]
+
+
+@torch.no_grad()
+def _norms_of(inputs: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> list[float]:
+    """Return the norms of the gradients and then of the parameters; 0 where there is none."""
+    empty = inputs[0].detach().new_zeros(0)
+    tensors = [empty if gradient is None else gradient for gradient in (*gradients, *inputs)]
+    return read_scalars(torch._foreach_norm([_dense_local(tensor) for tensor in tensors]))
+
+
+def _dense_local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
@@ -156,7 +178,8 @@ class Untouched:
         if modes != self._modes:
             self._refuse_mode(modes)
         if self._looks:
-            self._watch.remember(self._window.now.inputs)
+            norms = is_tested_window(self._window.number)
+            self._watch.remember(self._window.now.inputs, norms=norms)
 
     def _refuse_mode(self, modes: Sequence[bool]) -> None:
         """Refuse a micro-batch of a model that is in another mode than for those before."""

@@ -15,7 +15,7 @@ from torch import nn
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.window.close import CloseOptions
-from wholebatch.window.precision import LossScale, SixteenBit
+from wholebatch.window.precision import SIXTEEN_BIT, LossScale, SixteenBit
 
 UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
 """The environment variable that allows devices on which no test of ours has run."""
@@ -103,6 +103,17 @@ class Target:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return name_of(parameter, self.models)
+
+    def refuse_cast(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse parameters that were cast to 16 bits since: their sums would be rounded."""
+        known = set(map(id, self.sixteen_bit.parameters))
+        for parameter in parameters:
+            if parameter.dtype in SIXTEEN_BIT and id(parameter) not in known:
+                raise WindowError(
+                    f"{self.name_of(parameter)} was cast to {parameter.dtype} after the window's "
+                    "object was made (by model.half(), or by a forward), so that sums of its "
+                    "gradients would be rounded: cast the model before, or use precision="
+                )
 
     def refuse_hooks(self) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""

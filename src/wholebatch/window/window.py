@@ -50,7 +50,6 @@ from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.gradient_store import DeviceStore, Store
 from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
-from wholebatch.window.tested_windows import is_tested_window
 
 _SECOND_BACKWARD = (
     "an earlier backward has freed a part of this loss's graph. If the loop calls loss.backward(), "
@@ -378,6 +377,19 @@ class OpenWindow:
             check_counts(self.known, units_of)
 
 
+def is_tested_window(number: int) -> bool:
+    """Return True for windows 1, 2, 4, 8, ...; the first window of a run has number 1.
+
+    The loss must add up and graphs must compute what eager code does in every window. A mistake may
+    show only in later data (padding, a rare class) or after the weights have moved. Testing at
+    powers of two costs ten tests in 1,000 windows.
+
+    >>> [number for number in range(1, 20) if is_tested_window(number)]
+    [1, 2, 4, 8, 16]
+    """
+    return number > 0 and number & (number - 1) == 0
+
+
 _NO_WINDOW = OpenWindow([])
 
 
@@ -426,6 +438,8 @@ class Window:
         )
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        if not self.sync.owns_step:
+            self.target.refuse_cast(window.inputs)
         self._refuse_other_ranks()
         self.store.begin(window.inputs)
         self.sync.begin(window.inputs)
@@ -460,10 +474,14 @@ class Window:
         return self.open is not None
 
     @property
+    def number(self) -> int:
+        """The number of the window that is open, or comes next; the first has 1."""
+        return self.updates + self.skipped + 1
+
+    @property
     def is_test_window(self) -> bool:
         """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
-        number = self.updates + self.skipped + 1
-        return number > 1 and is_tested_window(number)
+        return self.number > 1 and is_tested_window(self.number)
 
     @property
     def current(self) -> OpenWindow:
@@ -594,6 +612,8 @@ class Window:
     ) -> Step:
         window.refuse_broken()
         self._schedules.refuse_moved()
+        if not self.sync.owns_step:
+            self.target.refuse_cast(window.inputs)
         if not window.reduced:
             self.store.reduce_now()
         weights = window.weights or self._last_weights  # none: this rank only joins the others
@@ -691,9 +711,9 @@ class Window:
         if window.known is not None and window.known.keys() == set(names):
             known = column([window.known[name] for name in names], count.device)
             is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
-        units = count.max() if window.known is None else torch.ones_like(count[0])
-        normalise = 1.0 / (units * window.seed) / window.loss_scale
-        is_one = window.known is not None and window.loss_scale == window.seed == 1.0
+        divisor = count.max() if window.known is None else torch.ones_like(count[0])
+        normalise = 1.0 / (divisor * window.seed) / window.loss_scale
+        is_one = window.known is not None and bool(window.loss_scale == window.seed == 1.0)
         return Sums(total, count, is_valid, normalise, is_one)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -134,19 +133,15 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     # -------------------------------------------------------------------- fit
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, *args: Any, callbacks: Any = None, **kwargs: Any) -> Any:
         """Fit as `keras.Model.fit` does; an epoch's last window is closed with what it has."""
-        signature = inspect.signature(keras.Model.fit)
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments.get("callbacks")
-        if isinstance(given, keras.callbacks.CallbackList):
-            given.callbacks.insert(0, Tail())
-            given.callbacks[0].set_model(self)
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks.callbacks.insert(0, Tail())
+            callbacks.callbacks[0].set_model(self)
         else:
-            bound.arguments["callbacks"] = [Tail(), *_as_list(given)]
-        call = dict(bound.arguments)
-        del call["self"]
-        return super().fit(**call)
+            several = isinstance(callbacks, list | tuple | None)
+            callbacks = [Tail(), *((callbacks or ()) if several else [callbacks])]
+        return super().fit(*args, callbacks=callbacks, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Train as `keras.Model.train_on_batch` does; the batch is a micro-batch."""
@@ -277,9 +272,3 @@ def replicas_of(model: Any) -> int:
     """Return the number of replicas that a model trains on."""
     strategy = getattr(model, "distribute_strategy", None)
     return 1 if strategy is None else int(strategy.num_replicas_in_sync)
-
-
-def _as_list(callbacks: Any) -> Sequence[Any]:
-    if callbacks is None:
-        return []
-    return callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]

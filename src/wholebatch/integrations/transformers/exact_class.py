@@ -27,9 +27,8 @@ from wholebatch.integrations.transformers.exact_trainer import (
 from wholebatch.integrations.transformers.weighted_loss import engine_of
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import Memory, Samples
+from wholebatch.options import Close, Memory, Samples
 from wholebatch.whole_batch import MicroBatch
-from wholebatch.window.close import Policy
 from wholebatch.window.forward_state import replaced_attributes
 
 _COUPLED = {
@@ -242,7 +241,7 @@ def exact(
     micro_batch: MicroBatch | Samples | None = None,
     memory: Memory | Budget | None = None,
     batchnorm: str = "exact",
-    nonfinite: Policy = "raise",
+    close: Close | None = None,
     audit: bool = True,
 ) -> type[Any]:
     """Return the class of trainer whose every update is that of the undivided global batch.
@@ -260,8 +259,8 @@ def exact(
     a number of samples, "auto" (the most that are predicted to fit into `memory`: "20GiB", a
     fraction, or what is free), or `wb.tokens(4096)`. A batch that does not fit is cut by itself.
     The update stays the same. A loss or gradient that is not finite raises `NonFiniteError` before
-    the step; with `nonfinite="skip"` such a window makes no update (the scheduler is stepped all
-    the same).
+    the step; with `close=wb.Close(nonfinite="skip")` such a window makes no update (the scheduler
+    is stepped all the same).
     """
     if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
         raise OptionError(
@@ -307,7 +306,7 @@ def exact(
         "micro_batch": micro_batch,
         "memory": memory,
         "batchnorm": batchnorm,
-        "nonfinite": nonfinite,
+        "window_close": Close.of(close).only("nonfinite", where="in exact(...)"),
         "audit": audit,
         # The module whose code is the user's own: what it reads is watched (compile/).
         "__module__": trainer.__module__,

@@ -35,7 +35,6 @@ from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
 from wholebatch.whole_batch import MicroBatch
-from wholebatch.window.close import Policy
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -66,7 +65,7 @@ class ExactTrainerMixin(_Trainer):
     micro_batch: MicroBatch | Samples | None = None
     memory: Memory | Budget | None = None
     batchnorm: str = "exact"
-    nonfinite: Policy = "raise"
+    window_close: Close = Close()
     audit: bool = True
     _shift: bool | None = None
     _is_counting = False
@@ -204,7 +203,7 @@ class ExactTrainerMixin(_Trainer):
             execute=execute,
             memory=self.memory,
             audit=self.audit,
-            close=Close(nonfinite=self.nonfinite),
+            close=self.window_close,
             **options,
         )
 

@@ -24,6 +24,7 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
+from wholebatch.options import Close
 from wholebatch.window.forward_state import attributes_restored, replaced_attributes
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -202,8 +203,8 @@ def _refuse_options(trainer: Any, why: str) -> None:
             f"micro_batch={trainer.micro_batch!r} {instead}: set per_device_train_batch_size and "
             "gradient_accumulation_steps instead"
         )
-    if trainer.nonfinite != "raise":
-        raise OptionError(f'nonfinite={trainer.nonfinite!r} {instead}: leave it at "raise"')
+    if trainer.window_close != Close():
+        raise OptionError(f"close={trainer.window_close!r} {instead}: leave close= out")
     if trainer.window_precision is not None:
         raise UnsupportedError(
             f"exact(..., precision={trainer.window_precision!r}) {instead}: leave precision= out"
