@@ -1,8 +1,8 @@
 """The mistakes that `wb.watch` names: planted in four kinds of models, by hand and in trainers.
 
     python benchmarks/verify_mistakes.py                       # plain torch
-    python benchmarks/verify_mistakes.py --door all            # and inside every trainer
-    python benchmarks/verify_mistakes.py --door Lightning --page
+    python benchmarks/verify_mistakes.py --entry-point all            # and inside every trainer
+    python benchmarks/verify_mistakes.py --entry-point Lightning --page
 
 Every cell is one training run of three windows (the last one short), watched. A mistake must be
 told by its name, and a right loop must be called right. `--time` prints what a watch costs instead,
@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
 from tests.verification.loops.live import (  # noqa: E402
-    DOORS,
+    ENTRY_POINTS,
     KINDS,
     MISTAKES,
     STYLES,
@@ -49,13 +49,13 @@ from wholebatch.verification import ZOO  # noqa: E402
 PAGE = ROOT / "docs" / "benchmarks" / "verify-mistakes.md"
 
 
-def cells(door: str, plants: dict[str, Plant]) -> dict[str, list[str]]:
-    """Return by plant the answer on every kind of model, "" where the door has no place for it."""
+def cells(entry_point: str, plants: dict[str, Plant]) -> dict[str, list[str]]:
+    """Return the answers on every kind of model, by plant that this entry point has a place for."""
     table = {}
     for name, plant in plants.items():
-        if can_run(door, plant):
-            table[name] = [found_in(verdict_of(door, kind, plant)) for kind in KINDS]
-            print(f"{door:12} {name:26} {' '.join(table[name])}", flush=True)
+        if can_run(entry_point, plant):
+            table[name] = [found_in(verdict_of(entry_point, kind, plant)) for kind in KINDS]
+            print(f"{entry_point:12} {name:26} {' '.join(table[name])}", flush=True)
     return table
 
 
@@ -79,22 +79,22 @@ def summary(table: dict[str, list[str]], plants: dict[str, Plant]) -> str:
     return f"{named} of {len(answers)}"
 
 
-def versions(door: str) -> str:
-    """Return the day of this run, and the versions of torch and of this door's package."""
+def versions(entry_point: str) -> str:
+    """Return the day of this run, and the versions of torch and of the trainer."""
     packages = {"HF Trainer": "transformers", "Fabric": "lightning", "plain torch": ""}
-    package = packages.get(door, door.lower())
+    package = packages.get(entry_point, entry_point.lower())
     found = [f"{name} {metadata.version(name)}" for name in ("torch", package) if name]
     return f"{date.today()}, {', '.join(found)}"
 
 
-def rows(doors: list[str]) -> dict[str, str]:
-    """Return by door how many mistakes were named, and right loops called right."""
+def rows(entry_points: list[str]) -> dict[str, str]:
+    """Return by entry point how many mistakes were named, and right loops called right."""
     found = {}
-    for door in doors:
-        wrong = summary(cells(door, MISTAKES), MISTAKES)
-        right = summary(cells(door, STYLES), STYLES)
-        found[door] = f"| {door} | {wrong} | {right} | {versions(door)} |"
-    if "plain torch" in doors:
+    for entry_point in entry_points:
+        wrong = summary(cells(entry_point, MISTAKES), MISTAKES)
+        right = summary(cells(entry_point, STYLES), STYLES)
+        found[entry_point] = f"| {entry_point} | {wrong} | {right} | {versions(entry_point)} |"
+    if "plain torch" in entry_points:
         answers = list(loops().values())
         right = f"{answers.count('right')} of {len(answers)}"
         name = "plain torch, loops of unusual styles"
@@ -106,7 +106,7 @@ def rows(doors: list[str]) -> dict[str, str]:
 def write(made: dict[str, str]) -> None:
     """Write these rows into the page, and keep its other rows."""
     old = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    names = [*DOORS, "plain torch, loops of unusual styles"]
+    names = [*ENTRY_POINTS, "plain torch, loops of unusual styles"]
     kept = {name: line for name in names for line in old if line.startswith(f"| {name} |")}
     table = [
         line for name, line in sorted({**kept, **made}.items(), key=lambda r: names.index(r[0]))
@@ -115,13 +115,12 @@ def write(made: dict[str, str]) -> None:
     PAGE.write_text(
         "# Mistakes named by `wb.watch`\n\n"
         f"{len(MISTAKES)} mistakes and {len(STYLES)} right styles, each on {len(KINDS)} kinds of "
-        f"models ({kinds}), in every door\nthat has a place for them. Written by "
-        "`python benchmarks/verify_mistakes.py --door DOOR --page`.\n\n"
-        "TRL and DeepSpeed are no doors of this grid: "
+        f"models ({kinds}), in every entry\npoint that has a place for them. Written by "
+        "`python benchmarks/verify_mistakes.py --entry-point NAME --page`.\n\n"
+        "TRL and DeepSpeed are not in this grid: "
         "`tests/integrations` watches loops in them.\n\n"
-        "| door | mistakes named | right loops called right | run with |\n|---|---|---|---|\n"
-        + "\n".join(table)
-        + "\n",
+        "| entry point | mistakes named | right loops called right | run with |\n"
+        "|---|---|---|---|\n" + "\n".join(table) + "\n",
         encoding="utf-8",
     )
 
@@ -221,7 +220,7 @@ def cost(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--door", default="plain torch", choices=["all", *DOORS])
+    parser.add_argument("--entry-point", default="plain torch", choices=["all", *ENTRY_POINTS])
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--time", action="store_true")
     options = parser.parse_args()
@@ -231,7 +230,7 @@ def main() -> None:
         for name in COSTS:
             print(cost(name), flush=True)
         return
-    made = rows(list(DOORS) if options.door == "all" else [options.door])
+    made = rows(list(ENTRY_POINTS) if options.entry_point == "all" else [options.entry_point])
     print("\n" + "\n".join(made.values()))
     if options.page:
         write(made)

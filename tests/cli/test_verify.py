@@ -137,8 +137,8 @@ def test_a_loop_with_a_model_of_its_own(
     assert data["trials"][0]["units"] == [5.0, 5.0, 5.0]
     assert len(set(data["trials"][2]["units"])) == 3
     assert main(["verify", f"{loop}:wrong", "--device", "cpu"]) == 1
-    assert main(["verify", f"{loop}:right", "--model", "cnn", "--device", "cpu"]) == 2
-    assert "--model cnn: loop.py has a model of its own" in capsys.readouterr().err
+    assert main(["verify", f"{loop}:right", "--model", "mlp", "--device", "cpu"]) == 2
+    assert "--model mlp: loop.py has a model of its own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_loop_with_a_model_of_its_own(
         (["verify", "--steps", "3"], "belong to FILE.py:FUNCTION"),
         (["verify", "bytes-gpt", "--windows", "3"], "belong to a script, SCRIPT.py"),
         (["verify", "LOOP:missing"], "has no function missing; it has"),
-        (["verify", "LOOP:right", "--model", "resnet"], "must be one of mlp, lm, cnn"),
+        (["verify", "LOOP:right", "--model", "resnet"], "must be one of mlp, lm"),
         (["verify", "LOOP:right", "--steps", "1"], "at least 2"),
         (["verify", "LOOP:broken"], "KeyError: 'pixels'"),
         (["verify", "--micro-batch", "none"], "--micro-batch none: must be"),

@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-# Each mistake on three models; every second one with AdamW, which hides all scales.
+# Each mistake on both models; every second one with AdamW, which hides all scales.
 @pytest.mark.parametrize("case", ZOO)
 @pytest.mark.parametrize("loop", PLANTED, ids=lambda loop: loop.__name__)
 def test_planted_mistakes_are_named(loop: Any, case: str) -> None:
@@ -107,7 +107,7 @@ def test_right_loops_are_right(loop: Any) -> None:
     assert verdict.exit_status == 0
     assert not verdict.mistakes
     assert not any(trial.notes for trial in verdict.trials)
-    assert len(verdict.trials) >= 12
+    assert len(verdict.trials) >= 8
 
 
 def test_there_are_twenty_right_loops() -> None:
@@ -176,8 +176,8 @@ def test_a_mistake_in_bf16_is_named_too() -> None:
 
 def test_equal_micro_batches_can_be_promised() -> None:
     loop = next(loop for loop in PLANTED if loop.__name__ == "mean_of_means")
-    assert not verify_loop(loop, case="cnn").same
-    assert verify_loop(loop, case="cnn", uneven=False).same
+    assert not verify_loop(loop, case="mlp").same
+    assert verify_loop(loop, case="mlp", uneven=False).same
 
 
 def test_clipping_by_hand_is_right() -> None:
@@ -284,7 +284,7 @@ def test_the_zoo_is_uneven_enough() -> None:
 
 
 def test_usage() -> None:
-    with pytest.raises(wb.errors.OptionError, match="must be one of mlp, lm, cnn"):
+    with pytest.raises(wb.errors.OptionError, match="must be one of mlp, lm"):
         verify_loop(not_divided, case="transformer")
     with pytest.raises(wb.errors.OptionError, match="at least 2"):
         verify_loop(not_divided, steps=1)
@@ -304,7 +304,7 @@ def test_json_and_text() -> None:
 
 def test_the_whole_batch_is_the_reference_not_a_formula() -> None:
     """The right gradient of a window is that of its micro-batches put together again."""
-    case = ZOO["cnn"]
+    case = ZOO["mlp"]
     micros = case.window(4, False, 0)
     seen: list[Tensor] = []
 
@@ -315,7 +315,7 @@ def test_the_whole_batch_is_the_reference_not_a_formula() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    assert verify_loop(loop, case="cnn").same
+    assert verify_loop(loop, case="mlp").same
     assert any(len(labels) == sum(len(micro["y"]) for micro in micros) for labels in seen)
 
 

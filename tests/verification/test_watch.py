@@ -1,6 +1,6 @@
 """`wb.watch`: a live loop's mistake is told by its name, and right loops are left in peace.
 
-The whole grid (every mistake, kind of model and door) is benchmarks/verify_mistakes.py.
+The whole grid (every mistake, kind of model and entry point) is benchmarks/verify_mistakes.py.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def test_a_batch_that_is_more_than_its_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    "package, door, name",
+    "package, entry_point, name",
     [
         ("accelerate", "Accelerate", "divided twice"),
         ("lightning", "Fabric", "loss scale left in"),
@@ -273,12 +273,12 @@ def test_a_batch_that_is_more_than_its_samples() -> None:
         ("transformers", "HF Trainer", "decayed every time"),
     ],
 )
-def test_inside_trainers(package: str, door: str, name: str) -> None:
+def test_inside_trainers(package: str, entry_point: str, name: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     right = STYLES["clipped once"]
     for kind, plant in (("detector", MISTAKES[name]), ("language model", right)):
-        verdict = verdict_of(door, kind, plant)
+        verdict = verdict_of(entry_point, kind, plant)
         assert found_in(verdict) == plant.key, str(verdict)
 
 
@@ -326,7 +326,11 @@ def test_windows_of_wholebatch_are_read_from_their_ledger() -> None:
     def loss(acc: Any, model: Any, x: Any, y: Any) -> None:
         acc.backward(wb.cross_entropy(model(x), y))
 
-    for backward in (mean, loss):
+    def policy(acc: Any, model: Any, x: Any, y: Any) -> None:
+        losses = F.cross_entropy(model(x), y, reduction="none")[:, None]
+        acc.backward(wb.losses.aggregate(losses, y[:, None] != -100, mean="sequences"))
+
+    for backward in (mean, loss, policy):
         verdict = exact_loop(backward)
         assert verdict.same, str(verdict)
         assert {trial.observed_by for trial in verdict.trials} == {"ledger"}

@@ -76,7 +76,7 @@ class VerifyOptions:
         True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
     )
     model: str = _loop(
-        "all", "mlp|lm|cnn|all", "Built-in models for a function, if FILE.py has no model()."
+        "all", "mlp|lm|all", "Built-in models for a function, if FILE.py has no model()."
     )
     steps: int | None = _loop(
         None,

@@ -1,7 +1,7 @@
-"""Small models with data to try a training loop on: a classifier, a language model and a CNN.
+"""Small models with data to try a training loop on: a classifier and a language model.
 
-All three take `model(micro["x"])` to logits with the classes last, and `micro["y"]` are the labels,
--100 where none counts; so one loop runs on all:
+Both take `model(micro["x"])` to logits with the classes last, and `micro["y"]` are the labels,
+-100 where none counts; so one loop runs on both:
 
     logits = model(micro["x"])
     loss = F.cross_entropy(logits.flatten(0, -2), micro["y"].flatten())
@@ -74,19 +74,6 @@ def _lm() -> nn.Module:
     return _TinyLM()
 
 
-def _cnn() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3),
-        nn.GroupNorm(2, 6),
-        nn.ReLU(),
-        nn.Conv2d(6, 8, 3, stride=2),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(72, 4),
-    )
-
-
 def _sizes(steps: int, even: bool, rank: int) -> list[int]:
     """Return 4, 4, 4, 4 or, for example, 5, 2, 7, 1: a mean of means is far from the mean."""
     if even:
@@ -95,18 +82,16 @@ def _sizes(steps: int, even: bool, rank: int) -> list[int]:
     return [uneven[(index + 2 * rank) % len(uneven)] for index in range(steps)]
 
 
-def _classified(shape: tuple[int, ...], classes: int, spread: float) -> Callable[..., list[Micro]]:
-    def window(steps: int, even: bool, rank: int) -> list[Micro]:
-        generator = torch.Generator().manual_seed(100 + rank)
-        return [
-            {
-                "x": spread * torch.randn(size, *shape, generator=generator),
-                "y": torch.randint(0, classes, (size,), generator=generator),
-            }
-            for size in _sizes(steps, even, rank)
-        ]
-
-    return window
+def _points(steps: int, even: bool, rank: int) -> list[Micro]:
+    """Return micro-batches of points in 12 dimensions and 5 classes."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [
+        {
+            "x": 2.0 * torch.randn(size, 12, generator=generator),
+            "y": torch.randint(0, 5, (size,), generator=generator),
+        }
+        for size in _sizes(steps, even, rank)
+    ]
 
 
 def _texts(steps: int, even: bool, rank: int) -> list[Micro]:
@@ -122,9 +107,8 @@ def _texts(steps: int, even: bool, rank: int) -> list[Micro]:
 
 
 ZOO: dict[str, Case] = {
-    "mlp": Case("mlp", _mlp, loss, _classified((12,), 5, 2.0)),
+    "mlp": Case("mlp", _mlp, loss, _points),
     "lm": Case("lm", _lm, loss, _texts),
-    "cnn": Case("cnn", _cnn, loss, _classified((1, 10, 10), 4, 2.0)),
 }
 """The built-in cases by name."""
 

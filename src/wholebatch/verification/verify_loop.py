@@ -71,7 +71,7 @@ def verify_loop(
     >>> verify_loop(loop, case="mlp").mistakes
     ('mean-of-means',)
 
-    `case` is a model with micro-batches: built-in ones by name ("mlp", "lm", "cnn"), or a `Case`.
+    `case` is a model with micro-batches: built-in ones by name ("mlp", "lm"), or a `Case`.
     By default all built-in ones are tried, and those on which the loop fails are left out.
     `steps` is the number of micro-batches that the loop calls a full window; it is also given a
     short one. `uneven=False` says that all micro-batches always have equally many units, and

@@ -1,8 +1,8 @@
 """`watch`: a verdict on any training loop, while it runs.
 
 The windows are recorded: the first ones in full, later ones by a few numbers of every gradient. At
-the end of the watch they are judged. With several ranks, the records of all are gathered once, and
-every rank judges the same ones.
+the end of the watch they are judged. With several ranks, the records of all are gathered once, at
+the end, and rank 0 judges.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Watch:
             verdict = self._judged(kind, error)
         except Exception as failed:  # a watch never ends somebody's training
             _log.debug("the watch could not judge", exc_info=True)
-            reason = f"the watch failed: {type(failed).__name__}: {failed}"
-            verdict = self._make([_nothing("").not_judged(reason)])
+            verdict = self._make([_nothing("").not_judged(_failure(failed))])
         self._verdict = verdict
         if kind is None and self._logs:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
@@ -140,22 +139,35 @@ class Watch:
 
     def _judged(self, kind: Any, error: object) -> LoopVerdict:
         records = self._records(is_over=kind is None)
-        everywhere = [records]
         ranks = world_size()
         if ranks > 1:
             if not all_meet(f"watch {self._number}", PATIENCE):
                 reason = f"not every rank came to the end of the watch within {PATIENCE:g} s"
                 return self._make([_nothing("").not_judged(reason)])
-            gathered: list[Any] = [None] * ranks
-            dist.all_gather_object(gathered, records)
-            everywhere = gathered
-        trials = _trials(everywhere, given=self._is_given)
+            trials = self._judged_by_the_first(records, ranks)
+        else:
+            trials = _trials([records], given=self._is_given)
         is_end = isinstance(error, SystemExit) and not error.code
         if kind not in (None, WatchIsOver) and not is_end:
             text = f": {error}" if str(error) else ""
             ended = f"the loop ended with {kind.__name__}{text}"
             trials[-1] = replace(trials[-1], notes=(*trials[-1].notes, ended))
         return self._make(trials)
+
+    def _judged_by_the_first(self, records: _Records, ranks: int) -> list[LoopTrial]:
+        """Gather the records of all ranks on rank 0, judge them there, and tell the others."""
+        is_first = dist.get_rank() == 0
+        gathered: list[Any] | None = [None] * ranks if is_first else None
+        dist.gather_object(records, gathered)
+        told: list[Any] = [None]
+        if gathered is not None:
+            try:
+                told = [_trials(gathered, given=self._is_given)]
+            except Exception as failed:  # the other ranks wait for an answer
+                told = [[_nothing("").not_judged(_failure(failed))]]
+        dist.broadcast_object_list(told)
+        trials: list[LoopTrial] = told[0]
+        return trials
 
     def _make(self, trials: Sequence[LoopTrial]) -> LoopVerdict:
         recorder = self._recorder
@@ -194,6 +206,10 @@ class Watch:
         if recorder.lost_steps:
             return "an optimizer step was seen, and no backward that brought its gradients"
         return "no backward was seen in this process; if it starts others, use torchrun instead"
+
+
+def _failure(error: Exception) -> str:
+    return f"the watch failed: {type(error).__name__}: {error}"
 
 
 def _nothing(name: str) -> LoopJudge:

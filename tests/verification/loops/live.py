@@ -1,7 +1,7 @@
 """Loops that run: one mistake planted in plain torch and inside trainers, on kinds of models.
 
-A mistake is a weight of the micro-batches, or a line that stands in the loop. The door says who
-runs the loop; every door has the same places for those lines.
+A mistake is a weight of the micro-batches, or a line that stands in the loop. The entry point says
+who runs the loop; every entry point has the same places for those lines.
 """
 
 from __future__ import annotations
@@ -342,9 +342,9 @@ STYLES = {
     "long window": Plant("right", windows=(9,)),
     "two micro-batches": Plant("right", windows=(2, 2)),
 }
-"""Right loops, for every kind of model and every door that can run them."""
+"""Right loops, for every kind of model and every entry point that can run them."""
 
-# ------------------------------------------------------------------------ doors
+# ------------------------------------------------------------------------ entry points
 
 
 @dataclass(frozen=True)
@@ -565,7 +565,7 @@ def hf_trainer(run: Run, folder: Path = Path("build/watch")) -> LoopVerdict:
     return watched.verdict
 
 
-DOORS: dict[str, Callable[[Run], LoopVerdict]] = {
+ENTRY_POINTS: dict[str, Callable[[Run], LoopVerdict]] = {
     "plain torch": by_hand,
     "Accelerate": accelerate,
     "Fabric": fabric,
@@ -575,9 +575,9 @@ DOORS: dict[str, Callable[[Run], LoopVerdict]] = {
 BY_HAND = ("plain torch", "Accelerate", "Fabric")
 
 
-def can_run(door: str, plant: Plant) -> bool:
-    """True if this door has a place for this plant."""
-    if door in BY_HAND:
+def can_run(entry_point: str, plant: Plant) -> bool:
+    """True if this entry point has a place for this plant."""
+    if entry_point in BY_HAND:
         return True
     return not plant.by_hand and plant.windows in ((4, 4, 3), (4, 4))
 
@@ -594,11 +594,11 @@ def quiet() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def verdict_of(door: str, kind: str, plant: Plant) -> LoopVerdict:
+def verdict_of(entry_point: str, kind: str, plant: Plant) -> LoopVerdict:
     """Return the verdict of a watch on this loop."""
     torch.manual_seed(0)
     with quiet():
-        return DOORS[door](Run(KINDS[kind], plant))
+        return ENTRY_POINTS[entry_point](Run(KINDS[kind], plant))
 
 
 def found_in(verdict: LoopVerdict) -> str:
