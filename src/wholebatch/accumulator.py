@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.audit import warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import (
     EmptyWindowError,

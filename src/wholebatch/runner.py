@@ -26,7 +26,6 @@ from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
-from wholebatch.coupled.audit import check_padding, refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.contrastive.losses import Coupled
@@ -35,6 +34,7 @@ from wholebatch.coupled.contrastive.two_pass import (
     WholeRepresentations,
     gather_rows,
 )
+from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     refuse_new_norms,
@@ -42,6 +42,7 @@ from wholebatch.coupled.normalisation_layers import (
     uses_whole_batch,
     whole_batch_norms,
 )
+from wholebatch.coupled.padding import check_padding
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
-from wholebatch.coupled import audit as audits
+from wholebatch.batch.samples import layout_of
+from wholebatch.coupled.adds_up import check_adds_up
 
 
 def loss(model: Any, micro: Any) -> wb.Loss:
@@ -265,21 +266,21 @@ def test_state_of_the_loss_function_itself_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_audit_names_it_too_and_leaves_the_model(name: str) -> None:
+def test_the_test_leaves_the_model(name: str) -> None:
     """Its runs begin from the same state, so that no drift hides in their noise."""
     model = REFUSED[name][0]().double()
     before = copy.deepcopy(model.state_dict())
-    report = audits.audit(model, samples(8), forward=loss)
-    assert "state" in {finding.kind for finding in report.findings}  # a mean couples as well
-    assert "micro-batches do not add up to the whole batch" in str(report)
+    result = check_adds_up(model, lambda few: loss(model, few), layout_of(samples(8)))
+    assert result.findings
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-def test_the_audit_puts_back_what_is_replaced() -> None:
+def test_the_test_puts_back_what_is_replaced() -> None:
     model = Harmless().double()
     model(samples(16)["x"])
     seen, logged = model.seen_again, list(model.logged)
-    assert not audits.audit(model, samples(8), forward=loss)
+    result = check_adds_up(model, lambda few: loss(model, few), layout_of(samples(8)))
+    assert not result.findings
     assert model.seen_again is seen
     assert (int(model.seen_again), int(model.seen), model.samples) == (16, 16, 16)
     assert model.logged == logged

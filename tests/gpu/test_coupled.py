@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.coupled.audit import audit
+from wholebatch.coupled.coupling_layers import coupling_layers
 from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
@@ -118,8 +118,9 @@ def test_the_probe_finds_what_couples_and_leaves_no_trace() -> None:
 
     model = Centred().cuda()
     before = torch.cuda.get_rng_state()
-    report = audit(model, batch(dtype=torch.float32)["image"])
-    assert [finding.kind for finding in report.findings] == ["probe"]
+    images = batch(dtype=torch.float32)["image"]
+    found = coupling_layers(model, images, lambda few: model(few.cuda()))
+    assert [finding.kind for finding in found] == ["probe"]
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 

@@ -133,7 +133,7 @@ def pairwise_ranking(task: Task) -> Task:
     return coupled(term)(task)
 
 
-@mistake(COUPLES + "|units", interfaces=("WholeBatch", "Trainer"))  # 4 samples may tell nothing
+@mistake(COUPLES + "|units")
 def hardest_half_of_the_batch(task: Task) -> Task:
     def loss(model: nn.Module, micro: Batch) -> Any:
         _, losses = samples_of(task, model, micro)

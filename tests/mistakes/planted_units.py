@@ -77,7 +77,7 @@ def a_sum_given_as_a_mean(task: Task) -> Task:
     return task.but(loss=loss, announced=task.units)
 
 
-@mistake(r"mean|units", interfaces=("WholeBatch", "Lightning"))
+@mistake(r"mean|units", interfaces=("WholeBatch", "Lightning", *STREAMS))
 def a_mean_of_one_unit(task: Task) -> Task:
     """What `loss / len(batch)` and one unit per micro-batch are: a mean of means."""
 

@@ -18,8 +18,8 @@ from torch import nn
 from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.compile.captured_state import Fingerprint, LookAgain
 from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
-from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import WholebatchError

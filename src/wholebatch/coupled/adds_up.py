@@ -31,15 +31,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from wholebatch.batch.samples import Layout
+from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,
-    layers_that_couple,
     loss_cause,
     not_tested,
     outside_norm,
+    samples_compared,
 )
+from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
 from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
 from wholebatch.coupled.sample_runs import (
     SCALE,
@@ -172,10 +173,24 @@ def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
                 with suppress(RuntimeError, ValueError):  # A group has more samples.
                     ends = ((samples.part(0, c), samples.part(c, samples.count)) for c in cuts[:4])
                     if all(samples.tolerance.adds_up(whole, parts) for parts in ends):
-                        return not samples.tolerance.adds_up(whole, [samples.rotated()])
+                        rotated = samples.of_rows([*range(1, samples.count), 0])
+                        return not samples.tolerance.adds_up(whole, [rotated])
     except (RuntimeError, ValueError) as problem:
         _log.debug("groups of samples could not be run: %r", problem)
     return False
+
+
+def audit(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
+    """Return all that keeps micro-batches from the update of the whole batch, as far as is found.
+
+    These are layers that couple samples, and what `check_adds_up` finds. `run(batch)` returns a
+    loss.
+    """
+    layers = coupling_layers(model, batch, run)
+    found = check_adds_up(model, run, readable_layout(batch, None, ())).findings
+    if any(layer.kind == "probe" for layer in layers):  # Then nothing adds up: that is no news.
+        found = tuple(one for one in found if one.kind in ("state", "outside"))
+    return layers + [one for one in found if one.kind != "untested"]
 
 
 class _Test:
@@ -219,6 +234,8 @@ class _Test:
             return self._not_in_parts(whole, "is not finite for a part of them")
         if not self._tolerance.adds_up(whole, parts):
             return AdditivityResult(self._causes(whole, first, again))
+        if self._names_layers and (found := self._other_cuts(whole)):
+            return AdditivityResult(found)
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
         found = tuple(self._state_after(whole, first, second, again))
@@ -236,6 +253,22 @@ class _Test:
         if not self._names_layers:
             return (found,)
         return self._layers() or (found,)
+
+    def _other_cuts(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
+        """Return why few samples do not add up in other parts: one cut may add up by chance."""
+        samples, count = self._samples, self._samples.count
+        is_small = 4 <= count < SAMPLES and not samples.reads_outputs
+        for other in range(1, count) if is_small else ():
+            pair = [0, other]
+            rest = [row for row in range(count) if row not in pair]
+            try:
+                parts = samples.of_rows(pair), samples.of_rows(rest)
+            except (RuntimeError, ValueError):  # It needs more samples, or neighbours.
+                return ()
+            is_known = samples.draws.held and all(part.is_finite for part in parts)
+            if is_known and not self._tolerance.adds_up(whole, parts):
+                return (samples_compared(samples, (whole, *parts)),)
+        return ()
 
     def _not_in_parts(self, whole: SampleRun, why: str) -> AdditivityResult:
         """Refuse a loss that has no value for uneven parts: it may not add up."""
@@ -258,7 +291,7 @@ class _Test:
         return (loss_cause(samples, (whole, *halves), may_run=False),)
 
     def _layers(self) -> tuple[AuditFinding, ...]:
-        return layers_that_couple(self._samples, min(self._samples.count, SAMPLES))
+        return tuple(layers_that_couple(self._samples, min(self._samples.count, SAMPLES)))
 
     def _without_random_numbers(self) -> AdditivityResult:
         """Compare in evaluation mode, where dropout draws nothing: the draws cannot be held."""

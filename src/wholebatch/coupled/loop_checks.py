@@ -5,7 +5,8 @@ A stream gives its losses and keeps its forwards to itself. So only this is test
 1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
 3. a mean given as a sum, or a sum as a mean, by the last reduction of the loss;
-4. a mean that is divided by the number of steps, or scaled by a GradScaler;
+4. a mean that is divided by the number of steps, or scaled by a GradScaler; means of uneven
+   micro-batches that count alike, by a warning;
 5. a loss that compares samples: rows of the model's outputs linked by its second derivative;
 6. a model whose samples act on each other, or whose forward changes state: its first call is made
    again on two parts.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
-from wholebatch.coupled.audit import refused_by_type
 from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
@@ -286,6 +288,7 @@ class LoopChecks:
         self._calls: list[AuditFinding] = []
         self._called: set[nn.Module] = set()
         self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []
+        self._rows_of_one: list[int] = []  # of micro-batches whose mean has one unit
         self._warned = False
 
     def begin_window(self, number: int) -> None:
@@ -344,6 +347,8 @@ class LoopChecks:
         terms = last_reductions(loss)
         self._reductions.append((terms, None if is_mean else units))
         window = LoopWindow(self._models, steps, is_mean, list(self._outputs), self._calls)
+        if is_mean and units == 1 and self._outputs:
+            self._rows_of_one.append(max(map(len, self._outputs)))
         found = [one for check in CHECKS if (one := check(window, loss, float(units))) is not None]
         AdditivityResult(tuple(found)).refuse()
         self._warn_of_division(steps)
@@ -365,7 +370,20 @@ class LoopChecks:
         if self.active:
             self.stop()
             self._warn_of_division(micro_batches)
+            self._warn_of_one_unit()
             self._reductions.clear()
+
+    def _warn_of_one_unit(self) -> None:
+        """Warn of means that count alike although their micro-batches differ in size."""
+        rows = self._rows_of_one
+        if len(set(rows)) > 1:
+            warnings.warn(
+                f"micro-batches of {', '.join(map(str, rows[:8]))} rows count alike: each is a "
+                "mean over units=1. If the loss is a mean over samples or tokens, give their "
+                "number as units=. If each micro-batch is one unit (a graph, an episode), nothing "
+                "is wrong",
+                stacklevel=3,
+            )
 
     def stop(self) -> None:
         """Take the hooks off the models, and check nothing more but the type of losses."""

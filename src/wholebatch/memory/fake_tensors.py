@@ -8,11 +8,9 @@ the real kernels, this module makes them agree.
 from __future__ import annotations
 
 import copy
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -88,13 +86,24 @@ def fake_model(
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
-    """Return a batch of fake tensors, each with its own storage, like a micro-batch on a device."""
+    """Return a batch of fake tensors, each with its own storage, like a micro-batch on a device.
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    An `attention_mask` that hides nothing is left out, as models of transformers do by reading it:
+    attention needs less memory without a mask.
+    """
+
+    def fake(leaf: Leaf) -> Any:
+        value = leaf.value
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_real = not (isinstance(value, FakeTensor) or value.is_meta)
+        if is_real and leaf.name.endswith("attention_mask") and bool(value.all()):
+            return None
         with mode:
-            return torch.empty_like(tensor, device=device)
+            return torch.empty_like(value, device=device)
 
-    return map_tensors(batch, fake)
+    leaves, structure = flatten(batch)
+    return structure.build([fake(leaf) for leaf in leaves])
 
 
 def fake_optimizer(
@@ -225,63 +234,3 @@ def _attends_in_one_kernel() -> bool:
     return bool(
         torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
     )
-
-
-# Attention masks
-
-
-def masks_as_for(batch: Any) -> AbstractContextManager[None]:
-    """Make transformers leave out masks of fake tensors if it would leave them out for `batch`.
-
-    Its models make no mask if nothing is padded and no sequences are packed, and attention needs
-    less memory then. They find out by reading tensors; here the real batch is read instead. A batch
-    that cannot be read counts as padded, which needs more memory.
-    """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    if masking is None:
-        return nullcontext()
-    leaves, _ = flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf.value, torch.Tensor)]
-    instead: dict[str, Callable[..., Any]] = {}
-    if not any(_may_be_padding(leaf.value) for leaf in tensors):
-        for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
-            instead[name] = _hidden_if_fake
-    if not any(_is_packed(leaf) for leaf in tensors):
-        instead["find_packed_sequence_indices"] = _never_packed
-    known = {name: made for name, made in instead.items() if hasattr(masking, name)}
-    return replaced_attributes(
-        masking, **{name: partial(made, getattr(masking, name)) for name, made in known.items()}
-    )
-
-
-def _hidden_if_fake(
-    function: Callable[..., Any], padding_mask: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Call a function with None for a fake padding mask, which hides nothing."""
-    is_fake = isinstance(padding_mask, FakeTensor)
-    return function(None if is_fake else padding_mask, *args, **kwargs)
-
-
-def _never_packed(function: Callable[[Any], Any], position_ids: Any) -> Any:
-    """Return None for fake position ids: no packed sequences."""
-    return None if isinstance(position_ids, FakeTensor) else function(position_ids)
-
-
-def _may_be_padding(tensor: torch.Tensor) -> bool:
-    """True if this may be a mask that hides something: zeros and ones, one row for each sample."""
-    if tensor.dim() != 2:
-        return False
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        return True
-    hidden = tensor == 0
-    return bool(hidden.any()) and bool((hidden | (tensor == 1)).all())
-
-
-def _is_packed(leaf: Leaf) -> bool:
-    """True if these are positions that begin again within a row."""
-    tensor: torch.Tensor = leaf.value
-    if "position" not in leaf.name or tensor.dim() != 2:
-        return False
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        return True
-    return bool((tensor.diff(dim=-1) != 1).any())

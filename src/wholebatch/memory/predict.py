@@ -33,7 +33,6 @@ from wholebatch.memory.fake_tensors import (
     fake_mode_of,
     fake_model,
     fake_optimizer,
-    masks_as_for,
     run_fake,
 )
 from wholebatch.memory.fsdp_sharding import Sharding, gathered, pretended_ranks, shard
@@ -156,7 +155,6 @@ class Predictor:
             entered.enter_context(ranks)
             entered.enter_context(_untouched(self._model))
             entered.enter_context(_quiet())
-            entered.enter_context(masks_as_for(batch))
             model, parameters = fake_model(self._model, mode, self._run_on)
             if sharding is not None:
                 parameters = shard(

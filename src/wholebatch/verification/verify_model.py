@@ -2,7 +2,7 @@
 
 Where the updates differ, each question is put to the model itself, in an order in which an answer
 excludes what comes after: does it repeat itself, does the order of the samples matter, does the
-test of the entry points find a cause (`wholebatch.coupled.audit`: by type, and by halves), does any
+test of the entry points find a cause (`coupled.adds_up.audit`: by type, and by halves), does any
 weighting of the micro-batches give the undivided batch (by least squares).
 """
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import to_device
-from wholebatch.coupled.audit import audit
+from wholebatch.coupled.adds_up import audit
 from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.coupling_layers import layers_by_type
 from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
@@ -98,20 +99,20 @@ _KINDS = {
 """What a proof calls the findings of an audit; the others are coupled samples."""
 
 
-def _findings(evidence: Evidence) -> tuple[AuditFinding, ...]:
+def _findings(evidence: Evidence) -> list[AuditFinding]:
     """Return what the test of the entry points finds: by type, by changing a sample, by halves."""
     runs, batch = evidence.runs, evidence.batch
     runs.begin()
     few = to_device(batch.first(min(8, batch.samples)).whole, runs.parameters[0].device)
 
-    def forward(model: nn.Module, batch: Any) -> Any:
+    def run(batch: Any) -> Any:
         with torch.enable_grad():  # a loss checks that it has a gradient
-            return runs.loss(model, batch)
+            return runs.loss(runs.inner, batch)
 
     try:
-        return audit(runs.inner, few, forward=forward).findings
+        return audit(runs.inner, few, run)
     except Exception:  # a loss that needs the whole batch: what the types tell is left
-        return audit(runs.inner).findings
+        return layers_by_type(runs.inner)
     finally:
         runs.begin()
 

@@ -1,4 +1,4 @@
-"""The audit finds what couples samples, by type and by changing one of them."""
+"""Layers that couple samples are found by type and by changing one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wholebatch.coupled.audit import audit
+from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.coupling_layers import coupling_layers, layers_by_type
 from wholebatch.coupled.normalisation_layers import batchnorms
 
 
@@ -25,8 +26,13 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-def found(model: nn.Module, batch: Any = None, **options: Any) -> dict[str, str]:
-    return {f.name: f.kind for f in audit(model, batch, **options).findings}
+def findings(model: nn.Module, batch: Any) -> list[AuditFinding]:
+    return coupling_layers(model, batch, lambda few: model(few))
+
+
+def found(model: nn.Module, batch: Any = None) -> dict[str, str]:
+    made = layers_by_type(model) if batch is None else findings(model, batch)
+    return {f.name: f.kind for f in made}
 
 
 def test_by_type() -> None:
@@ -61,12 +67,10 @@ def test_by_type() -> None:
     ]
 
 
-def test_report_names_layers_and_says_what_to_do() -> None:
-    report = audit(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    assert report
-    assert str(report).startswith("1 layer couples the samples of a batch (by type):\n  1 (Batch")
-    assert 'WholeBatch(batchnorm="exact")' in str(report)
-    assert not audit(nn.Linear(2, 3))
+def test_a_finding_says_what_to_do() -> None:
+    (finding,) = layers_by_type(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    assert str(finding).startswith("1 (BatchNorm1d): normalises with the statistics of the batch")
+    assert 'WholeBatch(batchnorm="exact")' in str(finding)
 
 
 def test_probe_names_the_origin_only() -> None:
@@ -74,16 +78,15 @@ def test_probe_names_the_origin_only() -> None:
         nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Centred()), nn.Linear(4, 4), nn.Dropout(0.5)
     )
     assert found(model) == {}
-    report = audit(model, torch.randn(16, 4))
-    assert [f.name for f in report.findings] == ["1.1"]
+    assert found(model, torch.randn(16, 4)) == {"1.1": "probe"}
 
 
 def test_probe_agrees_with_the_types_and_leaves_the_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = [b.clone() for b in model.buffers()]
     state = torch.get_rng_state()
-    report = audit(model, torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
-    assert [(f.name, f.kind) for f in report.findings] == [("1", "batchnorm")]
+    batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    assert found(model, batch) == {"1": "batchnorm"}
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -124,8 +127,7 @@ def test_layers_that_split_their_batch_are_named_by_type() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([self.bn(part) for part in x.split(self.virtual_batch_size)])
 
-    report = audit(nn.Sequential(GBN(), nn.Linear(4, 2)))
-    assert ("0", "ghost") in [(f.name, f.kind) for f in report.findings]
+    assert found(nn.Sequential(GBN(), nn.Linear(4, 2)))["0"] == "ghost"
 
 
 def test_probe_of_the_whole_model() -> None:
@@ -138,25 +140,16 @@ def test_probe_of_the_whole_model() -> None:
             z = self.net(x)
             return z @ z.T
 
-    report = audit(Contrast(), torch.randn(5, 4))
-    assert [f.name for f in report.findings] == [""]
-    assert "(the model itself) (Contrast): output for one sample moved" in str(report)
+    (finding,) = findings(Contrast(), torch.randn(5, 4))
+    assert "(the model itself) (Contrast): output for one sample moved" in str(finding)
 
 
-def test_probe_takes_tokens_keywords_and_a_forward() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, 4)
-            self.couple = Centred()
-
-        def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
-            return self.couple(self.embed(ids)) * scale
-
-    ids = torch.arange(12).view(4, 3) % 11
-    assert found(Net(), {"ids": ids}) == {"couple": "probe"}
-    assert found(Net(), (ids, 2.0)) == {"couple": "probe"}
-    assert found(Net(), {"x": [ids]}, forward=lambda m, b: m(b["x"][0])) == {"couple": "probe"}
+def test_probe_takes_nested_batches_of_tokens() -> None:
+    embed, couple = nn.Embedding(11, 4), Centred()
+    model = nn.ModuleDict({"embed": embed, "couple": couple})
+    batch = {"x": [torch.arange(12).view(4, 3) % 11]}
+    made = coupling_layers(model, batch, lambda few: couple(embed(few["x"][0])))
+    assert [f.name for f in made] == ["couple"]
 
 
 @pytest.mark.parametrize("size", [0, 1])

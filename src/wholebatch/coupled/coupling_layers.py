@@ -1,0 +1,289 @@
+"""Find the layers that let one sample's output depend on the other samples of its batch.
+
+Such a layer makes plain accumulation silently wrong: BatchNorm by a third to two thirds of the
+gradient. Layers are judged by their type. With a batch, one sample is changed: if the output of a
+layer for the other samples moves, it couples them. That finds what no list of types can know.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from wholebatch.batch.samples import flatten, readable_layout, take
+from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    is_spectral_norm,
+    tracked_instance_norms,
+    uses_batch_statistics,
+)
+from wholebatch.coupled.sample_runs import FirstSamples
+from wholebatch.errors import LossError, UnsupportedError
+
+_log = logging.getLogger("wholebatch")
+
+_POLICIES = (
+    'WholeBatch(batchnorm="exact") is exact; Accumulator needs "freeze" or "allow", or GroupNorm'
+)
+_ADVICE = {
+    "batchnorm": f"normalises with the statistics of the batch: {_POLICIES}",
+    "custom": (f"a BatchNorm with a forward of its own: {_POLICIES}"),
+    "sync": (
+        "normalises with the statistics of the micro-batch on all ranks, not of the window: "
+        'WholeBatch(batchnorm="exact") includes the ranks'
+    ),
+    "running": (
+        "outputs do not depend on other samples, but the running statistics move once for every "
+        'micro-batch: WholeBatch(batchnorm="exact") moves them once per window'
+    ),
+    "ghost": (
+        "splits its batch by itself and normalises the parts (Ghost BatchNorm): statistics of the "
+        "whole batch are not what it wants. Use a plain BatchNorm, or plain accumulation in "
+        'micro-batches of its parts: batchnorm="allow", audit=False'
+    ),
+    "frequency": (
+        "scale_grad_by_freq=True divides the gradient of a row by how often it occurs in the "
+        "micro-batch, not in the batch: leave it out"
+    ),
+    "spectral": (
+        "one power iteration for every forward in training: it moves once per micro-batch, not "
+        "once per update; in evaluation mode it stays as it is"
+    ),
+}
+_LAYER = (
+    "output for one sample moved when another sample changed, for a reason its type does not tell: "
+    "no micro-batch can give it the whole batch. If it calls F.batch_norm, make that an "
+    "nn.BatchNorm inside it, which is exact; else compute it per sample, or move it into the loss "
+    "of wb.Coupled(encode, loss), which sees the whole batch"
+)
+_FUNCTION = "(the function itself)"  # in place of a module's name
+_MOVED = 1e-5
+_SAMPLES = 8
+
+
+def coupling_layers(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
+    """Return the layers that couple samples, by type and by changing one sample of a batch.
+
+    `run(batch)` calls the model. The model and the random generators are left as found.
+    """
+    by_type = layers_by_type(model)
+    layout = readable_layout(batch, None, ())
+    if layout is None or layout.size < 2:
+        return by_type
+    known = {found.name for found in by_type if found.kind in ("batchnorm", "custom", "sync")}
+    count = min(layout.size, _SAMPLES)
+    samples = FirstSamples(model, run, layout, count, graph=False, name="a function")
+    with samples.testing():
+        return by_type + [
+            one for one in layers_that_couple(samples, count) if one.name not in known
+        ]
+
+
+# --------------------------------------------------------------------- by type
+
+
+def layers_by_type(model: nn.Module) -> list[AuditFinding]:
+    """Return the layers that couple samples or move with each micro-batch, in their mode."""
+    found = [(name, m, _kind(m)) for name, m in batchnorms(model) if uses_batch_statistics(m)]
+    found += [(name, m, "running") for name, m in tracked_instance_norms(model) if m.training]
+    for name, module in model.named_modules():
+        if module.training and _is_ghost(module):
+            found.append((name, module, "ghost"))
+        if getattr(module, "scale_grad_by_freq", False) and module.weight.requires_grad:
+            found.append((name, module, "frequency"))
+        if module.training and is_spectral_norm(module):
+            found.append((name, module, "spectral"))
+    return [
+        AuditFinding(name, type(module).__name__, kind, _ADVICE[kind])
+        for name, module, kind in found
+    ]
+
+
+def refused_by_type(model: nn.Module) -> list[AuditFinding]:
+    """Return the layers that no policy makes right in micro-batches."""
+    return [finding for finding in layers_by_type(model) if finding.kind in ("ghost", "frequency")]
+
+
+def _is_ghost(module: nn.Module) -> bool:
+    """True by what such layers are called, and by TabNet's name for the size of their parts."""
+    named = "ghost" in type(module).__name__.lower() or hasattr(module, "virtual_batch_size")
+    return named and any(isinstance(m, _BatchNorm) for m in (module, *module.children()))
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.SyncBatchNorm):
+        return "sync"
+    return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
+
+
+def warn_of_spectral_norms(model: nn.Module) -> None:
+    """Warn of spectral normalisations, which move once per micro-batch."""
+    for finding in layers_by_type(model):
+        if finding.kind == "spectral":
+            _log.warning("%s", finding)
+
+
+def refuse_lazy_parameters(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no weights yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(
+                f"{name!r} is lazy and has no weights yet: run one batch through the model first"
+            )
+
+
+# --------------------------------------------------------------------- by changing one sample
+
+_Traced = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
+"""Digests of inputs and outputs, by the name of a module and the index of its call."""
+
+
+def layers_that_couple(samples: FirstSamples, count: int) -> list[AuditFinding]:
+    """Return the modules whose output for one sample moves when another sample changes.
+
+    A module is named if what it was given for the unchanged samples stayed the same and what it
+    gave back for them did not: the origin, not all that lies behind it. Of nested modules, the
+    innermost; the function itself, if it is in no module. The first `count` samples run three
+    times, without a backward.
+    """
+    found = _origins(samples, count) if count > 1 else []
+    if found and count > 2:
+        # A dimension that happens to be as long as the samples are many is told by another
+        # number of them.
+        fewer = _origins(samples, count - 1)
+        found = [name for name in found if name in fewer]
+    types = {name: type(module).__name__ for name, module in samples.model.named_modules()}
+    return [AuditFinding(name, types.get(name, samples.name), "probe", _LAYER) for name in found]
+
+
+def _origins(samples: FirstSamples, count: int) -> list[str]:
+    def traced(*, graph: bool, change: bool = False) -> _Traced:
+        samples.restore()
+        with torch.set_grad_enabled(graph):
+            return _trace(samples, count, change=change)
+
+    graph = False
+    try:
+        before = traced(graph=graph)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a function that takes gradients itself (a gradient penalty)
+        graph = True
+        before = traced(graph=graph)
+    again, after = traced(graph=graph), traced(graph=graph, change=True)
+    origins: list[str] = []
+    for key, (inputs, outputs) in before.items():
+        if key not in after or key not in again:
+            continue  # the path through the model depends on the sample itself
+        noise = _distance(outputs, again[key][1])
+        given, got = _distance(inputs, after[key][0]), _distance(outputs, after[key][1])
+        moved = given <= _MOVED and got > _MOVED + 10 * noise
+        name = key[0]
+        below = f"{name}." if name and name != _FUNCTION else ""
+        if moved and not any(one == name or one.startswith(below) for one in origins):
+            origins.append(name)
+    return origins
+
+
+def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
+    """Run the first samples; return for every call of a module the digests of all samples but one.
+
+    With `change`, the first sample is another one.
+    """
+    values = []
+    for leaf in samples.layout.leaves:
+        value = take(leaf.value, slice(0, count)) if leaf.batched else leaf.value
+        values.append(_replace_first(value) if leaf.batched and change else value)
+    batch = samples.layout.structure.build(values)
+    traced: _Traced = {}
+    calls: dict[str, int] = {}
+    entered: list[list[Tensor]] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append(_other_rows((args, kwargs), count))
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            index = calls[name] = calls.get(name, -1) + 1
+            traced[name, index] = (entered.pop(), _other_rows(output, count))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, module in samples.model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(leave(name), with_kwargs=True))
+        torch.manual_seed(0)
+        with suppress(LossError):  # a loss function's result cannot lead back from here
+            traced[_FUNCTION, 0] = ([], _other_rows(samples.run(batch), count))
+    return traced
+
+
+def _replace_first(value: Any) -> Any:
+    """Return the samples with another in place of the first: valid values, whatever they mean."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            return type(value)([value[1], *value[1:]])
+        changed = copy.deepcopy(value)
+        changed[0] = value[1]
+        return changed
+    other = next((k for k in range(1, len(value)) if not torch.equal(value[k], value[0])), None)
+    changed = value.detach().clone()
+    if other is not None:
+        changed[0] = value[other]
+    elif value.is_floating_point():
+        changed[0] = value[0] + 1
+    return changed
+
+
+def _other_rows(tree: Any, count: int) -> list[Tensor]:
+    """Return the digests of all tensors with a row for each sample, without the first row."""
+    leaves = [leaf.value for leaf in flatten(tree)[0]]
+    return [
+        _digest(leaf.detach()[1:])
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+        and leaf.dim()
+        and leaf.shape[0] == count
+        and leaf.layout is torch.strided
+    ]
+
+
+def _digest(rows: Tensor) -> Tensor:
+    """Return the norm of each row, and its product with a fixed vector of signs.
+
+    Two numbers for each sample take no memory; all activations would.
+    """
+    if not rows.numel():
+        return rows.new_zeros(2, dtype=torch.float64)
+    if rows.is_complex():
+        rows = torch.view_as_real(rows)
+    if not rows.is_floating_point():
+        rows = rows.float()
+    flat = rows[:, None, None] if rows.dim() == 1 else rows.reshape(len(rows), -1, rows.shape[-1])
+    size = torch.linalg.vector_norm(flat, dim=(1, 2), dtype=torch.float64)
+    width = flat.shape[-1]
+    drawn = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width))
+    mixed = (flat @ (drawn * 2 - 1).to(flat)).double()
+    places = torch.arange(1, flat.shape[1] + 1, device=flat.device).double()
+    return torch.cat([size, (mixed * places.sqrt()).sum(1)])
+
+
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """Return the largest difference relative to the largest value; inf where shapes differ."""
+    if [x.shape for x in a] != [x.shape for x in b]:
+        return math.inf
+    worst = 0.0
+    for left, right in zip(a, b, strict=True):
+        gap = (left - right).abs().max()
+        worst = max(worst, float(gap / left.abs().max().clamp_min(1e-30)))
+    return worst

@@ -1,0 +1,83 @@
+"""Refuse a model that does not keep packed sequences apart, or that reads padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholebatch.batch import Tokens
+from wholebatch.batch.micro_batches import lengths_of, without_padding
+from wholebatch.batch.packing import alone
+from wholebatch.batch.samples import Layout
+from wholebatch.coupled.normalisation_layers import evaluation_mode
+from wholebatch.coupled.sample_runs import CalledModules
+from wholebatch.errors import UnsupportedError
+from wholebatch.losses.loss import Loss, Terms, terms_of
+from wholebatch.window.forward_state import ForwardState
+
+_SEQUENCES = 4
+_PACKED = (
+    "in one row (pack=): the model does not keep the sequences of a row apart. Transformers' "
+    "models do so with use_cache=False in their configuration and without an attention_mask; a "
+    "model of your own must attend within the sequences that position_ids tell, and give no units "
+    "to labels of -100. Labels that are shifted already must be called shift_labels"
+)
+_TRIMMED = (
+    "without it: what was trimmed counts. Mark targets that do not count with -100, sum the loss "
+    "over the others and give their number as units; let the model leave out what the mask hides. "
+    "micro_batch= a number of samples trims nothing"
+)
+
+
+@torch.no_grad()
+def check_padding(
+    run: Callable[[Any], Loss | Terms], layout: Layout, by: Tokens, models: Sequence[nn.Module]
+) -> bool:
+    """Refuse if sequences have another loss in one row, or without their padding; True if tried.
+
+    A model that reads its positions attends within a sequence alone. One that does not lets
+    sequences of a row see each other, and trains on all the same. A mean over the width of the
+    batch, a pool over it and targets beyond the mask do not bear that padding is trimmed.
+
+    `run(micro)` returns the loss of a micro-batch. It runs without dropout; `models` are left as
+    they were.
+    """
+    if by.pack:
+        ones, together = alone(layout, lengths_of(layout, by)[0], _SEQUENCES)
+        given, why = "each by itself", _PACKED
+    else:
+        pair = without_padding(layout, by, _SEQUENCES)
+        if pair is None:
+            return False
+        ones, together = [pair[0]], pair[1]
+        given, why = "with their padding", _TRIMMED
+    called = CalledModules(nn.ModuleList(models))
+    with ForwardState(*models), evaluation_mode(*models), called:
+        apart, packed = _sums(map(run, ones)), _sums([run(together)])
+    rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
+    allowed = 1e-2 if called.sixteen_bit else rounding
+    for name, (total, units) in apart.items():
+        in_row, units_in_row = packed[name]
+        if units == units_in_row and abs(in_row - total) <= allowed * abs(total) + 1e-12:
+            continue
+        if not math.isfinite(total):
+            return False
+        raise UnsupportedError(
+            f"tokens(...): sequences {given} have a loss of {total:g} over {units:g} units, and "
+            f"{in_row:g} over {units_in_row:g} {why}"
+        )
+    return True
+
+
+def _sums(losses: Iterable[Loss | Terms]) -> dict[str, tuple[float, float]]:
+    """Return each term's total and units over these losses."""
+    found: dict[str, tuple[float, float]] = {}
+    for loss in losses:
+        for name, term in terms_of(loss).items():
+            total, units = found.get(name, (0.0, 0.0))
+            found[name] = (total + float(term.total), units + float(term.units))
+    return found
