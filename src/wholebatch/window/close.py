@@ -175,8 +175,11 @@ def column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return numbers and 0-dim tensors as one float64 tensor on the device."""
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
-    tensors = [scalar_on(device, value, torch.float64) for value in values]
-    return torch.stack(tensors)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(tensors) == len(values) and len(kinds) == 1:
+        return torch.stack(tensors).to(device, torch.float64)
+    return torch.stack([scalar_on(device, value, torch.float64) for value in values])
 
 
 class Reading:
