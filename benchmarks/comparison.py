@@ -60,16 +60,17 @@ remains only in `multi_steps`, which sees gradients but never the loss. Cases th
 not have are left out: SFTTrainer trains language models with its own loss (no
 BatchNorm, no contrastive loss), a pure function of JAX has no running statistics, and
 optax.microbatch keeps nothing that could be resumed. Written by `make compare` on {day}; do not
-edit.
-
-| library | case | precision | its own accumulation | with wholebatch | |
-|---|---|---|---:|---:|---|
+edit. In float64, unless another precision is named.
 """
-    body = [
-        f"| {row.library} | {row.case} | {row.precision} | {said(row.own)} | {said(row.ours)} "
-        f"| {row.note} |\n"
-        for row in rows
-    ]
+    body = []
+    for library in dict.fromkeys(row.library for row in rows):
+        body.append(
+            f"\n## {library}\n\n| case | its own | with wholebatch | |\n|---|---:|---:|---|\n"
+        )
+        for row in rows:
+            if row.library == library:
+                note = "; ".join(filter(None, [row.precision.removeprefix("float64"), row.note]))
+                body.append(f"| {row.case} | {said(row.own)} | {said(row.ours)} | {note} |\n")
     return head + "".join(body)
 
 
