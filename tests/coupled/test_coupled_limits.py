@@ -165,3 +165,43 @@ def test_with_optimizer_state_on_the_host() -> None:
         whole.step(batch(seed=seed))
         train.step(batch(seed=seed))
     whole.assert_same(model)
+
+
+def penalised(model: nn.Module, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Representations beside their own derivative by the inputs."""
+    x = micro["x"].clone().requires_grad_()
+    z = model(x)
+    (slope,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    return torch.cat([z, slope], 1)
+
+
+def with_gradients(model: nn.Module, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.enable_grad():
+        return penalised(model, micro)
+
+
+def compares(z: torch.Tensor) -> wb.Loss:
+    total = nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)), reduction="sum")
+    return wb.Loss(total, len(z))
+
+
+def test_an_encode_that_takes_gradients_is_told_how_and_is_exact_so() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    batch = {"x": torch.randn(12, 4, dtype=torch.float64)}
+    model, whole = made(), made()
+    train = wb.WholeBatch(model, sgd(model), loss=wb.Coupled(penalised, compares), micro_batch=5)
+    with pytest.raises(wb.errors.UnsupportedError, match=r"with torch\.enable_grad\(\):"):
+        train.step(batch)
+    loss = wb.Coupled(with_gradients, compares)
+    wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=5).step(batch)
+    right = compares(with_gradients(whole, batch))
+    (right.total / right.units).backward()
+    sgd(whole).step()
+    for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)

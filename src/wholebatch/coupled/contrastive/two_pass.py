@@ -19,8 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from wholebatch.distributed import Sync
-from wholebatch.errors import LossError, WindowError
+from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.window.forward_state import capture_random, restore_random
+
+_OWN_GRADIENT = (
+    "encode takes a gradient of its own (torch.autograd.grad), and the first pass of wb.Coupled "
+    "runs without gradients: put that part of encode into `with torch.enable_grad():`"
+)
 
 
 @dataclass(frozen=True)
@@ -193,8 +198,13 @@ class TwoPasses:
             keeps = index >= len(self.micros) - self.keep
             if keeps and not self.kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
-            with torch.set_grad_enabled(keeps):
-                made = Representations.of(self.encode(micro))
+            try:
+                with torch.set_grad_enabled(keeps):
+                    made = Representations.of(self.encode(micro))
+            except RuntimeError as error:
+                if "does not require grad" in str(error):
+                    raise UnsupportedError(_OWN_GRADIENT) from error
+                raise
             if keeps:
                 self.kept[index] = made
             parts.append(made.detached())
