@@ -99,8 +99,6 @@ PARTS = {
     "losses/": options_of(
         *(getattr(wb.losses, name) for name in wb.losses.__all__), wb.cross_entropy
     ),
-    "batch/": options_of(wb.tokens, wb.samples),
-    "coupled/padding": options_of(wb.tokens),
     "runner": {"rows"},  # of the contrastive losses, as the message says
     "pipeline": options_of(wb.Pipeline, wb.Close),
     "memory/micro_batch_fitting": {"most"},  # a check of our own calls

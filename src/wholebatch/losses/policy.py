@@ -135,7 +135,7 @@ def group_sizes(groups: Tensor, mask: Tensor | None = None) -> Tensor:
 
     `groups` has one label per sequence: the prompt that it answers. Call it on the whole batch,
     before it is split over micro-batches and ranks, and keep the result as a column of the batch:
-    a group that is split must still know all of itself.
+    a sequence needs the size of its whole group, wherever the others are.
 
     >>> group_sizes(torch.tensor([7, 7, 3]))
     tensor([2, 2, 1])
