@@ -327,7 +327,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         assert verdict["same"], (kind, verdict["line"], verdict["causes"])
         assert verdict["untouched"], kind
         assert verdict["ranks"] == 2
-    assert len(found["loops"]) == 16
+    assert len(found["loops"]) == 12
     for name, verdict in found["loops"].items():
         assert verdict["found"][:1] == verdict["wanted"], (name, verdict["said"])
         assert verdict["same"] == (not verdict["wanted"]), name
