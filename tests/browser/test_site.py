@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "index.html", "speed.html", "verify.html", "choose.html", "faq.html", "troubleshooting.html",
     "integrations/transformers.html", "compatibility.html", "reference/training.html",
-    "lint/index.html",
+    "lint/index.html", "install.html", "architecture.html", "integrations/own-loop.html",
 )  # fmt: skip
 # What people type -> the page that answers.
 QUESTIONS = {
@@ -29,7 +29,8 @@ QUESTIONS = {
     "gradient checkpointing": "gradient-accumulation.html",
     "num_items_in_batch": "transformers.html",
     "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",
-    "warm-up": "scaling.html", "DPO": "which-mean.html", "fp8": "speed.html",
+    "warm-up": "scaling.html", "DPO": "which-mean.html", "fp8": "fp8.html",
+    "install": "install.html", "mean over tokens": "which-mean.html", "plan": "plan.html",
 }  # fmt: skip
 # The words of papers and tutorials: "Gradient accumulation, from A to Z" is the first answer.
 FIELD = (
