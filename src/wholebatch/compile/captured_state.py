@@ -122,8 +122,14 @@ class Reach:
         if not _is_own_object(value):
             return None, []
         fields = fields_of(value)
-        # The counters of a trainer do not matter if its method names other attributes.
-        wanted = self._names if self._names & fields.keys() else None
+        # The counters of a trainer do not matter if its method names other attributes, which may
+        # still have the values of its class.
+        shared = (vars(kind).items() for kind in type(value).__mro__)
+        known = {
+            *fields,
+            *(key for pairs in shared for key, one in pairs if isinstance(one, PLAIN)),
+        }
+        wanted = self._names if self._names & known else None
         inner = [(f"{name}.{k}", v) for k, v in fields.items() if wanted is None or k in wanted]
         return functools.partial(_attributes, wanted), inner
 
