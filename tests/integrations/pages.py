@@ -30,8 +30,9 @@ def changed_script(page: str, script: str, folder: Path, *, number: int = 0) -> 
         hunk_lines = hunk.splitlines()
         before = "".join(f"{line[1:]}\n" for line in hunk_lines if line[0] in " -")
         after = "".join(f"{line[1:]}\n" for line in hunk_lines if line[0] in " +")
-        assert source.count(before) == 1, f"{page}: not in {script} once:\n{before}"
-        source = source.replace(before, after)
+        places = [match.start() for match in re.finditer(f"^{re.escape(before)}", source, re.M)]
+        assert len(places) == 1, f"{page}: not in {script} once:\n{before}"
+        source = source[: places[0]] + after + source[places[0] + len(before) :]
     changed = folder / f"changed_{script}"
     changed.write_text(source, encoding="utf-8")
     return changed
