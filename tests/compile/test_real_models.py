@@ -22,6 +22,7 @@ from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import draws
+from wholebatch.errors import WindowError
 
 
 class Wrapped(nn.Module):
@@ -152,9 +153,12 @@ def test_a_value_that_may_differ_next_time_is_refused(make: Any, reason: str) ->
     assert mode_of(train) == "eager"
 
 
-def test_a_forward_that_casts_its_model_is_not_traced() -> None:
+def test_a_forward_that_casts_its_model_is_not_traced_and_not_accumulated() -> None:
     train = traced(Wrapped(casts))
-    with pytest.warns(ExecuteWarning, match="its forward moves or casts a Sequential"):
+    with (
+        pytest.warns(ExecuteWarning, match="its forward moves or casts a Sequential"),
+        pytest.raises(WindowError, match=r"the gradient of inner\.0\.weight has changed since"),
+    ):
         train.step(samples(10))
     assert mode_of(train) == "eager"
 
