@@ -1,4 +1,4 @@
-"""What trains in a run: its model, optimizer and batches, and how they are saved and restored."""
+"""The model, optimizer and batches of a training run, and how they are saved and restored."""
 
 from __future__ import annotations
 

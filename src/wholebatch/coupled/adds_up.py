@@ -65,7 +65,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class AdditivityResult:
-    """What a test found; not `conclusive` if there were no two samples, or no units."""
+    """The findings of the test; not `conclusive` with fewer than two samples, or without units."""
 
     findings: tuple[AuditFinding, ...] = ()
     conclusive: bool = True

@@ -60,7 +60,7 @@ _PROOF = "To test the whole loss function, give it to acc.run, or run wb.verify 
 
 @dataclass
 class LoopWindow:
-    """What the first window of a loop has shown so far."""
+    """The state of the checks in the window of a loop that is being checked."""
 
     models: Sequence[nn.Module]
     steps: int = 0
@@ -70,7 +70,7 @@ class LoopWindow:
     outputs: Sequence[Tensor] = ()
     """Outputs of the models in this micro-batch, with a row for each sample."""
     calls: Sequence[AuditFinding] = ()
-    """What the first call of each model has shown."""
+    """The findings from the first call of each model."""
 
 
 Check = Callable[[LoopWindow, Tensor, float], AuditFinding | None]

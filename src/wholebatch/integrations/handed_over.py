@@ -64,7 +64,7 @@ class HandedOver(Accumulator):
 
     by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
-    """What closes a window whose last micro-batch made no backward, for error messages."""
+    """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True
     """True if a step of the optimizer must find a closed window."""
 

@@ -86,7 +86,7 @@ class Fitting:
         """Samples (or tokens, where those were given) of a micro-batch, as chosen or learned."""
         self._has_failed = False  # the last window ran out of memory
         self.said: str | None = None
-        """What "auto" chose and why, in two lines, once it has."""
+        """The choice of "auto" and its reason, in two lines; None before it has chosen."""
         self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
         self._ends: list[int] = []  # of each batch that was split last, the samples up to its end
 

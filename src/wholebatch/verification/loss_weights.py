@@ -188,7 +188,7 @@ class WindowNumbers:
     """Micro-batches of most windows."""
     ranks: int = 1
     factor: float = 1.0
-    """What the loop does to the gradients between the last backward and the step."""
+    """The factor that the loop puts on the gradients between the last backward and the step."""
     columns: int = 1
 
     def is_steps(self, value: float) -> bool:

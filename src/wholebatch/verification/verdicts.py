@@ -188,7 +188,7 @@ _IN_TRAINERS = {
 
 @dataclass(frozen=True)
 class Watched:
-    """What a watch has seen of a loop, and what it has not."""
+    """The part of a loop that a watch has seen, and the parts that it has not judged."""
 
     windows: int
     """Windows that were seen, of the optimizer that made most."""

@@ -96,7 +96,7 @@ _KINDS = {
     **dict.fromkeys(("state", "outside", "spectral", "running"), "a stateful module"),
     "custom": "BatchNorm of its own kind",
 }
-"""What a proof calls the findings of an audit; the others are coupled samples."""
+"""The name of each kind of finding in a verdict; kinds that are not here are coupled samples."""
 
 
 def _findings(evidence: Evidence) -> list[AuditFinding]:
@@ -319,7 +319,7 @@ class _Proof:
     wants_float64: bool
     notes: list[str] = field(default_factory=list)
     drawn: str = ""
-    """What draws random numbers that cannot be switched off."""
+    """A sentence on random numbers that cannot be switched off; empty if there are none."""
 
     def verdict(self) -> Verdict:
         runs = self.runs

@@ -42,7 +42,7 @@ class WatchIsOver(BaseException):
 
 @dataclass(frozen=True)
 class _Records:
-    """What one rank has recorded."""
+    """The records of one rank."""
 
     windows: list[RecordedWindow]
     counts: dict[int, int]

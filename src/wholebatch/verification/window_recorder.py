@@ -161,7 +161,7 @@ class RecordedWindow:
     is_resumed: bool = False
     """True if the optimizer had a state before the first step."""
     moved_state: str = ""
-    """What has changed between two backwards, beside the trained weights."""
+    """The name of a tensor, other than a trained weight, that changed between two backwards."""
     has_no_rate: bool = False
     """True if every learning rate is 0, and this is not the first step."""
     moved_after_step: bool = False
