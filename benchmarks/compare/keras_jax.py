@@ -10,7 +10,6 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import keras
 
-from compare.keras_laws import law_rows
 from compare.keras_problem import CASES, STEPS, Mode, data, flat, model_of, rows_of, squared
 from compare.row import Row
 from wholebatch.integrations.keras import GradientAccumulateModel
@@ -40,5 +39,4 @@ def in_two(mode: Mode) -> Any:
 
 
 def rows() -> list[Row]:
-    split = rows_of("JAX", in_two=in_two)
-    return [*split, *law_rows(split[0].library, loss_rounds=False, moments_round=True)]
+    return rows_of("JAX", in_two=in_two)

@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from compare.keras_laws import law_rows
 from compare.keras_problem import CASES, STEPS, Mode, data, flat, model_of, rows_of, squared
 from compare.row import Row
 
@@ -39,10 +38,9 @@ def rows() -> list[Row]:
     tf.config.set_logical_device_configuration(
         cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2
     )
-    split = rows_of(
+    return rows_of(
         "TensorFlow",
         in_two=in_two,
         own_in_two=False,  # RuntimeError: merge_call called while defining a new graph
         note_in_two="two devices; its own accumulation does not run under MirroredStrategy",
     )
-    return [*split, *law_rows(split[0].library, loss_rounds=False, moments_round=False)]
