@@ -49,33 +49,49 @@ _MOST_FUNCTIONS = 8
 
 @dataclass(frozen=True)
 class Steps:
-    """`changes[k]` steps from update (or epoch) k on, until the next key.
+    """The micro-batches per window: a number, a schedule, or a function of the update.
+
+    `changes` holds pairs of an update (or epoch) and the steps from there on.
 
     >>> Steps.of({0: 4, 800: 8}).at(update=799, epoch=0)
     4
     >>> Steps.of(by_epoch({0: 4, 8: 8})).at(update=5000, epoch=8)
     8
+    >>> Steps.of(lambda update: min(4 + update // 100, 64)).at(update=800, epoch=0)
+    12
     """
 
     changes: tuple[tuple[int, int], ...]
     per_epoch: bool = False
+    function: Callable[[int], int] | None = None
 
     @staticmethod
     def of(steps: object) -> Steps:
-        """Read what a user passes: a number, a mapping by update, or `by_epoch(...)`."""
+        """Read what a user passes: a number, a schedule, or a function of the update."""
         if isinstance(steps, Steps):
             return steps
+        if callable(steps):
+            return Steps((), function=steps)
         if isinstance(steps, Mapping):
             return _schedule(steps, per_epoch=False)
         if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise OptionError(
                 f"steps={steps!r}: must be a positive number of micro-batches, a schedule by "
-                "update such as {0: 4, 800: 8}, or wb.by_epoch({0: 4, 8: 8})"
+                "update such as {0: 4, 800: 8}, wb.by_epoch({0: 4, 8: 8}), or a function of the "
+                "update"
             )
         return Steps(((0, int(steps)),))
 
     def at(self, *, update: int, epoch: int) -> int:
         """Return the steps of the window that begins after `update` updates, in `epoch`."""
+        if self.function is not None:
+            steps = self.function(update)
+            if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+                raise OptionError(
+                    f"steps= is a function that returns {steps!r} for update {update}: it must "
+                    "return a positive number of micro-batches"
+                )
+            return int(steps)
         now = epoch if self.per_epoch else update
         return next(steps for start, steps in reversed(self.changes) if start <= now)
 
@@ -132,7 +148,7 @@ class Accumulator(HasWindow):
         optimizer: One optimizer or several. With None, a window ends with the whole gradient in
             `.grad`, for you to step with and to clear.
         steps: Micro-batches per window. Or a schedule by update, `{0: 4, 800: 8}`, or by epoch,
-            `wb.by_epoch({0: 4, 8: 8})`.
+            `wb.by_epoch({0: 4, 8: 8})`. Or a function of the number of updates made so far.
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
@@ -157,7 +173,7 @@ class Accumulator(HasWindow):
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         *,
-        steps: int | dict[int, int] | Steps,
+        steps: int | dict[int, int] | Steps | Callable[[int], int],
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         execute: Execute = "auto",
@@ -242,7 +258,7 @@ class Accumulator(HasWindow):
         return self._size if self._places else self._next_size()
 
     @steps.setter
-    def steps(self, steps: int | dict[int, int] | Steps) -> None:
+    def steps(self, steps: int | dict[int, int] | Steps | Callable[[int], int]) -> None:
         """Set the micro-batches of the next window."""
         self._steps = Steps.of(steps)
 
