@@ -238,7 +238,7 @@ class _Test:
             return AdditivityResult(found)
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
-        found = tuple(self._state_after(whole, first, second, again))
+        found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
         conclusive = samples.reads_outputs or all(part.units for part in parts)
         return AdditivityResult(found, conclusive)
@@ -349,6 +349,14 @@ class _Test:
             f"{second.total:.6g} after"
         )
         return tuple(self._finding(key, first, why) for key in self._moved[:4])
+
+    def _carried_over(self, again: SampleRun) -> tuple[AuditFinding, ...]:
+        """Return state that only as many samples read: a hidden state of the batch before."""
+        if not self._moved or not self._names_layers:
+            return ()
+        third = self._second(lambda: self._leave_as(again))
+        same = self._tolerance.same_again(again, third)
+        return () if same else self._state_in_loss(again, third, again)
 
     def _state_after(
         self, whole: SampleRun, first: SampleRun, second: SampleRun, again: SampleRun
