@@ -89,7 +89,6 @@ docs: $(VENV)/.dev-all ## build the documentation's site in build/site, warnings
 bench: $(VENV)/.dev-all ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/gpu_speed.py --cpu
 
 compare: $(VENV)/.dev-all ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py

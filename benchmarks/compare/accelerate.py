@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from accelerate import Accelerator, __version__
 from accelerate.state import AcceleratorState, GradientState
@@ -22,14 +24,6 @@ from compare.problem import (
 )
 from compare.row import Row
 from wholebatch.integrations.accelerate import AccelerateAccumulator
-
-LAUNCH: tuple[str, ...] = (
-    "accelerate.commands.launch",
-    "--multi_gpu",
-    "--num_processes=2",
-    "--num_machines=1",
-)
-LAUNCH += ("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0")
 
 
 def train(problem: Problem, mode: Mode) -> Tensor:
@@ -57,10 +51,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     return flat(model)
 
 
-def in_two(mode: Mode) -> Tensor:
-    return from_two_processes("accelerate", mode, launcher=LAUNCH)
-
-
 def rows() -> list[Row]:
     library = f"Accelerate {__version__}"
+    in_two = partial(from_two_processes, "accelerate")
     return rows_of(library, train, flat(Reader()), in_two=in_two)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from lightning import __version__
 from lightning.fabric import Fabric
@@ -54,10 +56,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     return flat(inner)
 
 
-def in_two(mode: Mode) -> Tensor:
-    return from_two_processes("fabric", mode)
-
-
 def rows() -> list[Row]:
     library = f"Fabric {__version__}"
+    in_two = partial(from_two_processes, "fabric")
     return rows_of(library, train, flat(Reader()), in_two=in_two)

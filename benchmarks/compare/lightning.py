@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,10 +76,7 @@ def train(problem: Problem, mode: Mode, **options: Any) -> Tensor:
     return flat(module)
 
 
-def in_two(mode: Mode) -> Tensor:
-    return from_two_processes("lightning", mode)
-
-
 def rows() -> list[Row]:
     library = f"Lightning {__version__}"
+    in_two = partial(from_two_processes, "lightning")
     return rows_of(library, train, flat(Reader()), in_two=in_two)
