@@ -259,7 +259,7 @@ def _with_lora() -> Any:
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     large = CASES["llama-1b"].build()
-    return get_peft_model(large, LoraConfig(r=16, target_modules=targets))  # type: ignore[arg-type]
+    return get_peft_model(large, LoraConfig(r=16, target_modules=targets))
 
 
 _LARGE = llama_of(2048, 5632, 22, 32)
