@@ -258,6 +258,13 @@ def test_what_the_callback_refuses() -> None:
         pytest.raises(UnsupportedError, match=r"take \(batch, batch_idx\)"),
     ):
         fit(OfAnIterator(), [ExactAccumulation(units=len)])
+
+    class WithBackward(Module):
+        def backward(self, loss: Any) -> None:  # type: ignore[override]
+            (2 * loss).backward()
+
+    with pytest.raises(UnsupportedError, match=r"WithBackward has a backward\(\) of its own"):
+        fit(WithBackward(), [ExactAccumulation(units=len)])
     norm = Module(model=nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double())
     with pytest.raises(UnsupportedError, match=r"BatchNorm in 'model\.0'"):
         fit(norm, [ExactAccumulation()])
