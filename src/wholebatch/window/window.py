@@ -602,6 +602,8 @@ class Window:
             return self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
         finally:
             self.discard()
+            # An autocast around the whole loop would go on with casts of the old weights.
+            torch.clear_autocast_cache()
 
     def _close(
         self,
