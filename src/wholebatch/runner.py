@@ -28,12 +28,6 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.coupled.contrastive.two_pass import (
-    TwoPasses,
-    WholeRepresentations,
-    gather_rows,
-)
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -43,8 +37,14 @@ from wholebatch.coupled.normalisation_layers import (
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
+from wholebatch.coupled.two_pass import (
+    TwoPasses,
+    WholeRepresentations,
+    gather_rows,
+)
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
@@ -107,7 +107,7 @@ class Runner:
         self._norms = whole_batch_norms(root)
         self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         self._untouched = Untouched(window, by="the loss function")
-        read = loss.stand_in if isinstance(loss, Coupled) else loss
+        read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}

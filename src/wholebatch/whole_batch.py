@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from wholebatch.batch import Batches, Tokens
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
+from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
@@ -135,7 +137,7 @@ class WholeBatch(HasWindow):
         )
         self._fitting = Fitting(
             root,
-            loss.stand_in if isinstance(loss, Coupled) else loss,
+            partial(encoding_loss, loss) if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
             micro_batch=given.micro_batch,
             memory=memory.budget,
