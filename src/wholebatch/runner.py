@@ -67,6 +67,8 @@ class WindowRun:
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
+    forwards: int | None = None
+    """The number of micro-batches that every rank must run; None if ranks may differ."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -218,15 +220,13 @@ class Runner:
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run the micro-batches.
 
-        Where all ranks must run equally many forwards, one with fewer micro-batches runs its last
-        one again (or `how.stand_in`), with weight zero and its buffers put back.
+        Where all ranks must run equally many, one with fewer micro-batches runs its last one again
+        (or `how.stand_in`), with weight zero and its buffers put back.
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
         self._prepare(micros)
-        places, sync = len(micros), self._window.sync
-        if sync.counts_must_agree:
-            places = int(sync.largest(torch.tensor(float(places), device=self._device)))
-        sync.before_forwards()
+        places = how.forwards or len(micros)
+        self._window.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1
