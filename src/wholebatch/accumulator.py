@@ -513,7 +513,7 @@ class Accumulator(HasWindow):
         self._places = 0
 
     def _close(self) -> Step:
-        self._untouched.check()
+        self._untouched.check(rates=True)
         if self._in_parts:
             self._checks.end_window(self._window.now.micro_batches)
         self._restore_buffers()

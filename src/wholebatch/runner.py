@@ -50,7 +50,7 @@ from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.window import Window
+from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -108,6 +108,7 @@ class Runner:
         self._device = window.target.device
         self._norms = whole_batch_norms(root)
         self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
+        self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
         read = loss.stand_in if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
@@ -158,7 +159,7 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
             return
-        if not self._test.begin_window(self.executor.changed()):
+        if not self._test.begin_window(None if self._is_plain else self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
@@ -200,7 +201,9 @@ class Runner:
 
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
-        self._untouched.forget()
+        self._is_guarded = is_tested_window(self._window.number)
+        if self._is_guarded:
+            self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]
@@ -296,11 +299,9 @@ class Runner:
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
-        if self._is_plain or self.executor.is_eager:
-            self._untouched.check()
-            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
-            self._untouched.remember()
-        else:  # a graph may have added to the gradients since the last eager micro-step
+        # A graph may have added to the gradients since the last eager micro-step.
+        guards = self._is_guarded and (self._is_plain or self.executor.is_eager)
+        with self._untouched.backward() if guards else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
 

@@ -428,15 +428,14 @@ class Window:
         """Open the window. `known`: all units by term, counted over the window and all ranks."""
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
-        self.store.refuse_stray()
+        groups = self.target.groups()
+        self.store.refuse_stray([parameter for group in groups for parameter in group])
         self._schedules.refuse_moved()
-        if not self.sync.owns_hooks:
-            self.target.refuse_hooks()
-        window = OpenWindow(
-            self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
-        )
+        window = OpenWindow(groups, known, 1.0, self.sync.averaged_by, self.target.scale)
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks(window.inputs)
         if not self.sync.owns_step:
             self.target.refuse_cast(window.inputs)
         self._refuse_other_ranks()
