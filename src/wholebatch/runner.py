@@ -335,9 +335,9 @@ class TwoPassRunner(Runner):
         sync = self._window.sync
         if sync.grows_own_graph or sync.counts_must_agree:
             raise UnsupportedError(
-                f"wb.Coupled on a model of {type(sync).__name__}: its forwards run collectives "
-                "of their own, and the two passes are tested with plain modules and "
-                "DistributedDataParallel (without SyncBatchNorm) only; use those"
+                f"wb.Coupled on a model of {type(sync).__name__}: its forward runs collectives, "
+                "and the two passes are tested only with plain modules and "
+                "DistributedDataParallel (without SyncBatchNorm); use one of those"
             )
         self._coupled = loss
         self._keep = loss.keep
@@ -401,8 +401,8 @@ class TwoPassRunner(Runner):
             # Smaller micro-batches would not help: do not raise an out-of-memory error.
             raise WindowError(
                 f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
-                f"holds the representations of all {len(whole.tensors[0])} samples and what it "
-                "computes from them; compute it in fewer rows at a time (the ready losses have "
+                f"holds the representations of all {len(whole.tensors[0])} samples and everything "
+                "computed from them. Compute fewer rows at a time (the losses of wb.losses have "
                 "rows=), or make the representations or the batch smaller"
             ) from None
 
@@ -442,16 +442,18 @@ class TwoPassRunner(Runner):
                     summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
                 ):
                     raise LossError(
-                        "the loss of the whole batch differs between the ranks (here "
-                        f"{own:g}, on average {summed / sync.ranks:g}): loss(all) is given the "
-                        "representations of all ranks and must be the same function of them on each"
+                        f"the loss of the whole batch differs between the ranks (here {own:g}, on "
+                        f"average {summed / sync.ranks:g}): loss(all) gets the representations of "
+                        "all ranks and must return the same value on every rank"
                     )
         return dict(zip(terms, read, strict=False))
 
     def find_nonfinite(self) -> tuple[int | None, str] | None:
         finite = [bool(flag) for flag in self._finite]
         if all(finite):
-            return None, "The representations are finite: it is the loss, or its way back"
+            return None, (
+                "The representations are finite, so the loss or its backward is the cause"
+            )
         index = finite.index(False)
         return index, (
             f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "

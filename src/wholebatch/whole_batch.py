@@ -202,7 +202,9 @@ class WholeBatch(HasWindow):
             The exact mean loss, the gradient norm and what else happened.
         """
         if not self._window.target.steps:
-            raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
+            raise WindowError(
+                "step() with optimizer=None: call gradient(batch), then your own optimizer step"
+            )
         with self._turn:
             self.last_step = self._update(batch, after_micro)
         return self.last_step
@@ -240,8 +242,8 @@ class WholeBatch(HasWindow):
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         if not torch.is_grad_enabled():
             raise WindowError(
-                "a step under torch.no_grad() or torch.inference_mode(), which make no gradients: "
-                "call it outside of them, or under torch.enable_grad()"
+                "step() under torch.no_grad() or torch.inference_mode(), where there are no "
+                "gradients: call it outside of them, or under torch.enable_grad()"
             )
         micros = self._fitting.split(batch)
         forwards = self._meet(len(micros), steps) if self._meets else None

@@ -76,8 +76,8 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
         return loader
     if type(sampler).__iter__ is not DistributedSampler.__iter__:
         raise UnsupportedError(
-            f"{type(sampler).__name__} repeats samples to fill a rank in an order of its own, so "
-            "the repeats cannot be found: use drop_last=True, or DistributedSampler itself"
+            f"{type(sampler).__name__} repeats samples to make the ranks equal, and does not say "
+            "which: use drop_last=True, or DistributedSampler itself"
         )
     if batches is None or type(batches) is not BatchSampler:
         how = "with batch_size=None" if batches is None else f"with {type(batches).__name__}"
@@ -146,8 +146,8 @@ class Feed:
         for position in range(self.fetched):
             if next(self._iterator, NOTHING) is NOTHING:
                 raise StateError(
-                    f"the loader ended after {position} micro-batches, and the saved run had "
-                    f"taken {self.fetched}: pass the same data, from its start"
+                    f"the loader ended after {position} micro-batches, but the saved run had read "
+                    f"{self.fetched}: pass the same data, from its start"
                 )
         restore_random(now)
 

@@ -74,8 +74,8 @@ class Fitting:
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
             raise OptionError(
-                'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
-                "again with smaller micro-batches; say how many samples a micro-batch has"
+                'micro_batch="auto" or memory= on a sharded model: its collectives cannot start '
+                "again with smaller micro-batches; give micro_batch= as a number of samples"
             )
         # On several ranks only where it was asked for: the reduction then waits for the window.
         self.recovers = not sync.counts_must_agree and (
@@ -221,8 +221,8 @@ class Fitting:
         """Begin later windows with what fits, if two windows in a row ran out of memory."""
         for recovery in recovered:
             _log.warning(
-                "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
-                "again",
+                "out of memory: a micro-batch of %d samples was cut into %d, and the window "
+                "started again",
                 recovery.samples,
                 recovery.into,
             )
@@ -333,7 +333,9 @@ class Fitting:
         if problem is not None:
             raise problem
         if chosen == 0:
-            raise RankError("another rank found no micro-batch that fits its memory; it says why")
+            raise RankError(
+                "another rank found no micro-batch that fits its memory; see its message"
+            )
         return chosen
 
     def _choose(self, batch: Any, samples: int) -> int:
@@ -407,6 +409,7 @@ def _device_of(model: nn.Module) -> torch.device:
     if first is None:
         raise UnsupportedError(
             f"{type(model).__name__} has no parameters, so there is nothing to train and no device "
-            "to bring micro-batches to: put what is trained into the model, or use wb.Accumulator"
+            "for the micro-batches: put the trained parameters into the model, or use "
+            "wb.Accumulator"
         )
     return first.device

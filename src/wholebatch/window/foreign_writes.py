@@ -134,9 +134,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 _WHY = {
     "gradient": (
-        "the gradient of {} has changed since the window's last backward. A window makes its "
-        "gradients itself: remove zero_grad(), loss.backward() and gradient "
-        "clipping from {by}{clips}"
+        "the gradient of {} has changed since the window's last backward. The window computes "
+        "the gradients: remove zero_grad(), loss.backward() and gradient clipping from "
+        "{by}{clips}"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
@@ -196,9 +196,9 @@ class Untouched:
         raise WindowError(
             f"{names.get(module) or 'the model'} ({type(module).__name__}) was put into "
             f"{'training' if modes[place] else 'evaluation'} mode in the middle of the window, so "
-            "that its samples do not see the same model: after an evaluation, call model.train() "
-            "(and put layers that are frozen back into eval()) before the next forward; discard() "
-            "drops what this window holds"
+            "its samples would not see the same model. After an evaluation, call model.train() "
+            "(and eval() on frozen layers) before the next forward; discard() drops what this "
+            "window holds"
         )
 
     def check(self, *, rates: bool = False) -> None:
@@ -210,8 +210,8 @@ class Untouched:
         scale, optimizers = window.target.scale, window.target.optimizers
         if window.open is not None and scale is not None and scale.is_unscaled(optimizers):
             raise WindowError(
-                "scaler.unscale_() in the middle of a window, whose close unscales the gradients: "
-                "remove it (clip_norm= clips); discard() drops what this window holds"
+                "scaler.unscale_() in the middle of a window: the window unscales the gradients "
+                "at its end. Remove it (clip_norm= clips); discard() drops what this window holds"
             )
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:

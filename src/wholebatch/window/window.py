@@ -52,20 +52,20 @@ from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
 _SECOND_BACKWARD = (
-    "an earlier backward has freed a part of this loss's graph. If the loop calls loss.backward(), "
-    "remove it: the window makes the backward. Several losses of one forward: add them up, and "
-    "make one backward of the sum. A state that is carried from one micro-batch into the next: "
-    "detach() it. What all micro-batches use (an encoder's output): compute it in each"
+    "an earlier backward has freed a part of this loss's graph. If the loop calls "
+    "loss.backward(), remove it: the window runs the backward pass. Add several losses of one "
+    "forward, and call backward once, on the sum. detach() a state that goes from one micro-batch "
+    "into the next, and compute what all micro-batches use (an encoder's output) in each"
 )
 _OTHER_UNITS = (
-    "two backwards of one micro-batch with different units ({first} and {again}): give all of them "
-    "the same units, which are counted once, and more=True on all but the last. A loss that is a "
-    "mean over other units is a term of its own: wb.Loss.terms(...), after announce()"
+    "two backwards of one micro-batch with different units ({first} and {again}): pass the "
+    "same units to all of them (they are counted once), and more=True to all but the last. For a "
+    "loss over other units, use wb.Loss.terms(...) after announce()"
 )
 _CLAMPED = (
-    "the loss of a micro-batch is exactly 0 over 1 unit, where another one has %g. If its units "
-    "are clamped because nothing in it counts, as in max(count, 1), the window is divided by too "
-    "many: give the count itself (close=wb.Close(zero_units='skip') skips a window without any)"
+    "the loss of a micro-batch is exactly 0 over 1 unit, and another micro-batch has %g units. If "
+    "the units are clamped, as in max(count, 1), the window is divided by too many: pass the "
+    "count itself (close=wb.Close(zero_units='skip') skips a window without units)"
 )
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
@@ -100,8 +100,8 @@ def refuse_reentrant(totals: Iterable[Tensor]) -> None:
     """
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(totals)):
         raise UnsupportedError(
-            "torch.utils.checkpoint with use_reentrant=True: its backward adds into every "
-            "parameter, and cannot be kept to those of the window; pass use_reentrant=False "
+            "torch.utils.checkpoint with use_reentrant=True: its backward adds to the gradients "
+            "of all parameters, not only to those of the window; pass use_reentrant=False "
             '(Transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
         )
 
@@ -209,17 +209,17 @@ class Turn:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise WindowError(
-                f"{self._call} is running already, and was called again from another thread, or "
-                "from inside (its loss function, a hook, a callback): a window is made by one call "
-                "after the other; give each thread a model and a wholebatch object of its own"
+                f"{self._call} is running already, and was called again from another thread or "
+                "from inside itself (its loss function, a hook, a callback). Calls must come one "
+                "after the other; give each thread its own model and its own wholebatch object"
             )
 
     def __reduce__(self) -> NoReturn:
         owner = self._call.partition(".")[0]
         raise UnsupportedError(
             f"{owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
-            "process. Save its state_dict() with those of the model and the optimizer, and make a "
-            f"new {owner} to load them into"
+            "process. Save its state_dict() with those of the model and the optimizer, create a "
+            f"new {owner}, and load them into it"
         )
 
     def __exit__(self, *error: object) -> None:
@@ -598,6 +598,8 @@ class Window:
             return self._close(self.current, not self.leaves_gradients, while_waiting)
         finally:
             self.discard()
+            # An autocast around the whole loop would go on with casts of the old weights.
+            torch.clear_autocast_cache()
 
     def _close(
         self,
@@ -729,7 +731,7 @@ class Window:
         if not math.isclose(most, -least, rel_tol=1e-6):
             raise RankError(
                 f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
-                "another, so their models would drift apart: it must do the same on every rank "
+                "another, so the models would drift apart: it must do the same on every rank "
                 "(draw noise from a torch.Generator with one seed for all)"
             )
 
