@@ -25,8 +25,8 @@ from wholebatch.losses.loss import Loss
 from wholebatch.window.forward_state import capture_random, restore_random
 
 _OWN_GRADIENT = (
-    "encode takes a gradient of its own (torch.autograd.grad), and the first pass of wb.Coupled "
-    "runs without gradients: put that part of encode into `with torch.enable_grad():`"
+    "encode calls torch.autograd.grad, and the first pass of wb.Coupled runs without gradients: "
+    "put that part of encode into `with torch.enable_grad():`"
 )
 
 
@@ -88,8 +88,8 @@ class WholeRepresentations:
         for part in parts:
             if part.names != self._names:
                 raise LossError(
-                    "encode returned another structure for another micro-batch: all must have the "
-                    "same keys and lengths"
+                    "encode returned another structure for a second micro-batch: every "
+                    "micro-batch must give the same keys and lengths"
                 )
         self.tensors: list[Tensor] = []
         self._ends: list[list[int]] = []
@@ -286,8 +286,8 @@ def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | 
         )
     if not found <= allowed:
         raise WindowError(
-            f"encode gave other representations the second time (relative difference {found:.1e}, "
-            f"allowed {allowed:.1e}), so the gradient would be wrong. It must depend on the model, "
-            "the micro-batch and the global random generators only; Coupled(tolerance=...) allows "
-            "more"
+            "encode returned different representations the second time (relative difference "
+            f"{found:.1e}, allowed {allowed:.1e}), so the gradient would be wrong. It must depend "
+            "on the model, the micro-batch and the global random generators only; "
+            "Coupled(tolerance=...) allows more"
         )

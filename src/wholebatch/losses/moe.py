@@ -83,7 +83,7 @@ class _Mixture:
         if not routers:
             raise LossError(
                 "wb.moe_loss found no router logits: a Hugging Face model needs "
-                "config.output_router_logits=True; of another model, let loss(model, micro) "
+                "config.output_router_logits=True; for another model, let loss(model, micro) "
                 "return (loss, router logits of each layer)"
             )
         top_k = self.top_k or int(_setting(model, None, "top_k", ("num_experts_per_tok",)))
@@ -159,7 +159,7 @@ def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool =
     }
     if z:
         if isinstance(first, tuple):
-            raise OptionError("z= needs the routers' logits: probabilities alone do not tell them")
+            raise OptionError("z= needs the routers' logits, which probabilities do not determine")
         sums["z"] = (logits.to(wide).logsumexp(-1).square() * kept).sum()
     return sums
 
@@ -224,6 +224,6 @@ def _setting(model: Any, given: float | None, option: str, names: Sequence[str])
             if isinstance(found := getattr(place, name, None), int | float):
                 return found
     raise OptionError(
-        f"wb.moe_loss({option}=None): {type(inner).__name__} has no {' or '.join(names)}; say "
-        f"{option}= yourself"
+        f"wb.moe_loss({option}=None): {type(inner).__name__} has no {' or '.join(names)}; pass "
+        f"{option}="
     )

@@ -300,8 +300,8 @@ def refuse_own_batches(trainer: type[Any]) -> None:
     if kind is None or not kind.__module__.startswith("trl."):
         return
     raise UnsupportedError(
-        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and what "
-        f"its loss is a mean over is not known here: use {kind.__name__} as it is "
+        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and "
+        f"wholebatch does not know what its loss is a mean over: use {kind.__name__} as it is "
         "(exact(GRPOTrainer) and exact(RLOOTrainer) are known)"
     )
 
