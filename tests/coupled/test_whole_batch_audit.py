@@ -131,7 +131,7 @@ def test_random_numbers_are_held_and_state_of_the_function_is_told() -> None:
     train = wb.WholeBatch(model, sgd(model), loss=noisy, micro_batch=4)
     assert train.step(samples(10)).update
     train = wb.WholeBatch(model, sgd(model), loss=annealed, micro_batch=4)
-    with pytest.raises(wb.errors.UnsupportedError, match="something outside of the model moves"):
+    with pytest.raises(wb.errors.UnsupportedError, match="something outside of the model changes"):
         train.step(samples(10))
 
 
@@ -206,7 +206,7 @@ def test_spectral_normalisation_is_told(caplog: pytest.LogCaptureFixture) -> Non
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)).double()
     with caplog.at_level(logging.WARNING, logger="wholebatch"):
         wb.WholeBatch(layer, sgd(layer), loss=loss, micro_batch=4)
-    assert "one power iteration for every forward" in caplog.text
+    assert "one power iteration in every forward" in caplog.text
     assert [f.kind for f in layers_by_type(layer)] == ["spectral"]
     old = nn.utils.spectral_norm(nn.Linear(5, 3))
     assert [f.kind for f in layers_by_type(old)] == ["spectral"]

@@ -189,7 +189,7 @@ def test_two_accumulators_of_a_gan_train_through_each_other() -> None:
         assert distance(judge.parameters(), own_judge.parameters()) < EXACT
         assert distance(make.parameters(), own_make.parameters()) < EXACT
     assert {mode(judges, judged), mode(makers, made)} == {"operations"}
-    with pytest.raises(wb.errors.WindowError, match="give each accumulator a loop of its own"):
+    with pytest.raises(wb.errors.WindowError, match="give each accumulator its own loop"):
         for micro in wb.over(parts, judges, makers):
             judges.run(judged, micro)
             makers.run(made, micro)  # its last micro-batch would see the new judge

@@ -149,8 +149,8 @@ class _Recorder(TorchDispatchMode):
             found: Tensor = on_cpu(wanted)
         except KeyError:
             raise RecipeError(
-                f"--parallel fsdp2: the first values of {name} are not known: model() makes it "
-                "from an array; make it with torch's functions, such as torch.arange"
+                f"--parallel fsdp2: the initial values of {name} are not known, because model() "
+                "creates it from an array; create it with torch's functions, such as torch.arange"
             ) from None
         return found
 

@@ -207,9 +207,9 @@ class AdditivityTest:
         except Exception:
             return []  # The step will raise it.
         text = (
-            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so that "
-            "nothing tells whether micro-batches add up. If the batch has a leaf that is not a "
-            "value per sample, name it: micro_batch=wb.samples(8, static=...)"
+            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so "
+            "wholebatch cannot test if micro-batches add up to the batch. If the batch has a leaf "
+            "that is not a value per sample, name it: micro_batch=wb.samples(8, static=...)"
         )
         return [AuditFinding("(the loss function)", type(error).__name__, "loss", text)]
 

@@ -58,8 +58,8 @@ SAMPLES = 8
 """How many samples the first test takes, with their gradient."""
 _MISTAKES = ("mean", "sum", "added", "units", "divided", "compared")
 _ADVICE = (
-    "Move it once per update, outside of the forward; or freeze it. If it is set only once, from "
-    "the first batch, run that batch through the model before training"
+    "Change it once per update, outside of the forward pass, or freeze it. If it is set only "
+    "once, from the first batch, run that batch through the model before training"
 )
 
 
@@ -80,8 +80,8 @@ class AdditivityResult:
         listed = "\n  ".join(map(str, self.findings)) or "(found on another rank)"
         message = (
             "micro-batches cannot give the update of the whole batch here:\n  "
-            f"{listed.rstrip('.')}.\n{off} trains it all the same: what was named is then computed "
-            "for each micro-batch alone"
+            f"{listed.rstrip('.')}.\n{off} trains anyway, and computes this for each micro-batch "
+            "alone"
         )
         mistaken = self.findings and all(f.kind in _MISTAKES for f in self.findings)
         raise LossError(message) if mistaken else UnsupportedError(message)
@@ -372,7 +372,9 @@ class _Test:
             same = whole.after.is_same(second.after, key, close)
             is_cache = again.after.is_same(second.after, key, close)
             if not (is_log or same or is_cache or self._is_counter(key, whole, first, second)):
-                yield self._finding(key, first, "and two parts leave another value than the whole")
+                yield self._finding(
+                    key, first, ("and two parts leave it at another value than the whole")
+                )
 
     def _is_counter(self, key: Key, *runs: SampleRun) -> bool:
         """True for a number that moves by the same amount in each forward."""
@@ -408,10 +410,10 @@ class _Test:
 def _outside(one: SampleRun, other: SampleRun) -> AuditFinding:
     text = (
         f"the same samples give {one.total:.6g} and then {other.total:.6g}, from the same state of "
-        "the model and with the same random numbers: something outside of the model moves with "
+        "the model and with the same random numbers: something outside of the model changes with "
         "every call (a teacher that follows the model, a Python variable that the loss function "
-        "changes). It would move once per micro-batch, not once per update: change it once per "
-        "step, outside of the loss function"
+        "sets). It would change once per micro-batch, not once per update: change it once per "
+        "update, outside of the loss function"
     )
     return AuditFinding("(state outside of the model)", "Python", "outside", text)
 

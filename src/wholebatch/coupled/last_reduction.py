@@ -116,7 +116,7 @@ def _scale(node: Any, operation: str, one: Tensor) -> Scale:
 
 # --------------------------------------------------------------- a division by the number of steps
 
-_UNDIVIDED = "the window divides by its units, and nothing divides by the number of steps"
+_UNDIVIDED = "the window divides by its units, so do not divide by the number of steps"
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,6 @@ def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) 
     for name, module in (found for model in models for found in batchnorms(model)):
         if module not in known and uses_batch_statistics(module):
             raise UnsupportedError(
-                f"BatchNorm in {name!r}: it is new in the model, and no batchnorm= policy is "
-                "applied to it; make this object anew after the model has changed"
+                f"BatchNorm in {name!r}: it was added to the model later, so no batchnorm= policy "
+                "applies to it; create this object again after you change the model"
             )

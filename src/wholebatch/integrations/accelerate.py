@@ -68,8 +68,8 @@ class AccelerateAccumulator(HandedOver):
     """
 
     closes_by = (
-        "its last micro-batch made no windows.backward(), so its gradients are not complete; call "
-        "windows.flush() before clipping and stepping"
+        "windows.backward() was not called for its last micro-batch, so its gradients are not "
+        "complete; call windows.flush() before clipping and stepping"
     )
 
     def __init__(
@@ -121,7 +121,7 @@ class AccelerateAccumulator(HandedOver):
         ):
             raise WindowError(
                 f"gradient_accumulation_steps={steps}, but accelerator.sync_gradients is True and "
-                "accelerator.accumulate() was not entered, so every micro-batch would make a step: "
+                "accelerator.accumulate() was not used, so every micro-batch would make a step: "
                 "put the loop's body into `with accelerator.accumulate(model):`"
             )
 
@@ -148,7 +148,7 @@ def _check(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
         raise UnsupportedError(
-            f"Accelerate with {kind}: the update is not shown to be that of the undivided batch; "
+            f"Accelerate with {kind}: not tested to make the update of the undivided batch; "
             "supported are one process, DDP, FSDP2 and DeepSpeed on CPU and CUDA"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:

@@ -55,8 +55,8 @@ def _check_strategy(strategy: Any) -> None:
         )
     if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
         raise UnsupportedError(
-            f"Lightning's {name}: the update is not shown to be that of the undivided batch; "
-            f"supported are {', '.join(_STRATEGIES)}"
+            f"Lightning's {name}: not tested to make the update of the undivided batch; supported "
+            f"are {', '.join(_STRATEGIES)}"
         )
     if getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"):
         raise UnsupportedError(
@@ -87,7 +87,7 @@ class FabricAccumulator(HandedOver):
     with `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
     """
 
-    closes_by = "its last micro-batch's backward must say last=True"
+    closes_by = "pass last=True to the backward of its last micro-batch"
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class FabricAccumulator(HandedOver):
     def _last_of(self, last: bool | None) -> bool | None:
         if last is None:
             raise OptionError(
-                "backward() or run() without last=: say last=True for the last micro-batch of a "
+                "backward() or run() without last=: pass last=True for the last micro-batch of a "
                 "window, after which the loop steps, and last=False for the others"
             )
         return last
@@ -227,8 +227,9 @@ class ExactAccumulation(Callback):
             units: Units = output["units"]
             return units
         raise LossError(
-            "nothing says what the loss is a mean over: pass ExactAccumulation(units=a function of "
-            'the batch), or return {"loss": ..., "units": ...} from training_step'
+            "wholebatch does not know what the loss is a mean over: pass "
+            'ExactAccumulation(units=a function of the batch), or return {"loss": ..., "units": '
+            "...} from training_step"
         )
 
     def on_train_batch_start(
@@ -261,8 +262,8 @@ class ExactAccumulation(Callback):
         open_ = windows.micro_batches if windows.is_open else 0
         if open_:
             _log.warning(
-                "a checkpoint in the middle of a window, with the gradient of %d micro-batches "
-                "that it does not have: ExactAccumulation will refuse to resume from it",
+                "a checkpoint in the middle of a window does not hold the gradient of its %d "
+                "micro-batches: ExactAccumulation will refuse to resume from it",
                 open_,
             )
         return {"updates": windows.updates, "open": open_}
@@ -271,8 +272,8 @@ class ExactAccumulation(Callback):
         if state_dict["open"]:
             raise StateError(
                 f"the checkpoint was saved when {state_dict['open']} micro-batches of a window "
-                "were in, and has no gradients: resume from a checkpoint that was saved after an "
-                "update (every_n_train_steps of ModelCheckpoint counts updates)"
+                "were done, and does not hold their gradients: resume from a checkpoint that was "
+                "saved after an update (every_n_train_steps of ModelCheckpoint counts updates)"
             )
         self._saved_updates = state_dict["updates"]
 
@@ -453,8 +454,8 @@ class UnusableIndex:
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
-            f"{type(module).__name__} optimises by hand, so its windows are its own: use a "
-            "wb.Accumulator in training_step, or automatic optimisation"
+            f"{type(module).__name__} uses manual optimization: use a wb.Accumulator in "
+            "training_step, or automatic optimisation"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(

@@ -170,7 +170,9 @@ class _CaseTrials:
         if runs.draws_random_numbers(micro):
             runs.silences = [SILENCES[0]]
             silences = list(SILENCES[: 2 if runs.draws_random_numbers(micro) else 1])
-            self.notes.append("dropout is off: its masks differ with the division, rightly so")
+            self.notes.append(
+                "dropout is off: its masks depend on the split, which is not a mistake"
+            )
         runs.start.leave()
         for silence in silences:
             silence(self.model)
@@ -245,8 +247,8 @@ class _CaseTrials:
             return judge.told(MistakeFit("unsynchronised-ranks", variant))
         if steps == {0}:
             return judge.not_judged(
-                "the weights have moved, and no torch optimizer has stepped on them: use the "
-                "optimizer that the loop is given"
+                "the weights have changed without a step of a torch optimizer: use the optimizer "
+                "that the loop gets"
             )
         if any(one.stepped_twice for one in ranks):
             return judge.told(MistakeFit(*STEPPED_TWICE))

@@ -41,15 +41,15 @@ def norms_over_ranks(norms: Sequence[tuple[str, nn.Module]], summed: Reduce) -> 
             if not isinstance(module, _BatchNorm):
                 if module.training:
                     raise UnsupportedError(
-                        f"{name!r} ({type(module).__name__}) keeps running statistics, and each "
-                        "rank would keep other ones: create it with track_running_stats=False"
+                        f"{name!r} ({type(module).__name__}) keeps running statistics, which would "
+                        "differ between ranks: create it with track_running_stats=False"
                     )
                 continue
             if not uses_batch_statistics(module):
                 continue
             if type(module).forward not in _PLAIN or "forward" in vars(module):
                 raise UnsupportedError(
-                    f"{name!r} ({type(module).__name__}) is a BatchNorm with a forward of its own, "
+                    f"{name!r} ({type(module).__name__}) is a BatchNorm with a custom forward, "
                     "which uses the statistics of one rank: use nn.BatchNorm1d to 3d, or "
                     'batchnorm="freeze"'
                 )

@@ -111,8 +111,8 @@ class _Windows:
         """Add the gradient of a micro-batch; return the inner update if the window closes."""
         if units is None:
             raise WindowError(
-                "update() without units=: say how many samples or tokens this micro-batch's "
-                "gradient is a mean over; without them no window is exact"
+                "update() without units=: pass the number of samples or tokens that this "
+                "micro-batch's gradient is a mean over"
             )
         counted = jnp.asarray(units).astype(state.units.dtype)
         if counted.shape:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactTrainerMixin,
@@ -25,6 +24,7 @@ from wholebatch.integrations.transformers.exact_trainer import (
     refuse_own_batches,
 )
 from wholebatch.integrations.transformers.weighted_loss import engine_of
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
@@ -118,9 +118,9 @@ class ExactKTO(ExactTrainerMixin):
             return
         if engine_of(trainer.model_wrapped) != "replicated":
             raise UnsupportedError(
-                f"exact(KTOTrainer) on {type(trainer.model_wrapped).__name__}: its forwards run "
-                "collectives, in which a pass before the window is not shown to be in step; use "
-                "one process or DDP"
+                f"exact(KTOTrainer) on {type(trainer.model_wrapped).__name__}: its forward runs "
+                "collectives, and the pass before the window is not tested with them; use one "
+                "process or DDP"
             )
         trl: Any = super()
         model, reference = trainer.model.train(), trainer.ref_model or trainer.model
@@ -217,8 +217,8 @@ def _completion_mask(inputs: Mapping[str, Any]) -> Tensor:
 def _refuse_vision(trainer: Any) -> None:
     if getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(
-            "exact(...) of TRL's preference trainers with images, whose tensors have rows of their "
-            "own: train on text, or write the loss with wb.losses.dpo_loss"
+            "exact(...) of TRL's preference trainers with images, whose tensors do not have one "
+            "row per sample: train on text, or write the loss with wb.losses.dpo_loss"
         )
 
 
@@ -284,8 +284,8 @@ def exact(
         raise OptionError(f"units={units!r}: must be a function of a batch's inputs")
     if loss is not None and (units is not None or not isinstance(loss, Coupled)):
         raise OptionError(
-            f"loss={loss!r}: must be wb.Coupled(encode, loss), which brings its units; another "
-            "loss is the trainer's compute_loss or compute_loss_func"
+            f"loss={loss!r}: must be wb.Coupled(encode, loss), which has its own units; pass "
+            "another loss as the trainer's compute_loss or compute_loss_func"
         )
     if precision not in (None, "fp8"):
         raise OptionError(
@@ -296,7 +296,8 @@ def exact(
         Samples.of(micro_batch)
     elif memory is not None:
         raise OptionError(
-            f'memory={memory!r} without micro_batch="auto" or another: it would not be used'
+            f"memory={memory!r} without micro_batch=: it would not be used; pass "
+            'micro_batch="auto" too'
         )
     options = {
         **({} if units is None else {"units_of": staticmethod(units)}),
