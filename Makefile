@@ -7,7 +7,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
+.PHONY: help setup run test test-fast coverage browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,6 +58,12 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $
 # EVERY_TEST: a test that is skipped because a package is missing is a failure.
 test: $(VENV)/.dev-all ## run all tests (JOBS=2 processes; installs the trainers)
 	EVERY_TEST=1 $(PYTEST) --ignore tests/browser --ignore tests/packages
+
+coverage: $(VENV)/.dev-all ## run all tests and print the branch coverage of src (takes longer)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) -q --timeout 900 --ignore tests/browser --ignore tests/packages
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --sort=cover --skip-covered
 
 test-fast: $(VENV)/.dev ## run the tests of the core promise (under a minute; no trainer needed)
 	$(PYTEST) -q -m "not slow and not distributed" $(CORE_TESTS)
