@@ -610,6 +610,8 @@ class Executor:
             if self._fingerprint is not None:
                 self._fingerprint.accept_tensors()
             self._plan.spent += time.perf_counter() - began
+            del before, held
+            empty_cache(self._device)  # The rehearsal's memory belongs to its own stream.
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
         """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
