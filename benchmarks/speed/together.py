@@ -22,9 +22,27 @@ from typing import Any
 
 from speed.plan import Expected, Spec
 
-__all__ = ["Child", "run_rows"]
+__all__ = ["Child", "run_rows", "signal_group", "stopped"]
 
 DEVICE_GIB = 125.0
+
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Send a signal to a process that leads its own group, and to all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+@contextlib.contextmanager
+def stopped(leaders: Sequence[int]) -> Iterator[None]:
+    """Stop these process groups within this context."""
+    for leader in leaders:
+        signal_group(leader, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for leader in leaders:
+            signal_group(leader, signal.SIGCONT)
 
 
 class Child:
@@ -88,14 +106,9 @@ class Child:
         """A row that says why there is none."""
         return {**dict(zip(("model", "mode", "micro"), self.spec, strict=True)), "error": error}
 
-    def signal(self, number: signal.Signals) -> None:
-        """To the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
     def end(self) -> None:
         """Kill what is left of it."""
-        self.signal(signal.SIGKILL)
+        signal_group(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join()
         for pipe in (self.process.stdin, self.process.stdout, self._errors):
@@ -154,20 +167,20 @@ def run_rows(
             if not child.settled.is_set() or child.row is not None or child.ended:
                 report(_result(child))
             elif rounds > 1:
-                child.signal(signal.SIGSTOP)
+                signal_group(child.process.pid, signal.SIGSTOP)
                 ready.append(child)
             else:
-                with _stopped(active):
+                with _waiting(active):
                     _turn(child, until)
                     row = _result(child, wait=until)
                 report(row)
         for _ in range(rounds if ready else 0):
             for child in ready:
-                child.signal(signal.SIGCONT)
+                signal_group(child.process.pid, signal.SIGCONT)
                 _turn(child, until)
-                child.signal(signal.SIGSTOP)
+                signal_group(child.process.pid, signal.SIGSTOP)
         for child in list(ready):
-            child.signal(signal.SIGCONT)
+            signal_group(child.process.pid, signal.SIGCONT)
             report(_result(child, wait=until))
         for spec in pending:
             print(f"no time left for {'/'.join(map(str, spec))}", flush=True)
@@ -213,16 +226,13 @@ def _next(active: Sequence[Child], until: float, warm_up: float) -> Child:
 
 
 @contextlib.contextmanager
-def _stopped(children: Sequence[Child]) -> Iterator[None]:
+def _waiting(children: Sequence[Child]) -> Iterator[None]:
+    """Stop these within this context, and do not count the time against them."""
     began = time.monotonic()
-    for child in children:
-        child.signal(signal.SIGSTOP)
-    try:
+    with stopped([child.process.pid for child in children]):
         yield
-    finally:
-        for child in children:
-            child.stopped += time.monotonic() - began
-            child.signal(signal.SIGCONT)
+    for child in children:
+        child.stopped += time.monotonic() - began
 
 
 def _turn(child: Child, until: float) -> None:
