@@ -1,4 +1,4 @@
-"""Accumulator: exact windows in a loop of the user's own, and `over`, the loop over a loader.
+"""Accumulator: exact gradient accumulation in your own loop, and `over`, the loop over a loader.
 
 The loop says which micro-batch is the last of its window, and lets ranks that have run out of data
 take part in the updates of the others.

@@ -1,4 +1,4 @@
-"""Everything wholebatch raises on purpose.
+"""The exceptions of wholebatch.
 
 ```
 WholebatchError

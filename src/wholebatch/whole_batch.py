@@ -1,4 +1,4 @@
-"""WholeBatch: give it the whole batch, get the update."""
+"""WholeBatch: pass the whole batch, get its exact update in the memory of a micro-batch."""
 
 from __future__ import annotations
 

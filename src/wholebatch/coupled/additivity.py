@@ -1,4 +1,4 @@
-"""When the additivity of a loss is tested, on which samples, and with which ranks.
+"""When to test that a loss adds up, on which samples, and on which ranks.
 
 Entry points that own the forward make one `AdditivityTest`, and ask it before every window that is
 split. See `adds_up` for the test itself.

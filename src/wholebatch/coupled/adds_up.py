@@ -1,4 +1,4 @@
-"""Test that a loss adds up: total, units and gradient of some samples are those of their parts.
+"""Test that a loss adds up: total, units and gradient of samples equal those of their parts.
 
 Accumulation is exact if this holds. So it is tested on the user's own data and with the user's own
 loss function, before the first window and again in windows 2, 4, 8, ...:

@@ -1,4 +1,4 @@
-"""`verify_loop`: your own training loop, compared with the undivided batch and every known mistake.
+"""`verify_loop`: compare your training loop with the undivided batch and every known mistake.
 
 The loop is given copies of a model and its optimizer and the micro-batches of one window, and is
 recorded. It gets several windows, since mistakes hide: behind equal micro-batches (a mean of means)

@@ -1,4 +1,4 @@
-"""`accumulate`: the value and gradient of the whole batch, one micro-batch after the other.
+"""`accumulate`: the value and gradient of the whole batch, computed in micro-batches.
 
 It does the same as this loop:
 

@@ -1,4 +1,4 @@
-"""`exact`: the class of a trainer with exact windows, Transformers' own or one of TRL's.
+"""`exact`: make the class of a trainer exact, for Transformers' Trainer or one of TRL's.
 
 | trainer | mean over | what its windows need |
 |---|---|---|
