@@ -307,7 +307,7 @@ class _Test:
             raise Uncheckable(repr(problem)) from None
         if not samples.draws.held or not whole.drew_alike(parts):
             _log.warning(
-                "not tested if micro-batches add up to the whole batch: the random numbers of %s "
+                "the loss was not tested to add up over micro-batches: the random numbers of %s "
                 "cannot be given to parts of its samples (wb.verify compares whole updates)",
                 samples.name,
             )
