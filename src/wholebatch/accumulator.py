@@ -221,7 +221,6 @@ class Accumulator(HasWindow):
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
-        self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
@@ -229,6 +228,7 @@ class Accumulator(HasWindow):
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
         # The others of the loop, with their updates when this window began.
         self._beside: dict[Accumulator, int] = {}
+        self._earlier: Sequence[Accumulator] = ()  # those whose windows close before this one's
         self._guards: list[Any] = []  # hooks on the models, from their update to the next item
         self._watch(self._next_size())
 
@@ -487,6 +487,11 @@ class Accumulator(HasWindow):
             raise WindowError(
                 "announce() in an open window: its units must be known before its first backward"
             )
+        if self._beside and self._window.sync.ranks > 1:
+            raise WindowError(
+                "announce() on several ranks, with several accumulators in one loop: a rank that "
+                "has run out of data could not tell whose turn it is; give each a loop of its own"
+            )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
         self._announced = self._announced or UnitsCount(lambda given: given, self._window.sync)
@@ -525,17 +530,26 @@ class Accumulator(HasWindow):
         self._places = 0
 
     def _close(self) -> Step:
-        self._untouched.check()
+        self._untouched.check(rates=True)
         if self._in_parts:
             self._checks.end_window(self._window.now.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
-            self._driver.closed.append(self)
+            self._refuse_other_order()
             self._guard()
-        self.last_step = self._close_window(has_more=self._has_more)
+        self.last_step = self._close_window()
         self._watch(self._next_size())
         return self.last_step
+
+    def _refuse_other_order(self) -> None:
+        """Refuse to close before an accumulator that `over` was given before this one."""
+        if any(not one._place_done for one in self._earlier):
+            raise WindowError(
+                "wb.over on several ranks: the last backwards of a window must come in the order "
+                "in which the accumulators were given, since a rank without data closes its "
+                "windows in that order: give them to wb.over in the order of their backwards"
+            )
 
     def _close_window(self, **how: Any) -> Step:
         self._untouched.forget()
@@ -566,19 +580,13 @@ class Accumulator(HasWindow):
         for policy in self._refusing:
             policy.begin_window()
 
-    def _enter_own_place(self, feed: Feed, *, shared: bool) -> None:
-        """Enter the place of the current item, at the pace of this rank."""
+    def _enter_place(self, *, is_last: bool) -> None:
+        """Begin a micro-batch of `over`, and with the first one a window."""
         if self._places == 0:
             self._open_place()
-        full = self._places + 1 >= self._size
-        more = shared and full and feed.has_next()
-        self._enter_place(is_last=full or not feed.has_next(), has_more=more)
-
-    def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
         self._unguard()
         self._is_last = is_last
         self._place_done = False
-        self._has_more = has_more
 
     def _unguard(self) -> None:
         while self._guards:
@@ -606,10 +614,7 @@ class Accumulator(HasWindow):
         self._places += 1
         if not self._is_last:
             return
-        if self._window.open is not None:
-            self._close()
-            return
-        if self._window.sync.ranks > 1:
+        if self._window.open is not None or self._window.sync.ranks > 1:
             self._join()
             return
         self._places = 0
@@ -622,7 +627,10 @@ class Accumulator(HasWindow):
         self._window.skipped += 1
 
     def _join(self) -> None:
-        """Take part in a window of the other ranks, having nothing to add."""
+        """Take part in a window of the other ranks, having nothing more to add."""
+        if self._window.open is not None:
+            self._close()
+            return
         self._places = 0
         known = None if self._announced is None else self._announced([])
         self.last_step = self._window.join(known)
@@ -719,16 +727,17 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
         accumulator._beside = {one: one.updates for one in accumulators if one is not accumulator}
         _driven.update(accumulator._window.target.models)
     try:
-        if any(accumulator._window.sync.counts_must_agree for accumulator in accumulators):
-            yield from _agreed_places(feed, accumulators)
+        shared = [one for one in accumulators if one._window.sync.ranks > 1]
+        if shared:
+            yield from _shared_windows(feed, accumulators, shared)
         else:
-            yield from _own_places(feed, accumulators)
+            yield from _own_windows(feed, accumulators)
         for accumulator in accumulators:
             accumulator.epoch += 1
     finally:
         for accumulator in accumulators:
             accumulator._driver = None
-            accumulator._beside = {}
+            accumulator._beside, accumulator._earlier = {}, ()
             accumulator._unguard()
             accumulator._stand_in(False)
             accumulator._window.sync.restore()
@@ -736,61 +745,79 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
                 _driven.discard(model)
 
 
-def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    """Yield micro-batches at the pace of this rank; all ranks meet where windows close."""
-    shared = any(accumulator._window.sync.ranks > 1 for accumulator in accumulators)
-    if shared:
-        for accumulator in accumulators:
-            window = accumulator._window
-            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
+def _own_windows(
+    feed: Feed, accumulators: Sequence[Accumulator], until: Accumulator | None = None
+) -> Iterator[Any]:
+    """Yield micro-batches to the loader's end, or to the end of one accumulator's window."""
     while feed.take():
-        for accumulator in accumulators:
-            accumulator._enter_own_place(feed, shared=shared)
+        for one in accumulators:
+            one._enter_place(is_last=one._places + 1 >= one.steps or not feed.has_next())
         yield feed.current
-        for accumulator in accumulators:
-            accumulator._leave_place()
-    order = list(feed.closed) or list(accumulators)  # as the bodies of the other ranks close them
-    while shared and any(accumulator._window.ranks_with_more for accumulator in accumulators):
-        for accumulator in order:
-            accumulator._join()
+        for one in accumulators:
+            one._leave_place()
+        if until is not None and until._places == 0:
+            return
 
 
-def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    """Yield micro-batches where every rank must run equally many forwards.
+def _shared_windows(
+    feed: Feed, accumulators: Sequence[Accumulator], shared: Sequence[Accumulator]
+) -> Iterator[Any]:
+    """Yield micro-batches until no rank has any; all ranks meet before each window.
 
-    A rank with fewer runs its last item again, with weight zero and its buffers put back.
+    `shared` are the accumulators of several ranks. A rank without data takes part in the windows
+    of the others. Where forwards run collectives, every rank runs as many as the one with the most
+    micro-batches: its last one again, with weight zero and its buffers put back.
     """
-    if len(accumulators) > 1:
+    lead, sync = shared[0], shared[0]._window.sync
+    equal = any(one._window.sync.counts_must_agree for one in shared)
+    if equal and len(accumulators) > 1:
         raise OptionError(
             "wb.over with several accumulators on a sharded model: every rank would have to run "
             "the forwards in the same order. Give one Accumulator a list of optimizers (for "
             "DeepSpeed engines: one loop each)"
         )
-    [accumulator] = accumulators
-    window = accumulator._window
-    device = window.target.device
-    stand_in: Any = NOTHING
+    for index, one in enumerate(shared):
+        one._earlier = shared[:index]
+    last_item: Any = NOTHING
+    is_first = True
     while True:
-        accumulator._open_place()
-        items: list[Any] = []
-        while len(items) < accumulator._size and feed.take():
-            items.append(feed.current)
-        count = int(window.sync.largest(torch.tensor(float(len(items)), device=device)))
-        if count == 0:
+        _refuse_out_of_step(shared)
+        own = feed.look_ahead(lead.steps - lead._places if equal else 1)
+        most, fewest = sync.meet(own)
+        if most == 0:
+            feed.take()  # it takes note of its end
             return
-        if items:
-            stand_in = items[-1]
-        elif stand_in is NOTHING:
+        if fewest == 0 and is_first and (equal or len(shared) > 1):
+            why = "a sharded model needs every rank in every forward"
             raise RankError(
-                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
-                "in every forward: give it at least one micro-batch"
+                "a rank has no micro-batch for the first window, and "
+                f"{why if equal else 'several accumulators in one loop need it on every rank'}: "
+                "give every rank at least one"
             )
-        for index in range(count):
-            accumulator._enter_place(is_last=index == count - 1)
-            accumulator._stand_in(index >= len(items))
-            yield items[index] if index < len(items) else stand_in
-            accumulator._leave_place()
-            accumulator._stand_in(False)
+        is_first = False
+        if own == 0 and not equal:
+            for one in shared:
+                one._join()
+        elif not equal:
+            yield from _own_windows(feed, accumulators, until=lead)
+        for index in range(most if equal else 0):
+            last_item = feed.current if feed.take() else last_item
+            lead._enter_place(is_last=index == most - 1)
+            lead._stand_in(index >= own)
+            yield last_item
+            lead._leave_place()
+            lead._stand_in(False)
+
+
+def _refuse_out_of_step(shared: Sequence[Accumulator]) -> None:
+    """Refuse accumulators of one loop whose windows do not begin and end together."""
+    if len({(one.steps, one._places) for one in shared}) > 1:
+        steps = " and ".join(str(one.steps) for one in shared)
+        raise WindowError(
+            f"wb.over on several ranks, with accumulators of {steps} steps, or with a flush() or "
+            "discard() of one of them: the ranks meet before each window, so all windows of a loop "
+            "must begin and end together; give them the same steps, or a loop for each"
+        )
 
 
 def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:

@@ -28,12 +28,6 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.coupled.contrastive.two_pass import (
-    TwoPasses,
-    WholeRepresentations,
-    gather_rows,
-)
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -43,14 +37,20 @@ from wholebatch.coupled.normalisation_layers import (
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
+from wholebatch.coupled.two_pass import (
+    TwoPasses,
+    WholeRepresentations,
+    gather_rows,
+)
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.window import Window
+from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -67,6 +67,8 @@ class WindowRun:
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
+    forwards: int | None = None
+    """The number of micro-batches that every rank must run; None if ranks may differ."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -106,8 +108,9 @@ class Runner:
         self._device = window.target.device
         self._norms = whole_batch_norms(root)
         self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
+        self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
-        read = loss.stand_in if isinstance(loss, Coupled) else loss
+        read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
@@ -156,7 +159,7 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
             return
-        if not self._test.begin_window(self.executor.changed()):
+        if not self._test.begin_window(None if self._is_plain else self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
@@ -198,7 +201,9 @@ class Runner:
 
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
-        self._untouched.forget()
+        self._is_guarded = is_tested_window(self._window.number)
+        if self._is_guarded:
+            self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]
@@ -218,15 +223,13 @@ class Runner:
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run the micro-batches.
 
-        Where all ranks must run equally many forwards, one with fewer micro-batches runs its last
-        one again (or `how.stand_in`), with weight zero and its buffers put back.
+        Where all ranks must run equally many, one with fewer micro-batches runs its last one again
+        (or `how.stand_in`), with weight zero and its buffers put back.
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
         self._prepare(micros)
-        places, sync = len(micros), self._window.sync
-        if sync.counts_must_agree:
-            places = int(sync.largest(torch.tensor(float(places), device=self._device)))
-        sync.before_forwards()
+        places = how.forwards or len(micros)
+        self._window.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1
@@ -296,11 +299,9 @@ class Runner:
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
-        if self._is_plain or self.executor.is_eager:
-            self._untouched.check()
-            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
-            self._untouched.remember()
-        else:  # a graph may have added to the gradients since the last eager micro-step
+        # A graph may have added to the gradients since the last eager micro-step.
+        guards = self._is_guarded and (self._is_plain or self.executor.is_eager)
+        with self._untouched.backward() if guards else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
 

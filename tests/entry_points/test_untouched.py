@@ -157,7 +157,7 @@ def test_a_schedule_in_the_loop_is_warned_of_once(caplog: pytest.LogCaptureFixtu
             acc.backward(summed(model, micro), units=len(micro["y"]))
             optimizer.param_groups[0]["lr"] *= 0.5
     assert (
-        caplog.text.count("the learning rate changed in the middle of a window (0.1 → 0.05)") == 1
+        caplog.text.count("the learning rate changed in the middle of a window (0.1 → 0.025)") == 1
     )
 
 

@@ -77,11 +77,7 @@ def split_numbered(
     layout = layout_of(batch, batch_size=batch_size, static=static)
     if isinstance(micro_batch, Tokens):
         return token_micro_batches(layout, micro_batch)
-    rows = range(layout.size)
-    return [
-        (layout.take(slice(start, start + micro_batch)), rows[start : start + micro_batch])
-        for start in rows[::micro_batch]
-    ]
+    return layout.parts(micro_batch)
 
 
 def joined(

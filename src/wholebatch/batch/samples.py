@@ -262,6 +262,14 @@ class Layout:
             [take(leaf.value, rows) if leaf.batched else leaf.value for leaf in self.leaves]
         )
 
+    def parts(self, samples: int) -> list[tuple[Any, Sequence[int]]]:
+        """Return micro-batches of so many samples, each with its samples' places in the batch."""
+        rows = range(self.size)
+        return [
+            (self.take(slice(start, start + samples)), rows[start : start + samples])
+            for start in rows[::samples]
+        ]
+
 
 def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> int:
     """Return the number of samples in `batch`, determined as `split` does.

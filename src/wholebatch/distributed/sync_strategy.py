@@ -108,6 +108,15 @@ class Sync(ABC):
                 "(DistributedDataParallel copies the weights of rank 0 to all)"
             )
 
+    def meet(self, micro_batches: int) -> tuple[int, int]:
+        """Return the most and the fewest micro-batches that a rank brings to the next window.
+
+        All ranks meet here before each window, also those that have run out of data.
+        """
+        if self.group is None:
+            return micro_batches, micro_batches
+        return self.group.most_and_fewest(micro_batches)
+
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
         return

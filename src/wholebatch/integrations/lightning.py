@@ -461,6 +461,12 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
             f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
             "the gradients one micro-batch late; take (batch, batch_idx)"
         )
+    if type(module).backward is not LightningModule.backward:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a backward() of its own, and ExactAccumulation makes the "
+            "backward itself: scale the loss in training_step instead, or use a wb.Accumulator "
+            "with automatic_optimization = False"
+        )
     _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):

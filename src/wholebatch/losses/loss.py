@@ -61,6 +61,8 @@ def check_total(total: object) -> Tensor:
 
 def check_units(units: object) -> Units:
     """Return the units, or raise a LossError that says what is wrong with them."""
+    if type(units) is int and 0 <= units < 2**53:  # nearly always
+        return units
     if isinstance(units, Tensor):
         if units.dim() != 0:
             raise LossError(

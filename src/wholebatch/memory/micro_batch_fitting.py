@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered, to_device
-from wholebatch.batch.samples import readable_layout
+from wholebatch.batch.samples import layout_of, readable_layout
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
@@ -189,6 +189,8 @@ class Fitting:
 
     def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
         """Return the micro-batches of one batch, with the places of their samples in it."""
+        if isinstance(size, int):
+            return layout_of(batch, **self._layout).parts(size)
         if size is not None:
             return split_numbered(batch, size, **self._layout)
         layout = readable_layout(batch, **self._layout)

@@ -67,9 +67,11 @@ class Store(ABC):
 
     # Open window
 
-    def refuse_stray(self) -> None:
+    def refuse_stray(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse gradients that the window has not made, and would add to."""
-        holders = [p for p in self.target.trained() if p.grad is not None]
+        holders = [parameter for parameter in parameters if parameter.grad is not None]
+        if not holders:
+            return
         local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
         dirty = read_scalars([gradient.any() for gradient in local])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
@@ -217,9 +219,11 @@ class DeviceStore(Store):
     def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.round_once()
-        told = {} if found_inf is None else {"found_inf": found_inf}
         for optimizer in self.target.optimizers:
-            with replaced_attributes(optimizer, **told):
+            if found_inf is None:
+                optimizer.step()
+                continue
+            with replaced_attributes(optimizer, found_inf=found_inf):
                 optimizer.step()
 
     def check_hand_over(self) -> None:

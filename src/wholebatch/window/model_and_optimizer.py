@@ -115,9 +115,9 @@ class Target:
                     "gradients would be rounded: cast the model before, or use precision="
                 )
 
-    def refuse_hooks(self) -> None:
+    def refuse_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
-        for parameter in self.trained():
+        for parameter in parameters:
             if parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"{self.name_of(parameter)} has a post-accumulate-grad hook: it runs in every "
@@ -189,7 +189,7 @@ def build_target(
         steps=optimizer is not None,
     )
     if not sync.owns_hooks:
-        target.refuse_hooks()
+        target.refuse_hooks(target.trained())
     return target
 
 

@@ -416,7 +416,6 @@ class Window:
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
-        self.ranks_with_more = 0  # how many ranks did, at the last close
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
@@ -429,15 +428,14 @@ class Window:
         """Open the window. `known`: all units by term, counted over the window and all ranks."""
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
-        self.store.refuse_stray()
+        groups = self.target.groups()
+        self.store.refuse_stray([parameter for group in groups for parameter in group])
         self._schedules.refuse_moved()
-        if not self.sync.owns_hooks:
-            self.target.refuse_hooks()
-        window = OpenWindow(
-            self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
-        )
+        window = OpenWindow(groups, known, 1.0, self.sync.averaged_by, self.target.scale)
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks(window.inputs)
         if not self.sync.owns_step:
             self.target.refuse_cast(window.inputs)
         self._refuse_other_ranks()
@@ -586,20 +584,18 @@ class Window:
         self,
         *,
         steps: bool = True,
-        has_more: bool = False,
         while_waiting: Callable[[], object] | None = None,
     ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is over in any case.
 
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
-        `has_more`: this rank has data for another window; the ranks count those that have.
         `while_waiting()` is called where the host waits for the device.
         """
         for observer in observers:
             observer.window_closes(self)
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
+            return self._close(self.current, not self.leaves_gradients, while_waiting)
         finally:
             self.discard()
             # An autocast around the whole loop would go on with casts of the old weights.
@@ -609,7 +605,6 @@ class Window:
         self,
         window: OpenWindow,
         steps: bool,
-        has_more: bool,
         while_waiting: Callable[[], object] | None,
     ) -> Step:
         window.refuse_broken()
@@ -623,7 +618,7 @@ class Window:
         device = self.target.device
         totals = [column(window.totals.get(name, ()), device) for name in names]
         units = [column(window.units.get(name, ()), device) for name in names]
-        sums = self._sums(window, names, totals, units, has_more)
+        sums = self._sums(window, names, totals, units)
         unread = steps and bool(window.totals) and self.store.can_step_unread(self.hooks)
         closed = self.store.close(window.groups, sums, self.hooks, waits=not unread)
         reading = Reading(*closed, sums.totals, sums.units, *totals, *units)
@@ -682,28 +677,24 @@ class Window:
         names: Sequence[str],
         totals: Sequence[Tensor],
         units: Sequence[Tensor],
-        has_more: bool,
     ) -> Sums:
         """Return totals and units of each term over the window and all ranks (one collective).
 
-        With them go whether this rank has more data, a digest of its settings, and which
-        parameters have a gradient here: one that has none on any rank keeps none, as for the
-        undivided batch.
+        With them go a digest of this rank's settings, and which parameters have a gradient here:
+        one that has none on any rank keeps none, as for the undivided batch.
         """
         total = torch.stack([one.sum() for one in totals])
         # Units that are not valid on this rank must stop the update of every rank.
         count = torch.stack([torch.where(one >= 0, one, math.nan).sum() for one in units])
-        self.ranks_with_more = int(has_more)
         if self.sync.ranks > 1:
             absent = self.store.absent()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
             ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
             local = [*total.tolist(), *count.tolist()]
-            values = self.sync.sum([*local, float(has_more), ours, ours * ours, *present])
+            values = self.sync.sum([*local, ours, ours * ours, *present])
             total, count = column(values[: len(local)], total.device).chunk(2)
-            more, digests, squares, *counts = values[len(local) :]
-            self.ranks_with_more = int(more)
+            digests, squares, *counts = values[len(local) :]
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
                 raise RankError(OTHER_SETTINGS)
             for parameter, made in zip(shared, counts, strict=True):

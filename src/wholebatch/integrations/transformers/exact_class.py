@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactTrainerMixin,
@@ -25,6 +24,7 @@ from wholebatch.integrations.transformers.exact_trainer import (
     refuse_own_batches,
 )
 from wholebatch.integrations.transformers.weighted_loss import engine_of
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import EmptyWindowError, UnsupportedError
 from wholebatch.integrations.handed_over import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
@@ -31,6 +30,7 @@ from wholebatch.integrations.transformers.weighted_loss import (
     WeightedLoss,
     engine_of,
 )
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples

@@ -21,10 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from wholebatch.batch.samples import flatten
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import Loss, Terms
 
@@ -70,10 +68,3 @@ class Coupled:
     def __call__(self, model: Any, batch: Any) -> Loss | Terms | Tensor:
         """Return the loss of an undivided batch, with the graphs of all its samples."""
         return self.loss(self.encode(model, batch))
-
-    def stand_in(self, model: Any, micro: Any) -> Loss:
-        """Return a loss of one micro-batch that needs the same memory, for predictions."""
-        tensors = [leaf.value for leaf in flatten(self.encode(model, micro))[0]]
-        made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
-        total = sum((t.float().square().sum() for t in made), torch.zeros(()))
-        return Loss(total, 1)
