@@ -1,4 +1,4 @@
-"""Runners: who makes the forwards and backwards of a window, and in which order.
+"""Runners: run the forward and backward passes of a window's micro-batches.
 
 Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
 

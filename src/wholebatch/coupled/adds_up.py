@@ -1,4 +1,4 @@
-"""Test that a loss adds up: total, units and gradient of some samples are those of their parts.
+"""Test that a loss adds up: total, units and gradient of samples equal those of their parts.
 
 Accumulation is exact if this holds. So it is tested on the user's own data and with the user's own
 loss function, before the first window and again in windows 2, 4, 8, ...:
@@ -310,7 +310,7 @@ class _Test:
             raise Uncheckable(repr(problem)) from None
         if not samples.draws.held or not whole.drew_alike(parts):
             _log.warning(
-                "not tested if micro-batches add up to the whole batch: the random numbers of %s "
+                "the loss was not tested to add up over micro-batches: the random numbers of %s "
                 "cannot be given to parts of its samples (wb.verify compares whole updates)",
                 samples.name,
             )

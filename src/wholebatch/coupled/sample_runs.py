@@ -1,4 +1,4 @@
-"""Run the first samples of a batch together and in parts, and say how far the runs may differ.
+"""Run the first samples of a batch together and in parts, with the tolerance for rounding.
 
 Every run begins from the same state, with the same random numbers for each sample (`HeldDraws`). Of
 its gradient a few numbers are kept. `Tolerance` tells rounding from another loss.
