@@ -163,7 +163,10 @@ def test_a_hostile_one_is_told_and_the_one_before_it_is_used(tmp_path: Path) -> 
     assert loaded is not None
     assert loaded.path == good
     [(_, why)] = loaded.damaged
-    assert "is hostile, or not a checkpoint of wholebatch: loading it would run posix.mkdir" in why
+    assert (
+        "is not a checkpoint of wholebatch, or it is unsafe: loading it would run posix.mkdir"
+        in why
+    )
     assert not trap.exists()
 
 

@@ -72,7 +72,7 @@ def hooked() -> nn.Module:
     [
         (
             lambda: Wrapped(decides),
-            r"decides by a value .*test_fallback.py, line \d+: return x if float",
+            r"branches on the value .*test_fallback.py, line \d+: return x if float",
         ),
         (lambda: Wrapped(counts), "its forward changes Wrapped.calls"),
         (lambda: Wrapped(keeps), "its forward changes Wrapped.last"),

@@ -94,8 +94,8 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     *first, state, flush = ranks[0]["refused"]
     hook, static, sparse, every, unknown, inside, narrow, alone, with_it, reduces, by_itself = first
     assert "a plain model in a job of 2 ranks: nothing reduces its gradients" in alone
-    assert 'by itself, say so: close=wb.Close(sync="none")' in alone
-    assert 'sync="none" on a model of ddp, which reduces gradients' in reduces
+    assert 'should train alone, pass close=wb.Close(sync="none")' in alone
+    assert 'sync="none" on a model of ddp: this engine reduces gradients' in reduces
     assert (with_it, by_itself) == ("accepted", "accepted")
     assert narrow.startswith("weight is torch.bfloat16, and FSDP2 would round the sum")
     assert "communication hook" in hook
@@ -105,4 +105,4 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     assert "sync='sometimes': must be" in unknown
     assert "Sequential around DistributedDataParallel" in inside
     assert "save after the Step" in state
-    assert "has none left" in flush
+    assert "has no backward left" in flush

@@ -155,7 +155,7 @@ def test_what_is_refused() -> None:
         torch.autocast("cpu", dtype=torch.float16),
     ):
         acc.run(partial(loss, model), tagged(4))
-    with pytest.raises(wb.errors.OptionError, match="give the loss function to run"):
+    with pytest.raises(wb.errors.OptionError, match="Give the loss function to run"):
         acc.backward(loss(model, tagged(4)))
 
 

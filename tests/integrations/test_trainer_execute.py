@@ -239,7 +239,7 @@ def test_a_graph_is_made_again_when_what_the_loss_reads_has_changed(
 
 def test_a_loss_that_reads_the_step_runs_eagerly(run: Run, traces: Traces) -> None:
     whole = run(ByStep, "whole", num_train_epochs=4)
-    with pytest.warns(ExecuteWarning, match="state changes again and again"):
+    with pytest.warns(ExecuteWarning, match="state changes often"):
         ours = run(exact(ByStep, units=labels_of, execute="compile"), "ours", num_train_epochs=4)
     assert run.distance(ours, whole) <= EXACT
     assert mode_of(ours) == "eager"
@@ -377,7 +377,7 @@ def test_a_loss_of_the_whole_batch(run: Run) -> None:
     ours = run(kind, "ours", model=Encoder(), **given)
     assert run.distance(ours, whole, Encoder()) <= EXACT
     assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
-    with pytest.raises(OptionError, match="which brings its units"):
+    with pytest.raises(OptionError, match="which has its own units"):
         exact(Trainer, loss=wb.Coupled(encode, loss), units=len)
 
 

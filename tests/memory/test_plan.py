@@ -222,7 +222,7 @@ def test_command_says_what_is_wrong_with_a_configuration(tmp_path: Path) -> None
     for stored, said in (
         ({**LLAMA, "num_attention_heads": 5}, "is not a multiple of the number of attention heads"),
         ({"model_type": "no such"}, "no model can be built: "),
-        ({"model_type": "wav2vec2"}, "wav2vec2 is planned neither as a language model nor as a"),
+        ({"model_type": "wav2vec2"}, "wav2vec2 is neither a language model nor an image"),
     ):
         path.write_text(json.dumps(stored))
         error = refused(f"hf:{path}")
@@ -296,7 +296,7 @@ def test_refuses_what_cannot_be_sharded() -> None:
         predict_peak(mlp(), loss, vectors(2), optimizer_state="host", sharding=Sharding(2))
     with (
         pretended_ranks(2),
-        pytest.raises(UnsupportedError, match="in a process that is one of 2 itself"),
+        pytest.raises(UnsupportedError, match="in a process that is itself one of 2 ranks"),
     ):
         predict_peak(mlp(), loss, vectors(2), sharding=Sharding(4))
 

@@ -216,7 +216,7 @@ def test_says_why_a_loss_cannot_be_predicted() -> None:
         return Loss(model(micro["x"])[micro["y"] > 2].sum(), 1)
 
     model = mlp()
-    with pytest.raises(UnsupportedError, match=r"local_scalar_dense.*reads numbers out of a"):
+    with pytest.raises(UnsupportedError, match=r"local_scalar_dense.*reads the values of a"):
         predict_peak(model, reads, vectors(4))
     with pytest.raises(UnsupportedError, match=r"nonzero.*give the micro-batch size as a number"):
         predict_peak(model, masks, vectors(4))
@@ -228,7 +228,7 @@ def test_refuses_a_loss_that_goes_past_its_argument() -> None:
     def closure(_: nn.Module, micro: dict[str, torch.Tensor]) -> Loss:
         return loss(model, micro)
 
-    with pytest.raises(UnsupportedError, match="uses a model from outside"):
+    with pytest.raises(UnsupportedError, match="uses another model object"):
         predict_peak(model, closure, vectors(4))
     assert all(p.grad is None for p in model.parameters())
 

@@ -94,7 +94,7 @@ def differs(
     above, below = _distance(found, wanted), _norm(wanted)
     if not 0.0 < below < float("inf") or above <= allowed * below:
         return None  # Or eager code is not finite, or there is nothing to compare.
-    return f"its {what} differs from that of eager code by {above / below:.1e} of it"
+    return f"its {what} differs from that of eager code by {above / below:.1e}"
 
 
 @torch.no_grad()

@@ -467,7 +467,7 @@ class Executor:
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
-            raise CannotTrace("it has sparse gradients, and a graph adds dense ones")
+            raise CannotTrace("it has sparse gradients, and a graph can add only dense ones")
         if not self._gradients.parameters:
             self._make_buffers(state)
         return state

@@ -1,4 +1,4 @@
-"""Everything that a forward may change besides gradients, to put back or to compare.
+"""Everything besides gradients that a forward may change, to restore or to compare.
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
 moves BatchNorm's running statistics, buffers and attributes of the user's own modules, and random
