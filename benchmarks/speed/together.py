@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Child", "Expected", "Spec", "run_rows"]
+__all__ = ["Child", "Expected", "Spec", "run_rows", "signal_group", "stopped"]
 
 Spec = tuple[str, str, int]
 """Model, loop, micro-batch size."""
@@ -36,6 +36,24 @@ class Expected:
 
     seconds: float
     gib: float
+
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Send a signal to a process that leads its own group, and to all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+@contextlib.contextmanager
+def stopped(leaders: Sequence[int]) -> Iterator[None]:
+    """Stop these process groups within this context."""
+    for leader in leaders:
+        signal_group(leader, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for leader in leaders:
+            signal_group(leader, signal.SIGCONT)
 
 
 class Child:
@@ -98,14 +116,9 @@ class Child:
         """A row that says why there is none."""
         return {**dict(zip(("model", "loop", "micro"), self.spec, strict=True)), "error": error}
 
-    def signal(self, number: signal.Signals) -> None:
-        """To the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
     def end(self) -> None:
         """Kill what is left of it."""
-        self.signal(signal.SIGKILL)
+        signal_group(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join()
         for pipe in (self.process.stdin, self.process.stdout, self._errors):
@@ -141,7 +154,7 @@ def run_rows(
             child = _next(active, until)
             active.remove(child)
             if child.settled.is_set() and child.row is None and not child.ended:
-                with _stopped(active):
+                with _waiting(active):
                     child.say("go")
                     child.settled.wait(timeout=max(1.0, min(90.0, until - time.monotonic())))
             report(_result(child))
@@ -189,16 +202,13 @@ def _next(active: Sequence[Child], until: float) -> Child:
 
 
 @contextlib.contextmanager
-def _stopped(children: Sequence[Child]) -> Iterator[None]:
+def _waiting(children: Sequence[Child]) -> Iterator[None]:
+    """Stop these within this context, and do not count the time against them."""
     began = time.monotonic()
-    for child in children:
-        child.signal(signal.SIGSTOP)
-    try:
+    with stopped([child.process.pid for child in children]):
         yield
-    finally:
-        for child in children:
-            child.stopped += time.monotonic() - began
-            child.signal(signal.SIGCONT)
+    for child in children:
+        child.stopped += time.monotonic() - began
 
 
 def _result(child: Child) -> dict[str, Any]:

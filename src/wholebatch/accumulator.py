@@ -1,4 +1,4 @@
-"""Accumulator: exact windows in a loop of the user's own, and `over`, the loop over a loader.
+"""Accumulator: exact gradient accumulation in your own loop, and `over`, the loop over a loader.
 
 The loop says which micro-batch is the last of its window, and lets ranks that have run out of data
 take part in the updates of the others.
@@ -121,7 +121,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
 
 
 class Accumulator(HasWindow):
-    """Every window of `steps` micro-batches makes the update of the undivided batch.
+    """Exact gradient accumulation in your own loop: one update per `steps` micro-batches.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 1)
@@ -136,9 +136,9 @@ class Accumulator(HasWindow):
     1 4 8.0
     2 2 4.0
 
-    The last `backward` of a window makes the update and returns its Step; every other returns
-    None. Without `over`, every `steps`-th `backward` is the last, and `flush()` closes a short last
-    window.
+    The last `backward` of a window makes the update of the undivided batch and returns its Step;
+    the others return None. Without `over`, every `steps`-th `backward` is the last, and `flush()`
+    closes a short last window.
 
     `acc.run(loss, micro)` takes the loss function instead of its result: forward, backward and
     addition run as one graph, at the speed of `WholeBatch`.
@@ -146,7 +146,7 @@ class Accumulator(HasWindow):
     Args:
         model: The model, or a list of models.
         optimizer: One optimizer or several. With None, a window ends with the whole gradient in
-            `.grad`, for you to step with and to clear.
+            `.grad`; you step and clear it.
         steps: Micro-batches per window. Or a schedule by update, `{0: 4, 800: 8}`, or by epoch,
             `wb.by_epoch({0: 4, 8: 8})`. Or a function of the number of updates made so far.
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
@@ -472,7 +472,7 @@ class Accumulator(HasWindow):
             self._guards.append(model.register_forward_pre_hook(refuse))
 
     def announce(self, units: Mapping[str, Units]) -> None:
-        """Give the units of a window by term, before its first backward: it may then have terms.
+        """Announce the units of a window by term, before its first backward.
 
         `units` are those of all micro-batches that this rank will add to the window; they are
         summed over the ranks, so every rank announces every window (and has data for the first).
@@ -515,7 +515,7 @@ class Accumulator(HasWindow):
             self._checks.watch(calls=alone)
 
     def flush(self) -> Step | None:
-        """Close the window with what it holds (a short last one); None when it holds nothing."""
+        """Close a short last window and return its Step, or None if the window is empty."""
         with self._turn:
             if self._window.open is None:
                 self._places = 0
@@ -523,7 +523,7 @@ class Accumulator(HasWindow):
             return self._close()
 
     def discard(self) -> None:
-        """Drop what the window holds; the next micro-batch begins a new one."""
+        """Drop the open window; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
         self._checks.end_micro_batch()
@@ -560,7 +560,7 @@ class Accumulator(HasWindow):
     def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
         """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
 
-        `continue_window=True` goes on with a window that an earlier loop was left in.
+        `continue_window=True` continues a window that an earlier loop left open.
         """
         return over(loader, self, continue_window=continue_window)
 
@@ -695,7 +695,7 @@ _driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting t
 def over(
     loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
 ) -> Iterator[Any]:
-    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own.
+    """Loop over one loader with several accumulators, such as the two of a GAN.
 
     Args:
         loader: Any iterable of micro-batches.

@@ -1,4 +1,4 @@
-"""The micro-batches of one loss function in a loop of the user's own, run as one graph.
+"""Run the loss function of your own loop as one graph: forward, backward and addition.
 
 `Accumulator.run` is given the function instead of its result, so it can do what `WholeBatch` does:
 test that the loss adds up, and run forward, backward and addition as one recorded graph.

@@ -1,4 +1,4 @@
-"""Files of tensors, read without running code that is in them."""
+"""Load files of tensors without running code from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WholeBatch: give it the whole batch, get the update."""
+"""WholeBatch: pass the whole batch, get its exact update in the memory of a micro-batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
 class WholeBatch(HasWindow):
-    """The update of the whole batch, in the memory of a micro-batch.
+    """Make the update of the whole batch in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -77,7 +77,7 @@ class WholeBatch(HasWindow):
         execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
             that gives the same numbers.
         memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
-            also moves gradients and optimizer state to host memory.
+            can also keep the optimizer state in host memory.
         audit: Test on the first batch that its micro-batches add up, and refuse a model that
             couples its samples. False skips the test.
         close: `wb.Close(...)`, how a window ends: clipping by value, gradients that are not finite,
@@ -170,20 +170,20 @@ class WholeBatch(HasWindow):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples in a micro-batch: as given, or what was found to fit; None before that."""
+        """Samples in a micro-batch: the given number, or the one that fits; None before that."""
         given = self.micro_batch if isinstance(self.micro_batch, int) else None
         return self._fitting.size or given
 
     @property
     def recoveries(self) -> int:
-        """Windows that ran out of memory and were begun again with smaller micro-batches."""
+        """Windows that ran out of memory and were restarted with smaller micro-batches."""
         return len(self._fitting.recovered)
 
     def measure_noise(self, every: int = 8) -> None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows.
+            every: Measure one window of this many.
         """
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
@@ -212,7 +212,7 @@ class WholeBatch(HasWindow):
         return self.last_step
 
     def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """Leave the gradient of the whole batch in `.grad`: the step is yours.
+        """Leave the gradient of the whole batch in `.grad`, for your own optimizer step.
 
         It is normalised and clipped. No optimizer, scheduler or EMA is stepped. Clear the gradients
         after your step: the next window refuses to start on old ones.

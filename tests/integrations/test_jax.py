@@ -346,7 +346,7 @@ def test_under_jit_it_is_logged_once_that_nothing_was_tested(
     for _ in range(2):
         jax.eval_shape(call, *problem())
     (record,) = caplog.records
-    assert "not tested if micro-batches add up" in record.message
+    assert "was not tested to add up over micro-batches" in record.message
     assert "under jax.jit there are no values. Call the function" in record.message
     with pytest.raises(LossError, match="compares samples"):
         call(*problem())
@@ -380,7 +380,7 @@ def test_a_test_that_is_not_possible_is_logged(caplog: pytest.LogCaptureFixture)
         return jnp.log(-jnp.square(batch["x"])).sum() * params["in"].sum(), len(batch["x"])
 
     accumulate(loss, micro_batch=4)(*problem())
-    assert "not tested if micro-batches add up" in caplog.text
+    assert "was not tested to add up over micro-batches" in caplog.text
     assert "the loss of the first 8 samples is not finite" in caplog.text
 
 

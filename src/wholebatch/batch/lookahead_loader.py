@@ -1,4 +1,4 @@
-"""A loader with a look one ahead, a position, and a way back to it.
+"""A loader that knows if another item follows, and that can resume at a saved position.
 
 A window must know *before* a micro-batch's forward whether it is the window's last: its backward
 reduces the gradients. Mid-window that takes a look at the next item; where the count already

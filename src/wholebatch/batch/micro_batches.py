@@ -192,8 +192,8 @@ class Tokens:
         mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
         sort: Sort the samples by length. False keeps their order.
         pack: Put several samples into each row, without padding. A number is the length of a row.
-        multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
-            and each shape has a compiled graph of its own.
+        multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
+            each shape has its own compiled graph.
     """
 
     budget: int

@@ -1,4 +1,4 @@
-"""`wholebatch train`: a recipe, trained with the update of the whole batch.
+"""`wholebatch train`: train a recipe with the update of the whole batch.
 
 The options are in `run_settings`, what they become in `training_run`, the loop in `train_loop`.
 """

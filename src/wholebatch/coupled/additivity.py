@@ -1,4 +1,4 @@
-"""When the additivity of a loss is tested, on which samples, and with which ranks.
+"""When to test that a loss adds up, on which samples, and on which ranks.
 
 Entry points that own the forward make one `AdditivityTest`, and ask it before every window that is
 split. See `adds_up` for the test itself.
@@ -158,9 +158,9 @@ class AdditivityTest:
                     # Eight samples may have no units, where a micro-batch has some.
                     result = check(samples.micro_batch(0), gradients=False)
             except torch.OutOfMemoryError:
-                _log.warning("no memory to test if micro-batches add up to the whole batch")
+                _log.warning("the loss was not tested to add up over micro-batches: out of memory")
             except Exception as error:  # most often the loss's own, and the step will raise it
-                _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
+                _log.warning("the loss was not tested to add up over micro-batches: %r", error)
                 found += self._not_testable(error, run, samples)
         self._tries = 0 if result.conclusive else self._tries - 1
         self._refuse((*found, *division.findings(), *result.findings))

@@ -1,4 +1,4 @@
-"""Name the reason why the loss of some samples is not that of their parts, and the way out.
+"""Name the reason why the loss of some samples is not that of their parts, and what to do.
 
 The numbers of a few runs tell a mean from a sum, units that do not add up, and a gradient that a
 hook changes. A layer that lets samples act on each other is found by changing one sample.

@@ -1,4 +1,4 @@
-"""Check a loop whose forwards are not ours, in its first window, for plain mistakes.
+"""Check the first window of your own loop for common mistakes.
 
 A stream gives its losses and keeps its forwards to itself. So only this is tested:
 

@@ -1,4 +1,4 @@
-"""The choice of the strategy for the engine that a model is wrapped in."""
+"""Choose the synchronisation strategy for the engine that a model is wrapped in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows whose backwards are ours and whose step is the library's: Accelerate, Fabric, Lightning.
+"""Windows that leave the optimizer step to the library: Accelerate, Fabric, Lightning.
 
 The last backward of a window leaves the gradient of the whole global batch in `.grad`. Whatever the
 library does then (clip, unscale, step, schedule, clear) works on the right gradient.

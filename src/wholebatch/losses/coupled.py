@@ -29,7 +29,7 @@ from wholebatch.losses.loss import Loss, Terms
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """A loss of the whole batch.
+    """A loss that compares all samples of the batch, such as a contrastive loss.
 
     `encode` runs twice on every micro-batch, with the same random numbers. Parameters that only
     `loss` uses (a temperature) get their gradient too.
@@ -42,7 +42,7 @@ class Coupled:
         loss: A function of the same structure, with every tensor concatenated over the whole
             batch. It returns a `Loss`.
         tolerance: The largest relative difference between both runs of `encode`.
-        keep: So many of the last micro-batches are encoded only once: their graphs stay in memory.
+        keep: The number of last micro-batches that are encoded only once; their graphs are kept.
         addends: A function `addends(model, micro)`, where `encode` returns sums over the
             micro-batch: it returns a Loss of them, and its totals are compared instead.
     """

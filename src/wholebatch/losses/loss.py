@@ -283,10 +283,9 @@ def cross_entropy(
     """Return the cross-entropy summed over the labels that count, with their number as units.
 
     Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
-    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, say which by `dim`.
-    Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
-    as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
-    better.
+    second (`logits[n, class, ...]`, `labels[n, ...]`). If both fit, pass `dim`. Labels with the
+    shape of the logits are probabilities of the classes (mixed or distilled labels); as in torch,
+    their mean is over the rows, whatever the weights. The sum is computed in float32 or better.
 
     Args:
         logits: Scores of the classes.
@@ -338,9 +337,9 @@ def causal_lm(model: Any, micro: Any) -> Loss:
     and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
     targets are already shifted. Without labels, every token that is not masked is one.
 
-    Where the logits would be large, they are made and used up in slices: for models that have
-    `base_model` (which gives the last hidden states) and `get_output_embeddings()` (a linear layer
-    whose output is the logits), as those of Hugging Face do.
+    Large logits are computed in slices, so they are never all in memory. This needs a model with
+    `base_model` (which returns the last hidden states) and `get_output_embeddings()` (the linear
+    output layer), such as those of Hugging Face.
 
     Args:
         model: The language model.

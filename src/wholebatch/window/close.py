@@ -1,4 +1,4 @@
-"""The close of a window: one factor (normalise × unscale × clip), and what is not finite.
+"""The close of a window: one factor (normalise × unscale × clip), and the check for inf and NaN.
 
 The gradients of a window arrive as `seed × sum of d(total)`, where the seed is the provisional
 scale (with the loss scale in it). The gradient that the optimizer must see is

@@ -1,4 +1,4 @@
-"""Gradient stores: where a window's gradients go as they are made, and how they reach the update.
+"""Gradient stores: where the gradients of a window are added, and how they reach the update.
 
 A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
 finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.

@@ -1,4 +1,4 @@
-"""The ledger of a window: begin, add, close. The whole story of one update is in this file.
+"""The window: begin, add, close. One update from its first micro-batch to its step.
 
 Every micro-batch's backward starts from a *seed*, the same number for the whole window and for
 all ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before

@@ -50,7 +50,7 @@ _STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
 class ExactTrainerMixin(_Trainer):
-    """The mixin that `exact` puts before a trainer; for a class that is written out:
+    """The mixin that `exact` adds to a trainer. Use it to write the class yourself:
 
     ```python
     class MyTrainer(ExactTrainerMixin, Trainer):

@@ -1,4 +1,4 @@
-"""Windows that a trainer has in hand before their first forward, and whose updates it makes."""
+"""Windows whose batches a trainer reads in advance, and whose step it makes."""
 
 from __future__ import annotations
 
