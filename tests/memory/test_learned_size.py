@@ -67,7 +67,7 @@ def test_a_handful_of_restarts_in_all(given: int, fits: int, learned: int, caplo
     assert len(said) == train.recoveries
     assert said[0] == (
         f"out of memory: micro-batches of {given} samples are now of {given // 2} at most, and the "
-        f"window begins again (no room for {given} samples)"
+        f"window starts again (no room for {given} samples)"
     )
     right, plain, _ = trained(learned, None)
     assert plain.recoveries == 0

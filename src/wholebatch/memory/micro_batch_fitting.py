@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered
-from wholebatch.batch.samples import flatten, readable_layout
+from wholebatch.batch.samples import flatten, layout_of, readable_layout
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
@@ -85,8 +85,8 @@ class Fitting:
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
             raise OptionError(
-                'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
-                "again with smaller micro-batches; say how many samples a micro-batch has"
+                'micro_batch="auto" or memory= on a sharded model: its collectives cannot start '
+                "again with smaller micro-batches; give micro_batch= as a number of samples"
             )
         # On several ranks only where it was asked for: the reduction then waits for the window.
         self.recovers = not sync.counts_must_agree and (
@@ -198,6 +198,8 @@ class Fitting:
     def _parts(self, batch: Any) -> list[tuple[Any, Sequence[int]]]:
         """Return the micro-batches of one batch, with the places of their samples in it."""
         size = self._size_for(batch)
+        if isinstance(size, int):
+            return layout_of(batch, **self._layout).parts(size)
         if size is not None:
             return split_numbered(batch, size, **self._layout)
         return [(batch, range(self._samples_of(batch)))]
@@ -289,7 +291,7 @@ class Fitting:
         self.recovered.append(Recovered(samples, into))
         _log.warning(
             "out of memory: micro-batches of %d samples are now of %d at most, and the window "
-            "begins again (%s)",
+            "starts again (%s)",
             samples,
             into,
             failure,
@@ -346,7 +348,9 @@ class Fitting:
         if problem is not None:
             raise problem
         if chosen == 0:
-            raise RankError("another rank found no micro-batch that fits its memory; it says why")
+            raise RankError(
+                "another rank found no micro-batch that fits its memory; see its message"
+            )
         return chosen
 
     def _choose(self, batch: Any, samples: int) -> int:
@@ -430,6 +434,7 @@ def _device_of(model: nn.Module) -> torch.device:
     if first is None:
         raise UnsupportedError(
             f"{type(model).__name__} has no parameters, so there is nothing to train and no device "
-            "to bring micro-batches to: put what is trained into the model, or use wb.Accumulator"
+            "for the micro-batches: put the trained parameters into the model, or use "
+            "wb.Accumulator"
         )
     return first.device
