@@ -1,4 +1,4 @@
-"""The gradient noise scale, from the norm of a window's first micro-batch and of the whole.
+"""The gradient noise scale, from the gradient norms of a first micro-batch and of its window.
 
 The gradient of one unit is G + noise, and the noise has covariance Σ. The sum A of the gradients of
 N units has, on average,
@@ -127,7 +127,7 @@ class NoiseScale:
         if self.verdict == "enlarge":
             return (
                 f"enlarge the batch: at {here} it is far below the critical {interval}, so twice "
-                "the batch makes nearly twice the progress an update"
+                "the batch makes nearly twice the progress per update"
             )
         if self.verdict == "stop accumulating":
             own = self.batch / max(1, self.micro_batches)
@@ -138,8 +138,8 @@ class NoiseScale:
                 else f"{needed} of the {self.micro_batches} micro-batches would do: accumulate less"
             )
             return (
-                f"{instead}; at {here} the batch is far above the critical {interval}, and more "
-                "of it makes an update hardly better"
+                f"{instead}; at {here} the batch is far above the critical {interval}, and a "
+                "larger batch hardly makes an update better"
             )
         if self.high > 8.0 * max(self.low, 1.0):
             return (

@@ -1,4 +1,4 @@
-"""Option objects: what belongs together in the options of `WholeBatch` and `Accumulator`.
+"""Option objects that group options of `WholeBatch` and `Accumulator`.
 
 Each has good defaults, and most have a short form: `memory="20GiB"`, `micro_batch=8`.
 """

@@ -1,4 +1,4 @@
-"""Plain files that somebody else may have made, and values as JSON can hold them.
+"""Read and write plain files safely, and convert values to JSON.
 
 Only regular files are opened, and none is waited for.
 """

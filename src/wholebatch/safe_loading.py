@@ -1,4 +1,4 @@
-"""Files of tensors, read without running code that is in them."""
+"""Load files of tensors without running code from them."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def hostile(path: Path, asked: str | None) -> StateError:
     """Return the error for a file whose pickle asks for more than tensors and plain values."""
     what = f"would run {asked}" if asked else "needs more than tensors and plain values"
     return StateError(
-        f"{path} is hostile, or not a checkpoint of wholebatch: loading it {what}. It was not "
-        "loaded and nothing of it was run"
+        f"{path} is not a checkpoint of wholebatch, or it is unsafe: loading it {what}. It was not "
+        "loaded, and none of its code was run"
     )

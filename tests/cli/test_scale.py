@@ -41,7 +41,7 @@ def test_fewer_steps_than_given_are_told(
 ) -> None:
     ran = command("scale", *options)
     assert ran.status == 0, ran.err
-    assert ("note: --steps 7: where the table has fewer" in ran.out) == is_told
+    assert ("note: --steps 7: rows with fewer steps" in ran.out) == is_told
     assert ("note" in ran.out) == is_told
 
 

@@ -302,10 +302,10 @@ def test_where_the_trainer_makes_the_steps(hosts: Any, problem: Any, tmp_path: P
     ours = trained(hosts, problem, exact(OwnStep), "ours", arguments=folder)
     assert distance(problem, ours, whole) <= EXACT
     for options, message in (
-        ({"micro_batch": 2}, "micro_batch=2 is not possible where the Trainer makes the steps"),
+        ({"micro_batch": 2}, "micro_batch=2 is not possible if the Trainer runs the steps"),
         (
             {"close": Close(nonfinite="skip")},
-            r"close=Close\(.*nonfinite='skip'.* is not possible where the Trainer makes",
+            r"close=Close\(.*nonfinite='skip'.* is not possible if the Trainer runs",
         ),
     ):
         with pytest.raises(OptionError, match=message):

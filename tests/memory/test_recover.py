@@ -118,8 +118,9 @@ def test_a_failure_at_every_operation_ends_in_the_exact_window() -> None:
         (once,) = recovery.recovered
         places.add(once.micro_batch)
         assert len(sizes) == 4
-        reference = references.setdefault(tuple(sizes), split_so_from_the_start(sizes))
-        assert all_equal(got, reference), f"operation {n}, {injected.failed_at}"
+        if tuple(sizes) not in references:
+            references[tuple(sizes)] = split_so_from_the_start(sizes)
+        assert all_equal(got, references[tuple(sizes)]), f"operation {n}, {injected.failed_at}"
     assert places == {0, 1, 2}
     assert set(references) == {(2, 2, 4, 4), (4, 2, 2, 4), (4, 4, 2, 2)}
 

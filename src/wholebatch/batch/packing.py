@@ -1,4 +1,4 @@
-"""Micro-batches without padding: several sequences in a row, each with positions of its own.
+"""Micro-batches without padding: several sequences in one row, each with its own positions.
 
 A row holds whole sequences, one after the other. `position_ids` begin at 0 with each of them, and
 no `attention_mask` is given: that is how Transformers' models, and others that read `position_ids`,

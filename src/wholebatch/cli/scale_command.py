@@ -1,4 +1,4 @@
-"""`wholebatch scale`: the arithmetic of a batch on any number of ranks, and what follows it."""
+"""`wholebatch scale`: batch arithmetic on any number of ranks, and learning-rate rules."""
 
 from __future__ import annotations
 
@@ -221,9 +221,9 @@ def _warmup(amount: tuple[int, bool], samples: int | None, base: int, batch: int
         same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
     ratio = scaling.scale_warmup(at_base, base_batch=base, batch=batch, keep="ratio")
     line = (
-        f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples "
-        f"(Goyal et al. 2017); {at_base:,} over the same updates (You et al. 2019); {ratio:,} by "
-        f"× {batch / base:.3g}, which tutorials teach and no source we know has measured"
+        f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples (Goyal et "
+        f"al. 2017); {at_base:,} over the same updates (You et al. 2019); {ratio:,} by × "
+        f"{batch / base:.3g}, as some tutorials say (no measurement known)"
     )
     value = {"base": at_base, "same_samples": same, "same_updates": at_base, "ratio": ratio}
     return _Follower("warmup", value, "warm-up", line)
@@ -259,7 +259,7 @@ def _show(table: list[scaling.Arithmetic], follows: list[_Follower], asked: int 
         grid.add_row(*map(str, numbers), shares, str(one))
     console.print(grid, highlight=False)
     if asked is not None and any(one.steps < asked for one in table):
-        say(console, f"note: --steps {asked}: where the table has fewer, they hold the whole batch")
+        say(console, f"note: --steps {asked}: rows with fewer steps already hold the whole batch")
     if follows:
         rows = plain_table("", "", show_header=False, padding=(0, 2, 0, 0))
         for follower in follows:

@@ -1,4 +1,4 @@
-"""The loop of a run: take a batch, make the update, record it; until done, or asked to stop."""
+"""The training loop of a run: read a batch, update, record, until done or stopped."""
 
 from __future__ import annotations
 

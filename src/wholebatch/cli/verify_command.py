@@ -1,4 +1,4 @@
-"""`wholebatch verify`: the proof on a recipe, on someone's own training loop, or on their script.
+"""`wholebatch verify`: the proof on a recipe, on your own training loop, or on a script.
 
 A loop comes out of a file, with the file's own `model()`, `loss(model, micro)` and `data()` where
 it has them (docs/verify.md, "Its model and data").

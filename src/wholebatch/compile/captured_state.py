@@ -1,4 +1,4 @@
-"""The Python state that a graph was traced with: read values stay, changes are refused.
+"""The Python state that a traced graph depends on: read values must stay, writes are refused.
 
 Tracing runs the Python of the model and of the loss function once and bakes every value it meets
 into the graph. Afterwards that Python does not run again. So the values in sight (an annealed

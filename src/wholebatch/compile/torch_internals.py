@@ -1,4 +1,4 @@
-"""Private parts of torch that the engine uses: what each buys, and what happens when it is gone.
+"""Private parts of torch that the engine uses: what each is for, and what happens without it.
 
 `missing()` tries each. A test runs it, so that a new torch fails with a sentence. Another reads
 the engine's code: a private name of torch that is not here fails it. (Operations of a traced graph,

@@ -132,8 +132,8 @@ class DeepSpeed(Sync):
             self.clip_norm = None
         if options["scaler"] is not None:
             raise UnsupportedError(
-                "scaler= with a DeepSpeed engine: its backward is its own and takes no scaler, and "
-                "its fp16 is not shown to be exact; leave it out and train in float32"
+                "scaler= with a DeepSpeed engine: the engine's backward takes no scaler, and "
+                "DeepSpeed's fp16 is not tested to be exact; leave it out and train in float32"
             )
         if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
@@ -163,8 +163,8 @@ class DeepSpeed(Sync):
             )
         if self._stage > 0 and any(parameter._backward_hooks for parameter in parameters):
             raise UnsupportedError(
-                f"a parameter has a gradient hook: with ZeRO {self._stage} no rank ever holds the "
-                "whole gradient that it is to see; remove it"
+                f"a parameter has a gradient hook: with ZeRO {self._stage} no rank holds the whole "
+                "gradient that the hook needs; remove it"
             )
 
     @contextmanager
@@ -216,16 +216,16 @@ class DeepSpeed(Sync):
             return
         if not self._group.all_have(self._order.value):
             raise UnsupportedError(
-                f"the backwards of this window reached other parameters, or in another order, on "
-                f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
-                "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
+                "the backwards of this window reached different parameters, or another order of "
+                f"them, on other ranks: ZeRO {self._stage} would add gradients of different "
+                "parameters. Nothing was updated; use the same layers on all ranks, or use ZeRO 1"
             )
         last = self._order.backward
         if self._offloads and min(self._order.reached.values(), default=last) < last:
             raise UnsupportedError(
-                "the last backward of this window did not reach all parameters that the others "
-                f"have: with ZeRO {self._stage} and offload_optimizer, DeepSpeed takes the "
-                "gradients of those that it has alone. Nothing was updated; use ZeRO 1"
+                "the last backward of this window did not reach all parameters that earlier ones "
+                f"reached: with ZeRO {self._stage} and offload_optimizer, DeepSpeed uses only the "
+                "gradients of those it reached. Nothing was updated; use ZeRO 1"
             )
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -327,9 +327,9 @@ def _check(engine: Any) -> None:
     for name, is_on in clash.items():
         if is_on:
             raise UnsupportedError(
-                f"a DeepSpeed engine with {name}: the update is not shown to be that of the "
-                "undivided batch; supported are ZeRO 0 to 3 in float32, and ZeRO 2 and 3 in bf16 "
-                "with gradients that are added and sent in fp32; offload_optimizer on the CPU"
+                f"a DeepSpeed engine with {name}: not tested to make the update of the undivided "
+                "batch; supported are ZeRO 0 to 3 in float32, ZeRO 2 and 3 in bf16 with gradients "
+                "that are added and sent in fp32, and offload_optimizer on the CPU"
             )
 
 

@@ -135,9 +135,10 @@ def check_dtypes(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             raise UnsupportedError(
                 f"{name} is {parameter.dtype}, and FSDP2 would round the sum of its gradients to "
-                "that after every reduction: keep the parameters in float32, and compute in 16 bit "
-                'by precision="bf16" or fully_shard(..., mp_policy=MixedPrecisionPolicy('
-                "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
+                "this dtype after every reduction: keep the parameters in float32, and compute in "
+                '16 bit by precision="bf16" or fully_shard(..., '
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "reduce_dtype=torch.float32))"
             )
 
 

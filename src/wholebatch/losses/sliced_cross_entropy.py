@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer whose logits are never there as a whole.
+"""Cross-entropy of a linear layer, with logits computed in slices to save memory.
 
 With a large vocabulary the logits of a micro-batch are its largest tensor by far. Here they are
 made and used up in slices of tokens, forward and backward.

@@ -56,8 +56,8 @@ def pretended_ranks(ranks: int) -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         if dist.get_backend() != "fake" or dist.get_world_size() != ranks:
             raise UnsupportedError(
-                f"the memory of {ranks} ranks cannot be predicted in a process that is one of "
-                f"{dist.get_world_size()} itself: predict before init_process_group()"
+                f"the memory of {ranks} ranks cannot be predicted in a process that is itself one "
+                f"of {dist.get_world_size()} ranks: predict before init_process_group()"
             )
         yield
         return

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered, to_device
-from wholebatch.batch.samples import readable_layout
+from wholebatch.batch.samples import layout_of, readable_layout
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
@@ -74,8 +74,8 @@ class Fitting:
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
             raise OptionError(
-                'micro_batch="auto" or memory= on a sharded model: its collectives cannot begin '
-                "again with smaller micro-batches; say how many samples a micro-batch has"
+                'micro_batch="auto" or memory= on a sharded model: its collectives cannot start '
+                "again with smaller micro-batches; give micro_batch= as a number of samples"
             )
         # On several ranks only where it was asked for: the reduction then waits for the window.
         self.recovers = not sync.counts_must_agree and (
@@ -189,6 +189,8 @@ class Fitting:
 
     def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
         """Return the micro-batches of one batch, with the places of their samples in it."""
+        if isinstance(size, int):
+            return layout_of(batch, **self._layout).parts(size)
         if size is not None:
             return split_numbered(batch, size, **self._layout)
         layout = readable_layout(batch, **self._layout)
@@ -219,8 +221,8 @@ class Fitting:
         """Begin later windows with what fits, if two windows in a row ran out of memory."""
         for recovery in recovered:
             _log.warning(
-                "out of memory: a micro-batch of %d samples was cut into %d and the window begun "
-                "again",
+                "out of memory: a micro-batch of %d samples was cut into %d, and the window "
+                "started again",
                 recovery.samples,
                 recovery.into,
             )
@@ -331,7 +333,9 @@ class Fitting:
         if problem is not None:
             raise problem
         if chosen == 0:
-            raise RankError("another rank found no micro-batch that fits its memory; it says why")
+            raise RankError(
+                "another rank found no micro-batch that fits its memory; see its message"
+            )
         return chosen
 
     def _choose(self, batch: Any, samples: int) -> int:
@@ -405,6 +409,7 @@ def _device_of(model: nn.Module) -> torch.device:
     if first is None:
         raise UnsupportedError(
             f"{type(model).__name__} has no parameters, so there is nothing to train and no device "
-            "to bring micro-batches to: put what is trained into the model, or use wb.Accumulator"
+            "for the micro-batches: put the trained parameters into the model, or use "
+            "wb.Accumulator"
         )
     return first.device

@@ -1,4 +1,4 @@
-"""A window that ran out of memory begins again with smaller micro-batches, as if nothing had been.
+"""Restart a window that ran out of memory with smaller micro-batches, from the same state.
 
 A forward or backward that fails half way has added some gradients, moved BatchNorm's running
 statistics and advanced the random generators; going on from there is wrong by half. So the window

@@ -1,4 +1,4 @@
-"""A window with nothing but its allocations, for predictions on fake tensors and trial steps.
+"""The allocations of a window, for predictions on fake tensors and trial steps.
 
 It allocates what a window of the library allocates, up to a few scalars. Optimizer state on the
 host (`wholebatch.offload`) is created bucket by bucket in the step, and dropped after it.

@@ -197,9 +197,9 @@ class Predictor:
             ) as error:
                 raise UnsupportedError(
                     f"memory cannot be predicted for this loss: {getattr(error, 'func', error)} "
-                    "reads numbers out of a tensor (.item(), .tolist(), an if on its values, "
-                    "indexing by a mask), and a prediction has shapes but no numbers; use "
-                    "torch.where or masks of fixed shape, or give the micro-batch size as a number"
+                    "reads the values of a tensor (.item(), .tolist(), an if on its values, "
+                    "indexing by a mask), and a prediction knows shapes only; use torch.where or "
+                    "masks of fixed shape, or give the micro-batch size as a number"
                 ) from error
             finally:
                 window.clear()
@@ -303,8 +303,8 @@ def _untouched(model: torch.nn.Module) -> Iterator[None]:
             parameter.grad = before
     if reached:
         raise UnsupportedError(
-            "memory cannot be predicted for this loss: it uses a model from outside instead of the"
-            " one it is given; write it as a function of its first argument, loss(model, micro)"
+            "memory cannot be predicted for this loss: it uses another model object than its "
+            "argument; write it as loss(model, micro), and use that model"
         )
 
 

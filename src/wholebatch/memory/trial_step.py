@@ -1,4 +1,4 @@
-"""Real steps on the model's device whose effects are undone: they measure what a size needs."""
+"""Real steps on the device whose effects are undone, to measure the memory of a size."""
 
 from __future__ import annotations
 

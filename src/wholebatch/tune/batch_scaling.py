@@ -164,11 +164,11 @@ def _within_reason(batch: Arithmetic) -> Arithmetic:
     pieces = batch.global_batch // batch.micro_batch
     if pieces > MOST:
         raise OptionError(
-            f"global_batch={batch.global_batch}, micro_batch={batch.micro_batch}: make "
-            f"{pieces:,} micro-batches; at most {MOST:,} are reckoned with"
+            f"global_batch={batch.global_batch}, micro_batch={batch.micro_batch}: make {pieces:,} "
+            f"micro-batches; at most {MOST:,} are supported"
         )
     if batch.ranks > MOST_RANKS:
-        raise OptionError(f"ranks={batch.ranks}: at most {MOST_RANKS:,} are reckoned with")
+        raise OptionError(f"ranks={batch.ranks}: at most {MOST_RANKS:,} are supported")
     return batch
 
 
@@ -197,7 +197,7 @@ def check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
     if value > _MOST_SAMPLES:
-        raise OptionError(f"{name}={value!r}: more than {_MOST_SAMPLES:,} are not reckoned with")
+        raise OptionError(f"{name}={value!r}: at most {_MOST_SAMPLES:,} are supported")
 
 
 # --------------------------------------------------------------------------------------- rules

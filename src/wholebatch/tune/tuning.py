@@ -161,8 +161,8 @@ class Tuned:
         if cost is not None and best.seconds is not None:
             more = cost * best.steps / best.seconds
             lines.append(
-                f"every micro-batch costs {1000 * cost:.2g} ms whatever its size: twice as many "
-                f"of half the size take about {more:.0%} more time"
+                f"every micro-batch costs {1000 * cost:.2g} ms, whatever its size: twice as many "
+                f"of half the size would take about {more:.0%} longer"
             )
         lines.append(f"peak memory {bytes_said(best.memory)} of {bytes_said(self.budget)}")
         if best.setting.precision != "full":
@@ -450,7 +450,7 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
             torch.cuda.synchronize(device)
         if not math.isfinite(step.loss):
             raise NonFiniteError(
-                f"the loss of a batch is {step.loss:g}: nothing can be measured; mend the model, "
+                f"the loss of a batch is {step.loss:g}: nothing can be measured; fix the model, "
                 "the loss function or the data"
             )
         return largest_over_ranks(time.perf_counter() - began), step.units

@@ -46,8 +46,7 @@ from wholebatch.verification.window_recorder import (
 )
 
 EQUAL_UNITS = (
-    "all micro-batches have equally many units, so a mean of means cannot be told from the mean "
-    "here"
+    "all micro-batches have the same number of units, so a mean of means equals the mean here"
 )
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
@@ -209,20 +208,21 @@ class LoopJudge:
         window, every = self.ranks[0], self.every
         later = [micro for row in self.micros for micro in row[1:]]
         doubts = {
-            "the loop has hooks on parameters, which may change the gradient of each micro-batch": (
-                window.is_hooked
-            ),
-            "factors of the samples have mean 0 and deviation 1, or mean 1, or a largest of 1 in a "
-            "micro-batch, and may be normalised there": (
+            (
+                "the loop has hooks on parameters, and they may change the gradient of each "
+                "micro-batch"
+            ): (window.is_hooked),
+            "the weights of the samples have mean 0 and deviation 1, or mean 1, or maximum 1 in a "
+            "micro-batch, so they may be normalised in it": (
                 any(micro.has_normalised_factor for micro in every)
             ),
             "the loss sorts its samples, or picks the largest of them": (
                 any(micro.picks for micro in every)
             ),
-            f"{window.moved_state} changes between two backwards of the window, so that a "
-            "micro-batch may depend on those before it": bool(window.moved_state),
-            "the model is also called without gradients before every backward, and the loss may be "
-            "made of a statistic of one micro-batch": (
+            f"{window.moved_state} changes between two backwards of the window, so a micro-batch "
+            "may depend on those before it": bool(window.moved_state),
+            "the model is also called without gradients before every backward, so the loss may "
+            "use a statistic of one micro-batch": (
                 bool(later) and all(micro.is_called_without_gradients for micro in later)
             ),
             "the loop moves the weights on, or back, along the step": window.moved_after_step,
@@ -415,7 +415,9 @@ class LoopJudge:
                 "as it would that of the undivided batch"
             )
             return [1 / self.micros[0][-1].loss_scale] * len(everywhere)
-        return MistakeFit("", "the gradient of the step is not made of what the backwards brought")
+        return MistakeFit(
+            "", ("the gradient of the step is not the sum of what the backwards added")
+        )
 
     def _lost(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake that is seen in how gradients changed between the backwards."""
@@ -448,7 +450,7 @@ class LoopJudge:
             if not any(clip.cuts for clip in clips if clip.number < count):
                 if not each and not uncut:
                     continue
-                variant += ", which has not cut anything in this window"
+                variant += ", which clipped nothing in this window"
             return MistakeFit(key, variant)
         return None
 
@@ -579,11 +581,11 @@ class LoopJudge:
         if constant is None:
             is_mean = column.terms[0].kind == "mean" and column.terms[0].is_loss
             if is_mean and math.isclose(sum(made[0].weights), 1.0, rel_tol=_WEIGHTS):
-                variant = "weights that add up to 1, and are no shares of what the losses are over"
+                variant = "weights that add up to 1, but are not the shares of the units"
                 return MistakeFit("other-units", variant)
             return (
-                "the micro-batches' losses have weights that are no known mistake, and are not "
-                "their shares of what they are over: use wb.verify"
+                "the weights of the micro-batches' losses are not their shares of the units, and "
+                "fit no known mistake: use wb.verify"
             )
         return (
             f"the loss is divided by {total / constant:.6g} where {total:.6g} units came, and what "
@@ -719,7 +721,7 @@ def _left_behind(micros: Sequence[RecordedBackward], gradient: Tensor) -> Mistak
     _, left = fit_of([[flow], [first]], [gradient])
     if left > 1e-4:
         return None
-    variant = "there are gradients already before the first backward of the window"
+    variant = "there are gradients before the first backward of the window"
     return MistakeFit("never-cleared", variant)
 
 
@@ -763,7 +765,7 @@ def _twice(micros: Sequence[RecordedBackward]) -> MistakeFit | None:
             return MistakeFit("counted-twice", f"number {one + 1} and {two + 1}")
     owners = [call for micro in micros for call in micro.calls]
     if len(owners) > len(set(owners)):
-        variant = "its loss is in the backwards of others too: a sum that is not begun anew"
+        variant = "its loss is in the backwards of other micro-batches too: a sum that is not reset"
         return MistakeFit("counted-twice", variant)
     return None
 

@@ -1,4 +1,4 @@
-"""Random numbers in the forward: switched off, or named.
+"""Random numbers in the forward: switch dropout off, and name other draws.
 
 Dropout draws its masks for the batch that it is given, so the undivided batch and its micro-batches
 get different ones, rightly: both are samples of the same thing. It is switched off for a proof.

@@ -127,9 +127,8 @@ def compare_updates(
     left_out = [line.name for i, line in enumerate(lines) if i not in kept]
     if left_out and distance(ours.update, whole.update, runs.devices) > found.tolerance:
         notes.append(
-            f"the gradient of {listed(left_out)} is zero but for rounding, so what the optimizer "
-            "makes of it is arbitrary for the undivided batch too: left out of the update's "
-            "distance"
+            f"the gradient of {listed(left_out)} is zero up to rounding, so its update is "
+            "arbitrary for the undivided batch too: left out of the update's distance"
         )
     if found.same or not gradient.same:
         return found, notes
@@ -140,8 +139,8 @@ def compare_updates(
     if own > 10 * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
         return found, notes
     notes.append(
-        f"the update is {percent(found.distance)} off because the optimizer divides by numbers "
-        "that are rounding themselves; of the gradient it saw, it made the right update"
+        f"the update is {percent(found.distance)} off because the optimizer divides by numbers of "
+        "the size of rounding; from the gradient it got, it made the right update"
     )
     return replace(found, tolerance=max(found.tolerance, found.distance)), notes
 

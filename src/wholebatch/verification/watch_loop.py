@@ -195,7 +195,8 @@ class Watch:
         if recorder.is_sharded or recorder.steps_on_copies:
             return (
                 "the optimizer steps on shards or copies of the parameters (FSDP2, ZeRO), whose "
-                "gradients are not seen: use wb.Accumulator, whose ledger is read, or wb.verify"
+                "gradients the watch does not see: use wb.Accumulator, whose units and weights "
+                "are known, or wb.verify"
             )
         if left:
             number = f"{left} backward{'' if left == 1 else 's'}"
@@ -204,7 +205,7 @@ class Watch:
                 "function and use `wholebatch verify train.py:function`"
             )
         if recorder.lost_steps:
-            return "an optimizer step was seen, and no backward that brought its gradients"
+            return "an optimizer step was seen, but no backward before it"
         return "no backward was seen in this process; if it starts others, use torchrun instead"
 
 
@@ -244,7 +245,7 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     """Judge the windows of one optimizer."""
     empty = [len(w.backwards) == 0 and not w.ledger_units for row in ranks for w in row]
     if empty and all(empty):
-        reason = "an optimizer step was seen, and no backward that brought its gradients"
+        reason = "an optimizer step was seen, but no backward before it"
         return [_nothing(prefix).not_judged(reason)]
     turns = next((turns_of(w) for w in ranks[0] if w.is_full and w.backwards), 1)
     joined = [

@@ -1,4 +1,4 @@
-"""The number format of the forwards: the parameters' own, or autocast with weights cast once."""
+"""The number format of the forward: the parameters' own, or autocast with weights cast once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The close of a window: one factor (normalise × unscale × clip), and what is not finite.
+"""The close of a window: one factor (normalise × unscale × clip), and the check for inf and NaN.
 
 The gradients of a window arrive as `seed × sum of d(total)`, where the seed is the provisional
 scale (with the loss scale in it). The gradient that the optimizer must see is
@@ -247,10 +247,11 @@ def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) 
     """Refuse terms whose units were not counted before the first backward."""
     if known is None:
         raise LossError(
-            f"a loss of several terms ({', '.join(terms)}) in a stream: each term is divided by "
-            "its own units over the window, which must be known before the first backward; use "
-            "WholeBatch with units=, a function of the micro-batch that counts the units of each "
-            "term, or Accumulator.announce({term: units}) before a window's first backward"
+            f"a loss of several terms ({', '.join(terms)}): each term is divided by its own units "
+            "over the window, which must be known before the first backward. Pass "
+            "WholeBatch(units=), a function that counts the units of each term in a micro-batch; "
+            "in your own loop, call Accumulator.announce({term: units}) before the window's "
+            "first backward"
         )
     if known.keys() != terms.keys():
         raise LossError(

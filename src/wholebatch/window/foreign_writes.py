@@ -29,6 +29,7 @@ from wholebatch.window.window import Window, is_tested_window
 _log = logging.getLogger("wholebatch")
 _version = operator.attrgetter("_version")
 _gradient = operator.attrgetter("grad")
+_trains = operator.attrgetter("requires_grad")
 _training = operator.attrgetter("training")
 
 
@@ -77,15 +78,19 @@ class Watch:
         """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
         if not self._written:
             return None
-        gradients, written = list(map(_gradient, inputs)), list(map(_version, inputs))
-        made = _versions_of(gradients)
-        for i, one in enumerate(inputs):
-            if not one.requires_grad:
-                return one, "frozen"
-            if gradients[i] is not self._gradients[i] or made[i] != self._made[i]:
-                return one, "gradient"
-            if written[i] != self._written[i]:
-                return one, "value"
+        gradients = list(map(_gradient, inputs))
+        kept = list(map(operator.is_, gradients, self._gradients))
+        made = list(map(operator.eq, _versions_of(gradients), self._made))
+        written = list(map(operator.eq, map(_version, inputs), self._written))
+        trains = list(map(_trains, inputs))
+        if not (all(kept) and all(made) and all(written) and all(trains)):
+            for i, one in enumerate(inputs):
+                if not trains[i]:
+                    return one, "frozen"
+                if not (kept[i] and made[i]):
+                    return one, "gradient"
+                if not written[i]:
+                    return one, "value"
         if self._norms is not None:
             pairs = zip(self._norms, _norms_of(inputs, gradients), strict=True)
             for i, (before, now) in enumerate(pairs):
@@ -129,9 +134,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 _WHY = {
     "gradient": (
-        "the gradient of {} has changed since the window's last backward. A window makes its "
-        "gradients itself: remove zero_grad(), loss.backward() and gradient "
-        "clipping from {by}{clips}"
+        "the gradient of {} has changed since the window's last backward. The window computes "
+        "the gradients: remove zero_grad(), loss.backward() and gradient clipping from "
+        "{by}{clips}"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
@@ -167,7 +172,7 @@ class Untouched:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Check before a backward of the window that nobody has touched it; remember it after."""
-        self.check()
+        self.check(rates=True)
         yield
         self.remember()
 
@@ -191,23 +196,27 @@ class Untouched:
         raise WindowError(
             f"{names.get(module) or 'the model'} ({type(module).__name__}) was put into "
             f"{'training' if modes[place] else 'evaluation'} mode in the middle of the window, so "
-            "that its samples do not see the same model: after an evaluation, call model.train() "
-            "(and put layers that are frozen back into eval()) before the next forward; discard() "
-            "drops what this window holds"
+            "its samples would not see the same model. After an evaluation, call model.train() "
+            "(and eval() on frozen layers) before the next forward; discard() drops what this "
+            "window holds"
         )
 
-    def check(self) -> None:
-        """Refuse to go on with a window that is no longer what its backwards made."""
+    def check(self, *, rates: bool = False) -> None:
+        """Refuse to go on with a window that is no longer what its backwards made.
+
+        With `rates`, warn of a learning rate that has changed since its first backward.
+        """
         window = self._window
         scale, optimizers = window.target.scale, window.target.optimizers
         if window.open is not None and scale is not None and scale.is_unscaled(optimizers):
             raise WindowError(
-                "scaler.unscale_() in the middle of a window, whose close unscales the gradients: "
-                "remove it (clip_norm= clips); discard() drops what this window holds"
+                "scaler.unscale_() in the middle of a window: the window unscales the gradients "
+                "at its end. Remove it (clip_norm= clips); discard() drops what this window holds"
             )
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
-            self._watch.warn_of_rates()
+            if rates:
+                self._watch.warn_of_rates()
             return
         parameter, what = found
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""

@@ -1,4 +1,4 @@
-"""Gradient stores: where a window's gradients go as they are made, and how they reach the update.
+"""Gradient stores: where the gradients of a window are added, and how they reach the update.
 
 A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
 finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
@@ -49,9 +49,9 @@ class Store(ABC):
     """The end of the error message for gradients that are not finite."""
 
     stray: str = (
-        "already holds a gradient that this window did not make, and it would be added in. If your "
-        "code calls loss.backward(), remove it: the window makes the backward. After gradient(), "
-        "and for a gradient from before the loop, call optimizer.zero_grad()"
+        "already holds a gradient that this window did not make, and it would be added. If your "
+        "code calls loss.backward(), remove it: the window runs the backward pass. After "
+        "gradient(), or if the gradient is from before the loop, call optimizer.zero_grad()"
     )
     """The end of the error message for gradients that are there before the first backward."""
 
@@ -67,9 +67,11 @@ class Store(ABC):
 
     # Open window
 
-    def refuse_stray(self) -> None:
+    def refuse_stray(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse gradients that the window has not made, and would add to."""
-        holders = [p for p in self.target.trained() if p.grad is not None]
+        holders = [parameter for parameter in parameters if parameter.grad is not None]
+        if not holders:
+            return
         local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
         dirty = read_scalars([gradient.any() for gradient in local])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
@@ -82,9 +84,8 @@ class Store(ABC):
         """Begin a window, none of whose parameters holds a gradient."""
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
-                "an earlier window failed after some of its parameters had been updated, or may "
-                "have been: load the model and the optimizer from the last checkpoint before going "
-                "on"
+                "an earlier window failed when some of its parameters may have been updated: load "
+                "the model and the optimizer from the last checkpoint before going on"
             )
         self.spoiled = []
         self.dropped = set()
@@ -153,10 +154,10 @@ class Store(ABC):
         reason = failure.strip().partition("\n")[0] or "no reason given"
         raise torch.OutOfMemoryError(
             f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
-            "or optimizer state already: load the model and the optimizer from the last checkpoint "
-            "before going on. fused=True makes no copies of the gradients, "
-            'wb.Memory(optimizer_state="host") keeps the state off the device, and a smaller '
-            "micro-batch leaves less scattered memory"
+            "or optimizer state already: load the model and the optimizer from the last "
+            "checkpoint before going on. fused=True makes no copies of the gradients, "
+            'wb.Memory(optimizer_state="host") keeps the state in host memory, and a smaller '
+            "micro-batch leaves more free memory"
         )
 
     def discard(self) -> None:
@@ -218,9 +219,11 @@ class DeviceStore(Store):
     def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.round_once()
-        told = {} if found_inf is None else {"found_inf": found_inf}
         for optimizer in self.target.optimizers:
-            with replaced_attributes(optimizer, **told):
+            if found_inf is None:
+                optimizer.step()
+                continue
+            with replaced_attributes(optimizer, found_inf=found_inf):
                 optimizer.step()
 
     def check_hand_over(self) -> None:

@@ -165,7 +165,7 @@ class Batches:
             if self._next() is None:
                 raise StateError(
                     f"the data has changed: epoch {self.position.epoch} ended after "
-                    f"{self._in_stream} batches, and the run had taken {self.position.batch}"
+                    f"{self._in_stream} batches, but the run had used {self.position.batch}"
                 )
         batch = self._next()
         if batch is None and self.position.batch:

@@ -1,4 +1,4 @@
-"""Exact windows in JAX: whole-batch gradients from micro-batches, and in optax's chains.
+"""Exact gradient accumulation in JAX and optax.
 
 ```python
 from wholebatch.integrations.jax import accumulate

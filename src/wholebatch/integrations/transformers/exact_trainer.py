@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import EmptyWindowError, UnsupportedError
 from wholebatch.integrations.handed_over import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
@@ -32,6 +31,7 @@ from wholebatch.integrations.transformers.weighted_loss import (
     WeightedLoss,
     engine_of,
 )
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
@@ -53,7 +53,7 @@ _STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
 class ExactTrainerMixin(_Trainer):
-    """The mixin that `exact` puts before a trainer; for a class that is written out:
+    """The mixin that `exact` adds to a trainer. Use it to write the class yourself:
 
     ```python
     class MyTrainer(ExactTrainerMixin, Trainer):
@@ -312,8 +312,8 @@ def refuse_own_batches(trainer: type[Any]) -> None:
     if kind is None or not kind.__module__.startswith("trl."):
         return
     raise UnsupportedError(
-        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and what "
-        f"its loss is a mean over is not known here: use {kind.__name__} as it is "
+        f"exact({kind.__name__}): it generates its batches itself, in _prepare_inputs, and "
+        f"wholebatch does not know what its loss is a mean over: use {kind.__name__} as it is "
         "(exact(GRPOTrainer) and exact(RLOOTrainer) are known)"
     )
 

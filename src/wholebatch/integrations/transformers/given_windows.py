@@ -1,4 +1,4 @@
-"""Windows that a trainer has in hand before their first forward, and whose updates it makes."""
+"""Windows whose batches a trainer reads in advance, and whose step it makes."""
 
 from __future__ import annotations
 
@@ -115,9 +115,8 @@ class GivenWindows(WholeBatch):
         parameter, what = found
         raise WindowError(
             f"the {'gradient' if what == 'gradient' else 'value'} of "
-            f"{self._window.target.name_of(parameter)} has changed in the middle of the window, "
-            "whose gradient is complete before its second batch: leave zero_grad(), clipping and "
-            "step() to the trainer"
+            f"{self._window.target.name_of(parameter)} has changed in the middle of the window: "
+            "leave zero_grad(), clipping and step() to the trainer"
         )
 
     def release(self) -> None:
