@@ -165,8 +165,8 @@ class Accumulator(HasWindow):
         close: `wb.Close(...)`, how a window ends.
     """
 
-    by: ClassVar[str] = "the loop"
-    """Who writes what an open window must be left alone with."""
+    _written_by: ClassVar[str] = "the loop"
+    """Who must not write to an open window, for messages."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Accumulator(HasWindow):
         self._window = window
         self._execute = check_execute(execute, window.target.device)
         self._precision = precision_of(precision, window)
-        self._untouched = Untouched(window, self.by)
+        self._untouched = Untouched(window, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for one in models:
             warn_of_spectral_norms(one)
