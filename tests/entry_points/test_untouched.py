@@ -130,7 +130,7 @@ def test_a_layer_that_moves_with_every_forward_is_named(caplog: pytest.LogCaptur
     """Spectral normalisation iterates once per forward, and so once per micro-batch."""
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)))
     wb.Accumulator(model, sgd(model), steps=2)
-    assert "0.parametrizations.weight.0 (_SpectralNorm): one power iteration" in caplog.text
+    assert "0.parametrizations.weight.0 (_SpectralNorm): runs one power iteration" in caplog.text
 
 
 def test_a_loss_function_that_clears_gradients_is_refused() -> None:

@@ -170,7 +170,7 @@ def test_what_the_trainer_refuses() -> None:
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             return super().training_step(*args, **kwargs)
 
-    with pytest.raises(wb.errors.UnsupportedError, match="where the Trainer makes the steps"):
+    with pytest.raises(wb.errors.UnsupportedError, match="if the Trainer runs the steps"):
         in_transformers(
             Net(), sgd(Net()), micros(), 4, mean_of_tokens, kind=Own, units=valid, precision="fp8"
         )

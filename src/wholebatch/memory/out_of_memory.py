@@ -1,13 +1,13 @@
 """Restart a window that ran out of memory with smaller micro-batches, from the same state.
 
-A forward or backward that fails half way has added some gradients, moved BatchNorm's running
-statistics and advanced the random generators; going on from there is wrong by half. So the window
-starts over, with all of that put back and the micro-batch that failed cut in two. The result is
-bit for bit that of a window which was split so from the start. One failure may be an accident (a
-long sequence); from the second in a window on, all micro-batches of that size are cut at once.
+A forward or backward that fails half way has added some gradients, changed BatchNorm's running
+statistics and advanced the random generators. Continuing from there would be wrong. So all of this
+is restored, the failed micro-batch is cut in two, and the window starts again. The result is bit
+for bit that of a window with this split from the start. One failure may be an accident (a long
+sequence); from the second in a window on, all micro-batches of that size are cut at once.
 
-Only the typed `torch.OutOfMemoryError` counts, never the text of a message. The update is not
-inside: once parameters begin to change there is no way back.
+Only the typed `torch.OutOfMemoryError` counts, never the text of a message. The optimizer step is
+not retried: once parameters change, the old state is lost.
 """
 
 from __future__ import annotations
