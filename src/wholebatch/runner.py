@@ -202,8 +202,7 @@ class Runner:
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
         self._is_guarded = is_tested_window(self._window.number)
-        if self._is_guarded:
-            self._untouched.forget()
+        self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]

@@ -254,7 +254,7 @@ class WholeBatch(HasWindow):
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
         if self._fitting.may_begin_again():
-            attempts = self._fitting.attempts(micros, self._begin_again)
+            attempts = self._fitting.attempts(batch, micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:

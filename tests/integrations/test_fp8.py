@@ -118,12 +118,10 @@ def in_trainer(model: nn.Module, execute: Any) -> None:
 @pytest.mark.parametrize(
     ("library", "package", "execute"),
     [
-        (in_own_loop, "torch", "eager"),
         (in_own_loop, "torch", "compile"),
-        (in_accelerate, "accelerate", "compile"),
-        (in_fabric, "lightning", "compile"),
+        (in_accelerate, "accelerate", "eager"),
+        (in_fabric, "lightning", "eager"),
         (in_lightning, "lightning", "eager"),
-        (in_lightning, "lightning", "compile"),
         (in_trainer, "transformers", "compile"),
     ],
 )

@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.coupled.causes import (
@@ -41,7 +39,12 @@ from wholebatch.coupled.causes import (
     samples_compared,
 )
 from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
-from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
+from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
+    InstanceNorm,
+    evaluation_mode,
+    is_spectral_norm,
+)
 from wholebatch.coupled.sample_runs import (
     SCALE,
     FirstSamples,
@@ -330,7 +333,7 @@ class _Test:
         """True for the state of layers that are judged by their type."""
         item = self._samples.start.items.get(key)
         module = None if item is None else item.module
-        return isinstance(module, (_BatchNorm, _InstanceNorm)) or (
+        return isinstance(module, (BatchNorm, InstanceNorm)) or (
             module is not None and is_spectral_norm(module)
         )
 

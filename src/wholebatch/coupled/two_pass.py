@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.samples import Structure, flatten
+from wholebatch.compile.captured_state import version_of
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
@@ -198,7 +199,7 @@ class TwoPasses:
     """For each micro-batch, a flag on the device: True if its representations are finite."""
 
     def __post_init__(self) -> None:
-        self._saved = [(b, b._version, b.detach().clone()) for b in self._buffers()]
+        self._saved = [(b, version_of(b), b.detach().clone()) for b in self._buffers()]
         self._changes_buffers = False
         self._starts: list[dict[str, Any]] = []
 
@@ -268,7 +269,7 @@ class TwoPasses:
     @torch.no_grad()
     def _put_buffers_back(self) -> bool:
         """Restore the buffers of before the first pass; return True if any had changed."""
-        moved = [one for one in self._saved if one[0]._version != one[1]]
+        moved = [one for one in self._saved if version_of(one[0]) != one[1]]
         for buffer, _, before in moved:
             buffer.copy_(before)
         return bool(moved) or [id(b) for b in self._buffers()] != [id(b) for b, *_ in self._saved]
