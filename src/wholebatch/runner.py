@@ -1,6 +1,6 @@
 """Runners: run the forward and backward passes of a window's micro-batches.
 
-Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
+`choose_runner` decides once, when a `WholeBatch` is created, which one it needs:
 
 - `Runner` takes one micro-batch after the other. If a BatchNorm trains, there is only one: the
   batch is not split.
@@ -210,7 +210,7 @@ class Runner:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end_window(self) -> None:
-        """Take note that the window's update is made."""
+        """Note that the window has made its update."""
         self._before = []
 
     def discard_window(self) -> None:
@@ -279,7 +279,7 @@ class Runner:
         return None
 
     def frees_memory(self) -> bool:
-        """Give up what is only kept for speed, after running out of memory; True if there was."""
+        """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
 
     # ---------------------------------------------------------- a micro-batch
@@ -478,7 +478,7 @@ def choose_runner(
 
 
 def check_functions(loss: object, units: object) -> None:
-    """Refuse what cannot be called, and units where the loss brings its own."""
+    """Refuse a loss that is not callable, and `units=` with a loss that has its own units."""
     if isinstance(loss, Coupled):
         if units is not None:
             raise OptionError(

@@ -191,7 +191,7 @@ def sharded_windows() -> dict[str, dict[str, float]]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        batch = tokens(18)
+        batch = tokens(6)
         for one, options in ((whole, {}), (model, {"sync": sync})):
             optimizer = torch.optim.AdamW(one.parameters())
             train = wb.WholeBatch(
@@ -200,12 +200,12 @@ def sharded_windows() -> dict[str, dict[str, float]]:
                 loss=gpt_loss,
                 units=lambda micro: micro["y"].numel(),
                 precision=precision,
-                **grouped({"micro_batch": 6, **options}),
+                **grouped({"micro_batch": 2, **options}),
             )
             train.step(batch)
             peaks, gathers = [], []
             for _ in range(2):  # window 2 is tested again, and the third is not
-                with MemoryMeter(model=one, optimizer=optimizer) as meter, Counted() as sent:
+                with Meter(model=one, optimizer=optimizer) as meter, Counted() as sent:
                     train.step(batch)
                 peaks.append(meter.peak)
                 gathers.append(sent.gathers)
@@ -215,6 +215,14 @@ def sharded_windows() -> dict[str, dict[str, float]]:
             "off": distance([full(p) for p in model.parameters()], whole.parameters()),
         }
     return found
+
+
+class Meter(MemoryMeter):
+    """A meter that notices at every operation which parameters FSDP2 has emptied."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.watch_resized()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ def test_measuring_leaves_nothing_behind() -> None:
     gradients = [p.grad for p in model.parameters()]
     micro = CASES["cnn"].batch(4)
     random = torch.get_rng_state()
-    assert measure_step(model, loss, micro) > 0
+    assert measure_step(model, loss, [micro, micro]) > 0
     after = [*model.parameters(), *model.buffers()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))

@@ -62,7 +62,7 @@ class HandedOver(Accumulator):
     are those of `Accumulator`.
     """
 
-    by = "the loop until the window is complete"
+    _written_by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
     """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True

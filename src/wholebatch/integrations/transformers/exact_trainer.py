@@ -1,6 +1,6 @@
 """`ExactTrainerMixin`: a Trainer whose every update is that of the undivided global batch.
 
-The Trainer has all batches of a window in hand before its first forward. So at the window's first
+The Trainer reads all batches of a window before its first forward. So at the window's first
 `training_step` all of it runs, as in `WholeBatch.gradient`: micro-batches as compiled or recorded
 graphs, recovery from out-of-memory, exact BatchNorm. The gradient is left in `.grad`, for the
 Trainer to clip and step; the window's other calls of `training_step` return the losses recorded.
