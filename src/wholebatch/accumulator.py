@@ -1,4 +1,4 @@
-"""Accumulator: exact windows in a loop of the user's own, and `over`, the loop over a loader.
+"""Accumulator: exact gradient accumulation in your own loop, and `over`, the loop over a loader.
 
 The loop says which micro-batch is the last of its window, and lets ranks that have run out of data
 take part in the updates of the others.
@@ -121,7 +121,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
 
 
 class Accumulator(HasWindow):
-    """Every window of `steps` micro-batches makes the update of the undivided batch.
+    """Exact gradient accumulation in your own loop: one update per `steps` micro-batches.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 1)
@@ -136,9 +136,9 @@ class Accumulator(HasWindow):
     1 4 8.0
     2 2 4.0
 
-    The last `backward` of a window makes the update and returns its Step; every other returns
-    None. Without `over`, every `steps`-th `backward` is the last, and `flush()` closes a short last
-    window.
+    The last `backward` of a window makes the update of the undivided batch and returns its Step;
+    the others return None. Without `over`, every `steps`-th `backward` is the last, and `flush()`
+    closes a short last window.
 
     `acc.run(loss, micro)` takes the loss function instead of its result: forward, backward and
     addition run as one graph, at the speed of `WholeBatch`.
@@ -146,7 +146,7 @@ class Accumulator(HasWindow):
     Args:
         model: The model, or a list of models.
         optimizer: One optimizer or several. With None, a window ends with the whole gradient in
-            `.grad`, for you to step with and to clear.
+            `.grad`; you step and clear it.
         steps: Micro-batches per window. Or a schedule by update, `{0: 4, 800: 8}`, or by epoch,
             `wb.by_epoch({0: 4, 8: 8})`. Or a function of the number of updates made so far.
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
@@ -165,8 +165,8 @@ class Accumulator(HasWindow):
         close: `wb.Close(...)`, how a window ends.
     """
 
-    by: ClassVar[str] = "the loop"
-    """Who writes what an open window must be left alone with."""
+    _written_by: ClassVar[str] = "the loop"
+    """Who must not write to an open window, for messages."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Accumulator(HasWindow):
         self._window = window
         self._execute = check_execute(execute, window.target.device)
         self._precision = precision_of(precision, window)
-        self._untouched = Untouched(window, self.by)
+        self._untouched = Untouched(window, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for one in models:
             warn_of_spectral_norms(one)
@@ -426,7 +426,7 @@ class Accumulator(HasWindow):
         return last
 
     def _end_backward(self, is_last: bool, more: bool) -> Step | None:
-        """Count a micro-batch whose backwards are made; the last one closes the window."""
+        """Count a micro-batch after its backwards; the last one closes the window."""
         self._untouched.remember()
         if more:
             self._window.now.more_of_micro_batch = True
@@ -462,7 +462,7 @@ class Accumulator(HasWindow):
         )
 
     def _guard(self) -> None:
-        """Refuse calls of the updated models in this body that a window beside it may use."""
+        """Refuse to call updated models again while another open window uses them."""
         waiting = [one for one in self._beside if one._places and not one._place_done]
 
         def refuse(model: nn.Module, _: Any) -> None:
@@ -474,7 +474,7 @@ class Accumulator(HasWindow):
             self._guards.append(model.register_forward_pre_hook(refuse))
 
     def announce(self, units: Mapping[str, Units]) -> None:
-        """Give the units of a window by term, before its first backward: it may then have terms.
+        """Announce the units of a window by term, before its first backward.
 
         `units` are those of all micro-batches that this rank will add to the window; they are
         summed over the ranks, so every rank announces every window (and has data for the first).
@@ -517,7 +517,7 @@ class Accumulator(HasWindow):
             self._checks.watch(calls=alone)
 
     def flush(self) -> Step | None:
-        """Close the window with what it holds (a short last one); None when it holds nothing."""
+        """Close a short last window and return its Step, or None if the window is empty."""
         with self._turn:
             if self._window.open is None:
                 self._places = 0
@@ -525,7 +525,7 @@ class Accumulator(HasWindow):
             return self._close()
 
     def discard(self) -> None:
-        """Drop what the window holds; the next micro-batch begins a new one."""
+        """Drop the open window; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
         self._checks.end_micro_batch()
@@ -562,7 +562,7 @@ class Accumulator(HasWindow):
     def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
         """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
 
-        `continue_window=True` goes on with a window that an earlier loop was left in.
+        `continue_window=True` continues a window that an earlier loop left open.
         """
         return over(loader, self, continue_window=continue_window)
 
@@ -611,7 +611,7 @@ class Accumulator(HasWindow):
         self._before = None
 
     def _leave_place(self) -> None:
-        """End the loop's body. One without a backward has used its place all the same."""
+        """End the body of the loop. A body without a backward counts as a micro-batch too."""
         if self._place_done:
             return
         self._places += 1
@@ -641,7 +641,7 @@ class Accumulator(HasWindow):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from beside the model and the optimizer.
+        """Return the state to resume from; save it with those of the model and the optimizer.
 
         Call it between windows: inside `over`, after the backward that returned a Step.
         """
@@ -657,10 +657,10 @@ class Accumulator(HasWindow):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded.
+        """Resume from a `state_dict`; call it after the model and optimizer are loaded.
 
-        The next `over(loader)` gets a loader of the same data from its start, and is brought to
-        the saved position; the random generators are put back as they were.
+        Pass the next `over(loader)` the same data from its start: it continues at the saved
+        position. The random generators are restored.
         """
         if self._driver is not None:
             raise WindowError("load_state_dict() inside over(): leave the loop first")
@@ -698,7 +698,7 @@ _driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting t
 def over(
     loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
 ) -> Iterator[Any]:
-    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own.
+    """Loop over one loader with several accumulators, such as the two of a GAN.
 
     Args:
         loader: Any iterable of micro-batches.

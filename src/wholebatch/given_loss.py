@@ -1,4 +1,4 @@
-"""The loss of one micro-batch as a loop gives it to `backward`."""
+"""The loss of one micro-batch as the user passes it to `backward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale, from the norm of a window's first micro-batch and of the whole.
+"""The gradient noise scale, from the gradient norms of a first micro-batch and of its window.
 
 The gradient of one unit is G + noise, and the noise has covariance Σ. The sum A of the gradients of
 N units has, on average,

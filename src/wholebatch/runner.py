@@ -1,6 +1,6 @@
-"""Runners: who makes the forwards and backwards of a window, and in which order.
+"""Runners: run the forward and backward passes of a window's micro-batches.
 
-Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
+`choose_runner` decides once, when a `WholeBatch` is created, which one it needs:
 
 - `Runner` takes one micro-batch after the other. If a BatchNorm trains, there is only one: the
   batch is not split.
@@ -28,12 +28,6 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.coupled.contrastive.two_pass import (
-    TwoPasses,
-    WholeRepresentations,
-    gather_rows,
-)
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -43,8 +37,14 @@ from wholebatch.coupled.normalisation_layers import (
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
+from wholebatch.coupled.two_pass import (
+    TwoPasses,
+    WholeRepresentations,
+    gather_rows,
+)
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
@@ -110,7 +110,7 @@ class Runner:
         self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
         self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
-        read = loss.stand_in if isinstance(loss, Coupled) else loss
+        read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
@@ -202,8 +202,7 @@ class Runner:
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
         self._is_guarded = is_tested_window(self._window.number)
-        if self._is_guarded:
-            self._untouched.forget()
+        self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]
@@ -211,7 +210,7 @@ class Runner:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end_window(self) -> None:
-        """Take note that the window's update is made."""
+        """Note that the window has made its update."""
         self._before = []
 
     def discard_window(self) -> None:
@@ -280,7 +279,7 @@ class Runner:
         return None
 
     def frees_memory(self) -> bool:
-        """Give up what is only kept for speed, after running out of memory; True if there was."""
+        """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
 
     # ---------------------------------------------------------- a micro-batch
@@ -461,7 +460,7 @@ def choose_runner(
 
 
 def check_functions(loss: object, units: object) -> None:
-    """Refuse what cannot be called, and units where the loss brings its own."""
+    """Refuse a loss that is not callable, and `units=` with a loss that has its own units."""
     if isinstance(loss, Coupled):
         if units is not None:
             raise OptionError(

@@ -1,8 +1,9 @@
-"""WholeBatch: give it the whole batch, get the update."""
+"""WholeBatch: pass the whole batch, get its exact update in the memory of a micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from wholebatch.batch import Batches, Tokens
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
+from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import RankError, StateError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
@@ -36,7 +38,7 @@ MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
 class WholeBatch(HasWindow):
-    """The update of the whole batch, in the memory of a micro-batch.
+    """Make the update of the whole batch in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -75,7 +77,7 @@ class WholeBatch(HasWindow):
         execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
             that gives the same numbers.
         memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
-            also moves gradients and optimizer state to host memory.
+            can also keep the optimizer state in host memory.
         audit: Test on the first batch that its micro-batches add up, and refuse a model that
             couples its samples. False skips the test.
         close: `wb.Close(...)`, how a window ends: clipping by value, gradients that are not finite,
@@ -135,7 +137,7 @@ class WholeBatch(HasWindow):
         )
         self._fitting = Fitting(
             root,
-            loss.stand_in if isinstance(loss, Coupled) else loss,
+            partial(encoding_loss, loss) if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
             micro_batch=given.micro_batch,
             memory=memory.budget,
@@ -163,25 +165,25 @@ class WholeBatch(HasWindow):
 
     @property
     def compiling(self) -> str | None:
-        """The compilation that goes on beside the run, for a progress line; None if none does."""
+        """The compilation that runs in a thread, for a progress line; None if there is none."""
         return self._runner.executor.progress
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples in a micro-batch: as given, or what was found to fit; None before that."""
+        """Samples in a micro-batch: the given number, or the one that fits; None before that."""
         given = self.micro_batch if isinstance(self.micro_batch, int) else None
         return self._fitting.size or given
 
     @property
     def recoveries(self) -> int:
-        """Windows that ran out of memory and were begun again with smaller micro-batches."""
+        """Windows that ran out of memory and were restarted with smaller micro-batches."""
         return len(self._fitting.recovered)
 
     def measure_noise(self, every: int = 8) -> None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows.
+            every: Measure one window of this many.
         """
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
@@ -210,7 +212,7 @@ class WholeBatch(HasWindow):
         return self.last_step
 
     def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """Leave the gradient of the whole batch in `.grad`: the step is yours.
+        """Leave the gradient of the whole batch in `.grad`, for your own optimizer step.
 
         It is normalised and clipped. No optimizer, scheduler or EMA is stepped. Clear the gradients
         after your step: the next window refuses to start on old ones.
@@ -252,7 +254,7 @@ class WholeBatch(HasWindow):
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
         if self._fitting.may_begin_again():
-            attempts = self._fitting.attempts(micros, self._begin_again)
+            attempts = self._fitting.attempts(batch, micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:
@@ -425,7 +427,7 @@ class WholeBatch(HasWindow):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from beside the model and the optimizer; call it between steps."""
+        """Return the state to resume from; save it between steps, with model and optimizer."""
         if self._turn.taken:
             raise StateError(
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
@@ -439,7 +441,7 @@ class WholeBatch(HasWindow):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
+        """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
         self._window.load_state_dict("WholeBatch", saved)

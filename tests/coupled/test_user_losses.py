@@ -176,9 +176,9 @@ REFUSED_ONES: dict[str, tuple[Any, Any, str]] = {
     "CTC with the targets as units": (
         Recurrent,
         lambda m, b: wb.mean_loss(ctc(m, b), targets(b).sum()),
-        "units may be others",
+        "mean over other units",
     ),
-    "a mean over the longest sequence": (Recurrent, longest, "mixes samples|compares samples"),
+    "a mean over the longest sequence": (Recurrent, longest, "one sample changed|compares samples"),
     "Dice of the batch": (
         mlp,
         lambda m, b: wb.mean_loss(dice(m, b, 0).mean(), len(b["y"])),

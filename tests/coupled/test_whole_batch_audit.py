@@ -45,7 +45,7 @@ def test_a_layer_that_no_type_tells_is_refused_by_name_before_anything_moves() -
     model = Net(Centred()).double()
     before = copy.deepcopy(model.state_dict())
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
-    with pytest.raises(wb.errors.UnsupportedError, match=r"inside \(Centred\): output for one"):
+    with pytest.raises(wb.errors.UnsupportedError, match=r"inside \(Centred\): its output for one"):
         train.step(samples(10))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert train.updates == 0
@@ -142,7 +142,7 @@ def test_a_ready_loss_of_the_whole_batch_is_refused_of_a_part() -> None:
     model = nn.Linear(5, 3).double()  # all layers are PyTorch's own: not probed
     assert wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=8).step(samples(8)).update
     train = wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=4)
-    with pytest.raises(wb.errors.LossError, match=r"give loss=wb\.Coupled"):
+    with pytest.raises(wb.errors.LossError, match=r"Use loss=wb\.Coupled"):
         train.step(samples(8))
 
 

@@ -34,9 +34,8 @@ def test_a_window_reduces_the_bytes_of_one_micro_batch(engine: str, ranks: Any) 
     for rank in ranks:
         by_steps = rank["bytes"][engine]
         assert by_steps["1"]["gradients"] > 5000
-        assert by_steps["4"] == by_steps["1"]
-        assert by_steps["9"] == by_steps["1"]
-        assert by_steps["9"]["small"] < 512
+        assert by_steps["5"] == by_steps["1"]
+        assert by_steps["5"]["small"] < 512
 
 
 def test_fp16_skipping_is_agreed(ranks: Any) -> None:

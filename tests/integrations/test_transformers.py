@@ -114,7 +114,7 @@ def test_a_loss_of_ones_own_must_say_its_units(hosts: Any, problem: Any, tmp_pat
             return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
     arguments = {"folder": str(tmp_path)}
-    message = r"not one of Transformers' own \(compute_loss of .*: say what it is a mean over"
+    message = r"not one of Transformers' own \(compute_loss of .* Pass what it is a mean over"
     with pytest.raises(LossError, match=message):
         trained(hosts, problem, exact(PerSample), "ours", arguments=arguments)
     with pytest.raises(LossError, match=r"not one of Transformers' own \(compute_loss_func"):

@@ -63,7 +63,9 @@ def test_options_reach_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
         "close": wb.Close(clip_value=0.5, sync="hold"),
         "micro_batch": wb.samples(static="w"),
     }
-    found = tune(Task(build, loss, lambda: one, options), memory="1GiB", micro_batches=[12])
+    found = tune(
+        Task(build, loss, lambda: one, options), memory="1GiB", micro_batches=[12], **QUICK
+    )
     assert found.budget == 2**30
     assert given
     for seen in given:

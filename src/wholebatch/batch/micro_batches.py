@@ -32,7 +32,7 @@ from wholebatch.errors import OptionError, SplitError
 
 
 class Batches(tuple[Any, ...]):
-    """A window that is given as several batches."""
+    """A window that consists of several batches."""
 
 
 def split(
@@ -192,8 +192,8 @@ class Tokens:
         mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
         sort: Sort the samples by length. False keeps their order.
         pack: Put several samples into each row, without padding. A number is the length of a row.
-        multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
-            and each shape has a compiled graph of its own.
+        multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
+            each shape has its own compiled graph.
     """
 
     budget: int

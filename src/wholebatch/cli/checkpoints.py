@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and of which a damaged one is never loaded.
+"""Checkpoints that survive a kill at any moment. A damaged one is never loaded.
 
 A checkpoint is a folder:
 

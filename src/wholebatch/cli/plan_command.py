@@ -1,4 +1,4 @@
-"""`wholebatch plan`: what fits where, before anything runs.
+"""`wholebatch plan`: predict the peak memory before anything runs.
 
 A plan is made of a recipe, or of a Hugging Face model from its configuration alone.
 """

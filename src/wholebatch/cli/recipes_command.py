@@ -1,4 +1,4 @@
-"""`wholebatch recipes`: the embedded recipes, and their source to begin one's own from."""
+"""`wholebatch recipes`: list the embedded recipes, or print one as a start for your own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wholebatch scale`: the arithmetic of a batch on any number of ranks, and what follows it."""
+"""`wholebatch scale`: batch arithmetic on any number of ranks, and learning-rate rules."""
 
 from __future__ import annotations
 

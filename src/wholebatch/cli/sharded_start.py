@@ -1,4 +1,4 @@
-"""A model for FSDP2 that is never whole on one rank: built on meta, sharded, then given values.
+"""Build a model for FSDP2 that is never whole on one rank: on meta, sharded, then initialised.
 
 Building a model on the meta device allocates nothing, and loses the values that its constructor
 gives to parameters. So the operations of the constructor are recorded. After sharding, those that

@@ -1,4 +1,4 @@
-"""Private parts of torch that are used here: what each buys, and what happens when it is gone.
+"""Private parts of torch that are used here: what each is for, and what happens without it.
 
 `INTERNALS` are those of the engine, `WINDOW_INTERNALS` those of the window and of the classes for
 DDP, FSDP2 and DeepSpeed, where torch has no public function for the purpose.

@@ -1,4 +1,4 @@
-"""Test that a loss adds up: total, units and gradient of some samples are those of their parts.
+"""Test that a loss adds up: total, units and gradient of samples equal those of their parts.
 
 Accumulation is exact if this holds. So it is tested on the user's own data and with the user's own
 loss function, before the first window and again in windows 2, 4, 8, ...:
@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.coupled.causes import (
@@ -41,7 +39,12 @@ from wholebatch.coupled.causes import (
     samples_compared,
 )
 from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
-from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
+from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
+    InstanceNorm,
+    evaluation_mode,
+    is_spectral_norm,
+)
 from wholebatch.coupled.sample_runs import (
     SCALE,
     FirstSamples,
@@ -71,7 +74,7 @@ class AdditivityResult:
     conclusive: bool = True
 
     def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
-        """Raise if anything was found, here or on another rank.
+        """Raise an error if a cause was found, here or on another rank.
 
         `off` is the option with which a user of this entry point trains all the same.
         """
@@ -307,7 +310,7 @@ class _Test:
             raise Uncheckable(repr(problem)) from None
         if not samples.draws.held or not whole.drew_alike(parts):
             _log.warning(
-                "not tested if micro-batches add up to the whole batch: the random numbers of %s "
+                "the loss was not tested to add up over micro-batches: the random numbers of %s "
                 "cannot be given to parts of its samples (wb.verify compares whole updates)",
                 samples.name,
             )
@@ -330,7 +333,7 @@ class _Test:
         """True for the state of layers that are judged by their type."""
         item = self._samples.start.items.get(key)
         module = None if item is None else item.module
-        return isinstance(module, (_BatchNorm, _InstanceNorm)) or (
+        return isinstance(module, (BatchNorm, InstanceNorm)) or (
             module is not None and is_spectral_norm(module)
         )
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from wholebatch.batch.samples import flatten, readable_layout, take
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
     batchnorms,
     is_spectral_norm,
     tracked_instance_norms,
@@ -115,13 +115,13 @@ def refused_by_type(model: nn.Module) -> list[AuditFinding]:
 def _is_ghost(module: nn.Module) -> bool:
     """True by what such layers are called, and by TabNet's name for the size of their parts."""
     named = "ghost" in type(module).__name__.lower() or hasattr(module, "virtual_batch_size")
-    return named and any(isinstance(m, _BatchNorm) for m in (module, *module.children()))
+    return named and any(isinstance(m, BatchNorm) for m in (module, *module.children()))
 
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.SyncBatchNorm):
         return "sync"
-    return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
+    return "batchnorm" if type(module).forward is BatchNorm.forward else "custom"
 
 
 def warn_of_spectral_norms(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Windows whose backwards are ours and whose step is the library's: Accelerate, Fabric, Lightning.
+"""Windows that leave the optimizer step to the library: Accelerate, Fabric, Lightning.
 
 The last backward of a window leaves the gradient of the whole global batch in `.grad`. Whatever the
 library does then (clip, unscale, step, schedule, clear) works on the right gradient.
@@ -59,7 +59,7 @@ class HandedOver(Accumulator):
     are those of `Accumulator`.
     """
 
-    by = "the loop until the window is complete"
+    _written_by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
     """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True

@@ -80,11 +80,11 @@ class FabricAccumulator(HandedOver):
             optimizer.zero_grad()
     ```
 
-    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean, and a
-    `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
-    those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
-    there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
-    with `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
+    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean. Both may be a
+    `wb.Loss` instead. `last=True` completes the window: the gradients are then those of the whole
+    batch on all ranks, and Fabric's clipping, loss scale and step work on them. A loss or gradient
+    that is not finite raises `NonFiniteError`, and no gradient is left; with
+    `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
     """
 
     closes_by = "pass last=True to the backward of its last micro-batch"
@@ -123,7 +123,7 @@ class FabricAccumulator(HandedOver):
         )
 
     def backward(self, *args: Any, **options: Any) -> Step | None:
-        """Make the backward of one micro-batch's loss; `last=True` completes the window."""
+        """Run the backward of one micro-batch's loss; `last=True` completes the window."""
         with _in_fabric_backward():
             return super().backward(*args, **options)
 
@@ -153,20 +153,19 @@ def _in_fabric_backward() -> AbstractContextManager[None]:
 class ExactAccumulation(Callback):
     """A callback for exact gradient accumulation in Lightning's automatic optimisation.
 
-    `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
-    sum is a sum only in `backward(total, units=)`). `units(batch)` says what that is a mean over
-    (samples, tokens, weights; a number or a 0-dim tensor); without it, `training_step` returns a
-    dict with "loss" and "units". Before the optimizer's step, and before the Trainer clips, the
-    gradients are those of the whole window on all ranks: with short last windows, with
-    `GradientAccumulationScheduler`, with every precision plugin. `last` is the `wb.Step` of the
-    window that was completed last, with its exact mean `loss` and its `units`.
+    `training_step` still returns its mean loss. `units(batch)` returns the number of samples,
+    tokens or weights that it is a mean over (a number or a 0-dim tensor). Without `units`,
+    `training_step` returns a dict with "loss" and "units". Before the Trainer clips and steps, the
+    gradients are those of the whole window on all ranks. This includes short last windows,
+    `GradientAccumulationScheduler` and every precision plugin. `last` is the `wb.Step` of the last
+    complete window, with its exact mean `loss` and its `units`.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
-    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update (schedulers are
-    stepped all the same). The precision plugin's loss scale skips by itself, as Lightning has it.
+    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update, but
+    schedulers still step. With fp16, Lightning's loss scaler skips such updates.
 
-    On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
-    far as its code allows that: what it logs must be tensors, and it must not use batch_idx.
+    On a GPU, `training_step`, its backward and the addition run as one graph (`execute="auto"`) if
+    the step logs only tensors and does not use `batch_idx`.
     `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
@@ -201,7 +200,7 @@ class ExactAccumulation(Callback):
 
     @property
     def last(self) -> Step | None:
-        """The window that was completed last; None before the first, and if it made no update."""
+        """The Step of the last complete window; None before the first, or if it made no update."""
         step = None if self._windows is None else self._windows.last_step
         return None if step is None or step.skipped is not None else step
 
@@ -461,6 +460,12 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
         raise UnsupportedError(
             f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
             "the gradients one micro-batch late; take (batch, batch_idx)"
+        )
+    if type(module).backward is not LightningModule.backward:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a backward() of its own, and ExactAccumulation makes the "
+            "backward itself: scale the loss in training_step instead, or use a wb.Accumulator "
+            "with automatic_optimization = False"
         )
     _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:

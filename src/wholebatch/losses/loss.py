@@ -1,8 +1,7 @@
 """The loss contract: a sum, and the units that it is a sum over.
 
-A mean of means is only the mean when every part is equally large. So a loss function here says
-two things, the *total* and the *units*, and the one division by all units of the window is made
-once, at its close:
+A mean of means is the mean only if all parts have the same size. So a loss function returns two
+things, the *total* and the *units*, and the window divides once, by all its units, at its close:
 
     gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
 
@@ -255,9 +254,8 @@ def is_known_to_be_zero(units: Units) -> bool:
 def _nothing(mean: Tensor) -> Tensor:
     """Return zero, with gradients of zero.
 
-    A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
-    The division is among the last operations: what those give back is zero here, whatever they
-    compute.
+    A mean over nothing was divided by zero, and its backward would divide a zero gradient by zero
+    again. The division is among the last operations, so their gradients are replaced by zero here.
     """
     nodes = [mean.grad_fn]
     for node in nodes:  # grows on the way
@@ -283,10 +281,9 @@ def cross_entropy(
     """Return the cross-entropy summed over the labels that count, with their number as units.
 
     Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
-    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, say which by `dim`.
-    Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
-    as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
-    better.
+    second (`logits[n, class, ...]`, `labels[n, ...]`). If both fit, pass `dim`. Labels with the
+    shape of the logits are probabilities of the classes (mixed or distilled labels); as in torch,
+    their mean is over the rows, whatever the weights. The sum is computed in float32 or better.
 
     Args:
         logits: Scores of the classes.
@@ -338,9 +335,9 @@ def causal_lm(model: Any, micro: Any) -> Loss:
     and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
     targets are already shifted. Without labels, every token that is not masked is one.
 
-    Where the logits would be large, they are made and used up in slices: for models that have
-    `base_model` (which gives the last hidden states) and `get_output_embeddings()` (a linear layer
-    whose output is the logits), as those of Hugging Face do.
+    Large logits are computed in slices, so they are never all in memory. This needs a model with
+    `base_model` (which returns the last hidden states) and `get_output_embeddings()` (the linear
+    output layer), such as those of Hugging Face.
 
     Args:
         model: The language model.

@@ -1,4 +1,4 @@
-"""Losses per token of a policy, and the means over them that are in use, by name.
+"""Policy losses per token (PPO, GRPO), and the named means over them.
 
 `aggregate` turns losses per token into a `Loss`: the sum and the units that make the named mean of
 the whole window, over all ranks. With l the loss of token t of sequence i, T_i the tokens of that

@@ -92,9 +92,9 @@ def with_checkpoints(
 ) -> list[str]:
     """Checkpoint these blocks (default: all repeated ones) and return their names.
 
-    With `inputs_on_host` their inputs wait for the backward in host memory. Names, parameters and
-    `state_dict` do not change; `checkpointed` undoes it. A block that is already checkpointed is
-    left alone.
+    With `inputs_on_host` their inputs are kept in host memory until the backward. Names, parameters
+    and `state_dict` do not change; `checkpointed` undoes it. A block that is already checkpointed
+    is left alone.
     """
     names = repeated_blocks(model) if blocks is None else list(blocks)
     if not names:

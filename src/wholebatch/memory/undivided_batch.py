@@ -1,4 +1,4 @@
-"""A batch that must not be split (a BatchNorm trains), run in as little memory as it needs.
+"""Run a batch that must not be split (a BatchNorm trains) in as little memory as it needs.
 
 There are up to three settings, from the fastest to the one that needs the least memory:
 

@@ -1,4 +1,4 @@
-"""The choice of a gradient store by `wb.Memory(optimizer_state=...)`, with its refusals."""
+"""Choose the gradient store for `wb.Memory(optimizer_state=...)`, or refuse."""
 
 from __future__ import annotations
 

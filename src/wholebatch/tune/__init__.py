@@ -1,4 +1,4 @@
-"""Tuning: the fastest settings for a batch here, and if it should be accumulated at all.
+"""Find the fastest settings for a batch on this machine, and if accumulating is worth it.
 
 ```python
 from wholebatch.tune import Task, tune

@@ -1,4 +1,4 @@
-"""Read from the graph of a loss what it is: means or sums, of how many, times which factors.
+"""Read the terms of a loss from its graph: means or sums, over how many, times which factors.
 
     (F.cross_entropy(out, y) * 0.5 / 4).backward()     one mean over len(y), times 0.5, over 4
 

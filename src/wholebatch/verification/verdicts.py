@@ -69,10 +69,10 @@ class _Answer:
 
 @dataclass(frozen=True, repr=False)
 class Verdict(_Answer):
-    """The answer if accumulation makes the update of the undivided batch, on this model and batch.
+    """The verdict on one model and batch: does accumulation make the undivided batch's update?
 
-    It is true if it does. `gradient` and `update` compare what the optimizer saw and did, in the
-    precision asked for; `float64` compares the gradients again with twice the digits.
+    It is true if it does. `gradient` and `update` compare the optimizer's input and its step in the
+    given precision; `float64` compares the gradients again in float64.
     """
 
     same: bool

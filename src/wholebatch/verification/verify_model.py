@@ -1,4 +1,4 @@
-"""`verify`: the undivided batch beside its accumulation, from the same start, and the causes.
+"""`verify`: compare accumulation with the undivided batch from the same start; name causes.
 
 Where the updates differ, each question is put to the model itself, in an order in which an answer
 excludes what comes after: does it repeat itself, does the order of the samples matter, does the
@@ -311,7 +311,7 @@ def verify(
 
 @dataclass
 class _Proof:
-    """Runs a proof: `verdict` tells its story, from top to bottom."""
+    """Runs a proof; `verdict` shows its steps from top to bottom."""
 
     runs: ModelRuns
     batch: DividedBatch

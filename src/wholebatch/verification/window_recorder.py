@@ -1,4 +1,4 @@
-"""Record the windows of a training loop that runs: its backwards, clips and optimizer steps.
+"""Record the windows of a running training loop: its backwards, clips and optimizer steps.
 
 Nothing of the loop is changed. The recorder uses torch's public hooks, and six functions that are
 replaced while it is open (`_REPLACED`). Whatever fails in it is kept in `failure`, and the loop

@@ -1,4 +1,4 @@
-"""The number format of the forwards: the parameters' own, or autocast with weights cast once."""
+"""The number format of the forward: the parameters' own, or autocast with weights cast once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Precision(ABC):
         """Return the context for a micro-batch's forward (and only for that)."""
 
     def look(self) -> AbstractContextManager[object]:
-        """Return the context for the look at a few samples, before the first window."""
+        """Return the context for the test on a few samples, before the first window."""
         return self.forward()
 
     def let_go(self) -> None:

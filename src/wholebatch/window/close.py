@@ -1,4 +1,4 @@
-"""The close of a window: one factor (normalise × unscale × clip), and what is not finite.
+"""The close of a window: one factor (normalise × unscale × clip), and the check for inf and NaN.
 
 The gradients of a window arrive as `seed × sum of d(total)`, where the seed is the provisional
 scale (with the loss scale in it). The gradient that the optimizer must see is
@@ -127,7 +127,7 @@ def close_gradients(
     total_norm: Callable[[Sequence[Tensor]], Tensor],
     waits: bool,
 ) -> Closed:
-    """Bring the gradients of a window to what the optimizer must see.
+    """Normalise and clip the gradients of a window for the optimizer.
 
     Norm, clip and factor stay on the device, and the gradients are multiplied once. A gradient that
     is not valid stays as it is. With `waits` the norm is computed again in float64 if it has

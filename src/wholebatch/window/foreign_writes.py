@@ -2,10 +2,10 @@
 
 A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
-plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
-are looked for between two backwards: every write to a tensor in place moves its version, and
-reading that costs nothing. A write to `.data` moves no version; windows 1, 2, 4, 8, … compare the
-norms too. A model that is put into evaluation mode, and not back again, is refused.
+plain `loss.backward()` adds what the window does not count. None of them raises an error, so they
+are searched for between two backwards: every in-place write changes a tensor's version, which costs
+nothing to read. A write to `.data` does not change it; windows 1, 2, 4, 8, … compare the norms too.
+A model that is put into evaluation mode, and not back again, is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Watch:
                 )
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
-        """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
+        """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
         if not self._written:
             return None
         gradients = list(map(_gradient, inputs))
@@ -172,7 +172,7 @@ class Untouched:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Check before a backward of the window that nobody has touched it; remember it after."""
+        """Check before a backward that no other code wrote to the window; note its state after."""
         self.check(rates=True)
         yield
         self.remember()

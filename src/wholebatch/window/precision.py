@@ -64,7 +64,7 @@ class LossScale:
     """
 
     is_undone_at_close: bool = True
-    """False if somebody else divides the gradients by the scale, after the close."""
+    """False if the library divides the gradients by the scale, after the close."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler

@@ -1,4 +1,4 @@
-"""The terminal output of a run: header, progress, summary. A bar on a terminal, lines in a log."""
+"""The terminal output of a run: header, progress bar or log lines, summary."""
 
 from __future__ import annotations
 

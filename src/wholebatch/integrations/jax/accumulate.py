@@ -1,4 +1,4 @@
-"""`accumulate`: the value and gradient of the whole batch, one micro-batch after the other.
+"""`accumulate`: the value and gradient of the whole batch, computed in micro-batches.
 
 It does the same as this loop:
 
@@ -144,7 +144,7 @@ class _Accumulation:
         why = untested_because(totals, args, self.batched, size, self.wanted)
         self.must_check = why is not None
         if why is not None and not self.logged:
-            _log.warning("not tested if micro-batches add up to the whole batch: %s", why)
+            _log.warning("the loss was not tested to add up over micro-batches: %s", why)
             self.logged = True
 
     def _sums(

@@ -1,4 +1,4 @@
-"""The test before a loss is split: do the losses of a few samples add up?
+"""Test on a few samples that a loss adds up, before it is split.
 
     L(a, b, c, d) = L(a) + L(b) + L(c) + L(d)     without random numbers
     L(a, b) + L(c, d) = L(c, b) + L(a, d)         with them: runs of the same shape draw alike

@@ -43,7 +43,7 @@ def multi_steps(
     *,
     of: Literal["mean", "sum"] = "mean",
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` once per window of `every_k` micro-batches, on their whole batch's gradient.
+    """Apply `inner` once per `every_k` micro-batches, to the gradient of their whole batch.
 
     >>> import jax.numpy as jnp, optax
     >>> from wholebatch.integrations.jax import multi_steps

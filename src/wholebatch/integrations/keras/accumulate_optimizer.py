@@ -44,7 +44,7 @@ def check_nonfinite(nonfinite: Any) -> NonFinite:
 
 @keras.saving.register_keras_serializable(package="wholebatch")
 class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """`optimizer`, once per `accum_steps` micro-batches, on the gradient of their whole batch.
+    """Apply `optimizer` once per `accum_steps` micro-batches, with their whole batch's gradient.
 
     Clipping, weight decay, moving averages, constraints and the learning rate's schedule belong to
     `optimizer` and so happen once per update.

@@ -1,6 +1,6 @@
 """`ExactTrainerMixin`: a Trainer whose every update is that of the undivided global batch.
 
-The Trainer has all batches of a window in hand before its first forward. So at the window's first
+The Trainer reads all batches of a window before its first forward. So at the window's first
 `training_step` all of it runs, as in `WholeBatch.gradient`: micro-batches as compiled or recorded
 graphs, recovery from out-of-memory, exact BatchNorm. The gradient is left in `.grad`, for the
 Trainer to clip and step; the window's other calls of `training_step` return the losses recorded.
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import EmptyWindowError, UnsupportedError
 from wholebatch.integrations.handed_over import refuse_shared_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
@@ -31,6 +30,7 @@ from wholebatch.integrations.transformers.weighted_loss import (
     WeightedLoss,
     engine_of,
 )
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
@@ -50,7 +50,7 @@ _STEPS_OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 
 
 class ExactTrainerMixin(_Trainer):
-    """The mixin that `exact` puts before a trainer; for a class that is written out:
+    """The mixin that `exact` adds to a trainer. Use it to write the class yourself:
 
     ```python
     class MyTrainer(ExactTrainerMixin, Trainer):

@@ -1,4 +1,4 @@
-"""Windows that a trainer has in hand before their first forward, and whose updates it makes."""
+"""Windows whose batches a trainer reads in advance, and whose step it makes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class GivenWindows(WholeBatch):
             self._shares[0] = step.loss
             return step
         added = torch.stack([torch.as_tensor(total, device=device) for total in totals])
-        batch_of = self._fitting.batch_of(micros)
+        batch_of = self._fitting.batch_of_each()
         places = torch.tensor([batch_of[owner] for owner in owners], device=device)
         sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
         sums.index_add_(0, places, added.double())

@@ -1,4 +1,4 @@
-"""Windows by the Trainer's own steps (FSDP, DeepSpeed, fp16, an own `training_step`).
+"""Exact windows with the Trainer's own steps (FSDP, DeepSpeed, fp16, your `training_step`).
 
 The units of a window are counted before its first forward. So the exact weight of each batch's mean
 is known when the loss is computed: `units × ranks / units of the window`. Every engine that

@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch import batch_size_of
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss, Term, Terms, as_loss, causal_lm, terms_of
 
 Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
@@ -107,7 +106,6 @@ class _Mixture:
         by_name, sums = self._parts(model, micro)
         rows = sums["probability"]
         return {
-            "samples": torch.ones(batch_size_of(micro), dtype=torch.int64, device=rows.device),
             "terms": {
                 name: (term.total[None], torch.as_tensor(term.units, device=rows.device)[None])
                 for name, term in by_name.items()
