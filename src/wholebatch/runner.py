@@ -1,6 +1,6 @@
 """Runners: run the forward and backward passes of a window's micro-batches.
 
-Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
+`choose_runner` decides once, when a `WholeBatch` is created, which one it needs:
 
 - `Runner` takes one micro-batch after the other. If a BatchNorm trains, there is only one: the
   batch is not split.
@@ -210,7 +210,7 @@ class Runner:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end_window(self) -> None:
-        """Take note that the window's update is made."""
+        """Note that the window has made its update."""
         self._before = []
 
     def discard_window(self) -> None:
@@ -279,7 +279,7 @@ class Runner:
         return None
 
     def frees_memory(self) -> bool:
-        """Give up what is only kept for speed, after running out of memory; True if there was."""
+        """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
 
     # ---------------------------------------------------------- a micro-batch
@@ -314,10 +314,6 @@ class Runner:
         self._test.read(loss)
         return loss
 
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        """Return the micro-batch that is not finite, and a sentence about it, if it is known."""
-        return None
-
 
 class TwoPassRunner(Runner):
     """Runs a loss of the whole batch: representations first, then their gradients.
@@ -340,7 +336,6 @@ class TwoPassRunner(Runner):
             )
         self._coupled = loss
         self._keep = loss.keep
-        self._finite: list[Tensor] = []
 
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
@@ -384,7 +379,6 @@ class TwoPassRunner(Runner):
         torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
         self._add_loss(whole, may_retry=bool(passes.kept))
         passes.second(whole, inject, self._coupled.tolerance)
-        self._finite = passes.finite
 
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
@@ -447,18 +441,6 @@ class TwoPassRunner(Runner):
                     )
         return dict(zip(terms, read, strict=False))
 
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        finite = [bool(flag) for flag in self._finite]
-        if all(finite):
-            return None, (
-                "The representations are finite, so the loss or its backward is the cause"
-            )
-        index = finite.index(False)
-        return index, (
-            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
-            "finite"
-        )
-
 
 def choose_runner(
     model: Any,
@@ -478,7 +460,7 @@ def choose_runner(
 
 
 def check_functions(loss: object, units: object) -> None:
-    """Refuse what cannot be called, and units where the loss brings its own."""
+    """Refuse a loss that is not callable, and `units=` with a loss that has its own units."""
     if isinstance(loss, Coupled):
         if units is not None:
             raise OptionError(

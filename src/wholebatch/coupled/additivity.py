@@ -1,7 +1,7 @@
 """When to test that a loss adds up, on which samples, and on which ranks.
 
-Entry points that own the forward make one `AdditivityTest`, and ask it before every window that is
-split. See `adds_up` for the test itself.
+Entry points that run the forward have one `AdditivityTest`, and call it before every split window.
+See `adds_up` for the test itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Check the first window of your own loop for common mistakes.
 
-A stream gives its losses and keeps its forwards to itself. So only this is tested:
+Your own loop passes its losses, but runs the forwards itself. So only this is tested:
 
 1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
@@ -332,7 +332,7 @@ class LoopChecks:
             self._reductions.clear()
 
     def _warn_of_one_unit(self) -> None:
-        """Warn of means that count alike although their micro-batches differ in size."""
+        """Warn of means with units=1 whose micro-batches differ in size."""
         rows = self._rows_of_one
         if len(set(rows)) > 1:
             warnings.warn(
@@ -386,7 +386,7 @@ class LoopChecks:
         self._outputs += [one for one in made if len(one) == len(given[0])]
 
     def _test_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Make the first call of a model on two parts of its samples, before it is made."""
+        """Run the first call of a model on two parts of its samples, before the call itself."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         inside = set(inner.modules())
         meets = any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in inside)
