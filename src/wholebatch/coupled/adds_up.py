@@ -74,7 +74,7 @@ class AdditivityResult:
     conclusive: bool = True
 
     def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
-        """Raise if anything was found, here or on another rank.
+        """Raise an error if a cause was found, here or on another rank.
 
         `off` is the option with which a user of this entry point trains all the same.
         """

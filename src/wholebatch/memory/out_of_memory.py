@@ -1,12 +1,12 @@
 """Restart a window that ran out of memory with smaller micro-batches, from the same state.
 
-A forward or backward that fails half way has added some gradients, moved BatchNorm's running
-statistics and advanced the random generators; going on from there is wrong by half. So the window
-starts over, with all of that put back and the batch split into smaller micro-batches. The result is
-bit for bit that of a window which was split so from the start.
+A forward or backward that fails half way has added some gradients, changed BatchNorm's running
+statistics and advanced the random generators. Continuing from there would be wrong. So all of this
+is restored, the batch is split into smaller micro-batches, and the window starts again. The result
+is bit for bit that of a window with this split from the start.
 
-Only the typed `torch.OutOfMemoryError` counts, never the text of a message. The update is not
-inside: once parameters begin to change there is no way back.
+Only the typed `torch.OutOfMemoryError` counts, never the text of a message. The optimizer step is
+not retried: once parameters change, the old state is lost.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Precision(ABC):
         """Return the context for a micro-batch's forward (and only for that)."""
 
     def look(self) -> AbstractContextManager[object]:
-        """Return the context for the look at a few samples, before the first window."""
+        """Return the context for the test on a few samples, before the first window."""
         return self.forward()
 
     def let_go(self) -> None:
