@@ -109,7 +109,7 @@ def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture)
         caplog.clear()
         del acc
         gc.collect()
-        assert ("1 micro-batches made no update" in caplog.text) is told
+        assert ("open window of 1 micro-batch(es)" in caplog.text) is told
 
 
 def test_a_write_into_any_parameter_in_the_middle_of_a_window_is_refused() -> None:

@@ -211,7 +211,7 @@ class AdditivityTest:
             "wholebatch cannot test if micro-batches add up to the batch. If the batch has a leaf "
             "that is not a value per sample, name it: micro_batch=wb.samples(8, static=...)"
         )
-        return [AuditFinding("(the loss function)", type(error).__name__, "loss", text)]
+        return [AuditFinding("the loss function", type(error).__name__, "loss", text)]
 
 
 class UnmovedLoss:
@@ -284,7 +284,7 @@ class _ReadDivision:
         if not self._found.is_sure:
             self._found.report()
             return []
-        name = "(the loss function)"
+        name = "the loss function"
         return [AuditFinding(name, "division by the steps", "divided", self._found.message)]
 
 
