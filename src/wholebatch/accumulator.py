@@ -302,7 +302,7 @@ class Accumulator(HasWindow):
             )
         with self._turn:
             is_last = self._begin_backward(last)
-            if not self._window.now.owners:
+            if self._checks.active and not self._window.now.owners:
                 self._watch(self._size)
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
@@ -312,7 +312,8 @@ class Accumulator(HasWindow):
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                given.check(self._checks, in_parts=self._in_parts, steps=self._size)
+                if self._checks.active or given.whole is not None:
+                    given.check(self._checks, in_parts=self._in_parts, steps=self._size)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             return self._end_backward(is_last, more)
 
@@ -430,7 +431,8 @@ class Accumulator(HasWindow):
         if more:
             self._window.now.more_of_micro_batch = True
             return None
-        self._checks.end_micro_batch()
+        if self._checks.active:
+            self._checks.end_micro_batch()
         if self._counts:
             self._window.micro_batch_done()
         self._places += 1
@@ -584,7 +586,8 @@ class Accumulator(HasWindow):
         """Begin a micro-batch of `over`, and with the first one a window."""
         if self._places == 0:
             self._open_place()
-        self._unguard()
+        if self._guards:
+            self._unguard()
         self._is_last = is_last
         self._place_done = False
 

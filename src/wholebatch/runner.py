@@ -314,10 +314,6 @@ class Runner:
         self._test.read(loss)
         return loss
 
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        """Return the micro-batch that is not finite, and a sentence about it, if it is known."""
-        return None
-
 
 class TwoPassRunner(Runner):
     """Runs a loss of the whole batch: representations first, then their gradients.
@@ -340,7 +336,6 @@ class TwoPassRunner(Runner):
             )
         self._coupled = loss
         self._keep = loss.keep
-        self._finite: list[Tensor] = []
 
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
@@ -384,7 +379,6 @@ class TwoPassRunner(Runner):
         torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
         self._add_loss(whole, may_retry=bool(passes.kept))
         passes.second(whole, inject, self._coupled.tolerance)
-        self._finite = passes.finite
 
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
@@ -446,18 +440,6 @@ class TwoPassRunner(Runner):
                         "all ranks and must return the same value on every rank"
                     )
         return dict(zip(terms, read, strict=False))
-
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        finite = [bool(flag) for flag in self._finite]
-        if all(finite):
-            return None, (
-                "The representations are finite, so the loss or its backward is the cause"
-            )
-        index = finite.index(False)
-        return index, (
-            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
-            "finite"
-        )
 
 
 def choose_runner(

@@ -13,7 +13,7 @@ from wholebatch.batch import Batches, Tokens
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
-from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.errors import RankError, StateError, WindowError
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
@@ -416,20 +416,13 @@ class WholeBatch(HasWindow):
             window.sync.restore()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        try:
-            measured = None if self._probe is None else self._probe.measurements()
-            step = self._window.close(steps=steps, while_waiting=self._while_waiting)
-            if self._probe is not None:
-                self._probe.closed(measured, step, joined=False)
-            if step.skipped is None:
-                self._runner.end_window()
-            return step
-        except NonFiniteError as error:
-            found = self._runner.find_nonfinite()
-            if error.micro_batch is not None or found is None:
-                raise
-            index, where = found
-            raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
+        measured = None if self._probe is None else self._probe.measurements()
+        step = self._window.close(steps=steps, while_waiting=self._while_waiting)
+        if self._probe is not None:
+            self._probe.closed(measured, step, joined=False)
+        if step.skipped is None:
+            self._runner.end_window()
+        return step
 
     # ----------------------------------------------------------------- state
 

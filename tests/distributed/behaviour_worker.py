@@ -191,7 +191,7 @@ def sharded_windows() -> dict[str, dict[str, float]]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        batch = tokens(18)
+        batch = tokens(6)
         for one, options in ((whole, {}), (model, {"sync": sync})):
             optimizer = torch.optim.AdamW(one.parameters())
             train = wb.WholeBatch(
@@ -200,7 +200,7 @@ def sharded_windows() -> dict[str, dict[str, float]]:
                 loss=gpt_loss,
                 units=lambda micro: micro["y"].numel(),
                 precision=precision,
-                **grouped({"micro_batch": 6, **options}),
+                **grouped({"micro_batch": 2, **options}),
             )
             train.step(batch)
             peaks, gathers = [], []

@@ -60,7 +60,7 @@ def test_exact_batchnorm_over_the_global_batch(ranks: Any) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_memory_of_a_sharded_window_was_predicted(name: str, ranks: Any) -> None:
     precision, sync = SHARDED[name]
-    model, batch = sharded_gpt(), tokens(6)
+    model, batch = sharded_gpt(), tokens(2)
     found = predict_peak(
         model,
         gpt_loss,

@@ -133,6 +133,15 @@ def test_advises_not_to_accumulate() -> None:
     assert found.settings["micro_batch"] == 8
 
 
+def test_says_how_many_settings_the_time_was_enough_for() -> None:
+    given = {"micro_batches": [12, 6, 3], "checkpointing": (False,), **QUICK}
+    found = tune(task(), seconds=1e-9, **given)
+    assert [trial.status for trial in found.trials] == ["measured", "not reached", "not reached"]
+    said = "only 1 of 3 settings was tried in this time: another may be faster"
+    assert said in found.advice
+    assert "settings" not in " ".join(tune(task(), **given).advice)
+
+
 def test_out_of_memory_is_a_result() -> None:
     def fails(model: Any, micro: Any) -> wb.Loss:
         if len(micro["x"]) > 6 and not isinstance(micro["x"], torch._subclasses.FakeTensor):

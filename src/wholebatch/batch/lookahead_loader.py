@@ -166,7 +166,7 @@ class Feed:
 
     def has_next(self) -> bool:
         """Return True if another item follows the current one, by reading it."""
-        return self.look_ahead(1) > 0
+        return bool(self._held) or self.look_ahead(1) > 0
 
     def look_ahead(self, most: int) -> int:
         """Return how many items follow the current one, up to `most`, and keep them."""

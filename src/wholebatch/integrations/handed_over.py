@@ -43,9 +43,6 @@ class LibraryScale(LossScale):
         """Return the scale; the library's unscaling needs a scaler that has scaled something."""
         return float(self.scaler.scale(torch.ones((), device=self._device)))
 
-    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        return False
-
     def update(self, *, finite: bool) -> None:
         return
 

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -225,14 +225,14 @@ class Fitting:
 
     def _chosen_size(self, batches: Sequence[Any]) -> int:
         """Return how many samples "auto" takes; it chooses on the largest batch."""
-        largest = self.largest_of(batches)
+        largest = max(batches, key=lambda batch: batch_size_of(batch, **self._layout))
         samples = batch_size_of(largest, **self._layout)
         return min(self._agreed_choice(largest, samples), samples)
 
     def largest_of(self, batches: Sequence[Any]) -> Any:
-        if len(batches) == 1:
-            return batches[0]
-        return max(batches, key=lambda batch: batch_size_of(batch, **self._layout))
+        """Return the batch with the most samples of those that were split last."""
+        sizes = [end - start for start, end in pairwise([0, *self._ends])]
+        return batches[sizes.index(max(sizes))]
 
     @property
     def samples(self) -> int:

@@ -135,8 +135,8 @@ def _depends_on_mode(module: nn.Module) -> bool:
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. The window computes "
-        "the gradients: remove zero_grad(), loss.backward() and gradient clipping from "
-        "{by}{clips}"
+        "the gradients: remove zero_grad(), loss.backward(), scaler.unscale_() and gradient "
+        "clipping from {by}{clips}"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
@@ -162,12 +162,13 @@ class Untouched:
         self._watch = Watch(window.target.optimizers)
         modules = [module for model in window.target.models for module in model.modules()]
         self._by_mode = [module for module in modules if _depends_on_mode(module)]
-        self._modes: list[bool] = []  # of those, in this window
+        self._modes: list[bool] | None = None  # of those, in this window
+        self._norms = False  # True if norms are compared in this window
 
     def forget(self) -> None:
         """Forget the window: it is over, or another one has been loaded."""
         self._watch.forget()
-        self._modes = []
+        self._modes = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -179,16 +180,16 @@ class Untouched:
     def remember(self) -> None:
         """Remember the parameter and its gradient after a backward of the window."""
         modes = list(map(_training, self._by_mode))
-        self._modes = self._modes or modes
+        if self._modes is None:
+            self._modes, self._norms = modes, is_tested_window(self._window.number)
         if modes != self._modes:
-            self._refuse_mode(modes)
+            self._refuse_mode(modes, self._modes)
         if self._looks:
-            norms = is_tested_window(self._window.number)
-            self._watch.remember(self._window.now.inputs, norms=norms)
+            self._watch.remember(self._window.now.inputs, norms=self._norms)
 
-    def _refuse_mode(self, modes: Sequence[bool]) -> None:
+    def _refuse_mode(self, modes: Sequence[bool], before: Sequence[bool]) -> None:
         """Refuse a micro-batch of a model that is in another mode than for those before."""
-        place = list(map(operator.ne, modes, self._modes)).index(True)
+        place = list(map(operator.ne, modes, before)).index(True)
         models = self._window.target.models
         names = {module: name for model in models for name, module in model.named_modules()}
         module = self._by_mode[place]
@@ -207,12 +208,6 @@ class Untouched:
         With `rates`, warn of a learning rate that has changed since its first backward.
         """
         window = self._window
-        scale, optimizers = window.target.scale, window.target.optimizers
-        if window.open is not None and scale is not None and scale.is_unscaled(optimizers):
-            raise WindowError(
-                "scaler.unscale_() in the middle of a window: the window unscales the gradients "
-                "at its end. Remove it (clip_norm= clips); discard() drops what this window holds"
-            )
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
             if rates:

@@ -23,6 +23,7 @@ from wholebatch.window.close import (
     Sums,
     close_gradients,
     dense_gradients,
+    local_parts,
     read_scalars,
     user_code_in_step,
 )
@@ -72,8 +73,7 @@ class Store(ABC):
         holders = [parameter for parameter in parameters if parameter.grad is not None]
         if not holders:
             return
-        local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
-        dirty = read_scalars([gradient.any() for gradient in local])
+        dirty = read_scalars([one.any() for one in local_parts(dense_gradients(holders))])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
             if is_dirty:
                 raise WindowError(f"{self.target.name_of(parameter)} {self.stray}")

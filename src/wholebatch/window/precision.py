@@ -79,11 +79,6 @@ class LossScale:
         """Return the scale; a scaler sets up its own state when it first scales something."""
         return float(self.scaler.scale(torch.ones((), device=self._probe.device)))
 
-    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """True if the loop has called the scaler's `unscale_` for one of these optimizers."""
-        states = getattr(self.scaler, "_per_optimizer_states", {})  # else no version tells it
-        return any(states[id(one)]["stage"].value for one in optimizers if id(one) in states)
-
     def update(self, *, finite: bool) -> None:
         """Tell the scaler if the window was finite; it grows or backs off by its own rules."""
         if not self.enabled:

@@ -525,7 +525,8 @@ class Window:
                 f"units= counts the terms {sorted(window.known)}, but the loss has no named terms: "
                 "return wb.Loss.terms({...}) with the same names"
             )
-        window.round_seed(total)
+        if window.known is not None:
+            window.round_seed(total)
         window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
         self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
 
@@ -575,8 +576,9 @@ class Window:
 
     def micro_batch_done(self) -> None:
         """Count a micro-batch after its last backward."""
-        self.current.micro_batches += 1
-        self.current.more_of_micro_batch = False
+        window = self.current
+        window.micro_batches += 1
+        window.more_of_micro_batch = False
 
     # ------------------------------------------------------------------ close
 
