@@ -34,10 +34,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from speed.together import signal_group, stopped
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Nothing is downloaded.
 
@@ -219,15 +221,9 @@ class Bench:
         """Hold the lock that all processes share, and stop the other ones within this context."""
         with open(self._options.lock, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            others = _siblings()
-            try:
-                for process in others:
-                    _signal(process, signal.SIGSTOP)
+            with stopped(_siblings()):
                 time.sleep(0.2)  # Kernels that they have launched come to an end.
                 yield
-            finally:
-                for process in others:
-                    _signal(process, signal.SIGCONT)
 
     # ------------------------------------------------------------- distances
 
@@ -276,11 +272,6 @@ def _siblings() -> list[int]:
     return [int(one) for one in listed.split() if int(one) != os.getpid()]
 
 
-def _signal(process: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process, number)
-
-
 def _gradients(model: Any) -> list[Any]:
     import torch
 
@@ -325,8 +316,10 @@ def run_all(options: argparse.Namespace) -> int:
                     continue
                 del running[name]
                 if process.poll() is None:
-                    process.kill()
+                    signal_group(process.pid, signal.SIGKILL)
                     process.wait()
+                    for other, _ in running.values():  # It may have stopped them.
+                        signal_group(other.pid, signal.SIGCONT)
                     if seconds <= options.limit:
                         print(f"{name}: the budget is spent after {seconds:.0f} s", flush=True)
                         continue
@@ -354,7 +347,14 @@ def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.P
         "TOKENIZERS_PARALLELISM": "false",
     }
     with open(folder / f"{name}.log", "w") as log:
-        return subprocess.Popen(command, env=around, stdout=log, stderr=log, text=True)
+        return subprocess.Popen(
+            command,
+            env=around,
+            stdout=log,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # A group of its own, to be stopped as one.
+        )
 
 
 def _report(name: str, folder: Path, options: argparse.Namespace, seconds: float) -> None:

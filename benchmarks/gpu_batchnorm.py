@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_batchnorm.py                  # on CUDA; writes batchnorm.md
     python benchmarks/gpu_batchnorm.py --all            # eager and checkpointed code, too
+    python benchmarks/gpu_batchnorm.py --one WholeBatch --profile
     python benchmarks/gpu_batchnorm.py --device cpu     # tries the file out, with tiny images
 
 Each way runs in a process of its own. Time is the median of a window (forward, backward, update);
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from memory_models import resnet
+from speed.device_time import mark, milliseconds, profiled_windows, shown
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,14 +64,16 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Ca
     return step
 
 
-def measure(device: str, images: int, side: int, rounds: int, way: dict[str, Any]) -> Any:
+def measure(
+    device: str, images: int, side: int, rounds: int, way: dict[str, Any], *, profiles: bool
+) -> Any:
     """Return the median milliseconds of a window, GiB allocated and reserved, and notes."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     on_cuda = device == "cuda"
     model = resnet((3, 4, 6, 3)).to(device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
     x = torch.randn(images, 3, side, side, device=device).to(memory_format=torch.channels_last)
     batch = {"x": x, "y": torch.randint(0, 1000, (images,), device=device)}
     note = ""
@@ -100,19 +104,19 @@ def measure(device: str, images: int, side: int, rounds: int, way: dict[str, Any
             torch.cuda.synchronize()
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    marks = [mark()]  # By the device's clock: nothing waits between windows.
     for _ in range(rounds):
-        start = time.perf_counter()
         step(batch)
-        if on_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        marks.append(mark())
+    times = milliseconds(marks)
     if way.get("ours"):
         undivided = train._fitting._undivided
         assert undivided is not None
         note = f"{undivided.settings[undivided.place]}; {train._runner.executor.mode}"
+    if profiles:
+        print(shown(profiled_windows(lambda: step(batch))))
     held = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_cuda else [0]
-    return [1000 * statistics.median(times), *(one / 2**30 for one in held), note]
+    return [statistics.median(times), *(one / 2**30 for one in held), note]
 
 
 def main() -> None:
@@ -122,11 +126,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--all", action="store_true", help="all ways, not only the main ones")
     parser.add_argument("--one", help="measure this way alone, and print it as JSON")
+    parser.add_argument("--profile", action="store_true", help="with --one: print its kernels")
     options = parser.parse_args()
     side = 224 if options.device == "cuda" else 32
     if options.one is not None:
         sizes = (options.images, side, options.rounds)
-        print(json.dumps(measure(options.device, *sizes, WAYS[options.one])))
+        way = WAYS[options.one]
+        print(json.dumps(measure(options.device, *sizes, way, profiles=options.profile)))
         return
     machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     page = [

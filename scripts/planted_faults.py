@@ -231,6 +231,7 @@ FAULTS = (
                 "self._enter_place(is_last=full or not feed.has_next(), has_more=more)",
                 "self._enter_place(is_last=full, has_more=more)",
             ),
+            ("one._places + 1 >= one.steps or not feed.has_next()", "one._places + 1 >= one.steps"),
         ),
         LOOP,
     ),
@@ -246,7 +247,10 @@ FAULTS = (
     ),
     Fault(
         "size-one-too-large",
-        (("full = self._places + 1 >= self._size", "full = self._places >= self._size"),),
+        (
+            ("full = self._places + 1 >= self._size", "full = self._places >= self._size"),
+            ("is_last=one._places + 1 >= one.steps", "is_last=one._places >= one.steps"),
+        ),
         LOOP,
     ),
     # Splitting.

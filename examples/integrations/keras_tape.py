@@ -1,6 +1,14 @@
 """A loop of your own around tf.GradientTape: one exact update per window of micro-batches.
 
 python examples/integrations/keras_tape.py
+
+No adapter is needed. The change from a loop that averages the gradients of means:
+
+    - loss = tf.reduce_sum(losses * mask) / tf.reduce_sum(mask)
+    - optimizer.apply([held / steps for held in sums], variables)
+    + total = tf.reduce_sum(losses * mask)
+    + units.assign_add(tf.reduce_sum(mask))
+    + optimizer.apply([held / units for held in sums], variables)
 """
 
 import argparse

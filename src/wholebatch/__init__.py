@@ -1,9 +1,9 @@
-"""Train on the whole batch in the memory of a slice: the same update.
+"""Exact gradient accumulation: the update of the whole batch in the memory of a micro-batch.
 
 ```python
 import wholebatch as wb
 
-# You have the whole batch: give it, get the update.
+# You have the whole batch: pass it, get the update.
 train = wb.WholeBatch(model, optimizer, loss=loss_fn, micro_batch=8, clip_norm=1.0)
 for batch in loader:
     step = train.step(batch)
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from wholebatch.batch import split as split
     from wholebatch.batch import tokens as tokens
     from wholebatch.batch.lookahead_loader import unpadded as unpadded
-    from wholebatch.coupled.contrastive.losses import Coupled as Coupled
-    from wholebatch.coupled.moe import moe_loss as moe_loss
+    from wholebatch.losses.coupled import Coupled as Coupled
     from wholebatch.losses.loss import Loss as Loss
     from wholebatch.losses.loss import causal_lm as causal_lm
     from wholebatch.losses.loss import cross_entropy as cross_entropy
     from wholebatch.losses.loss import mean_loss as mean_loss
+    from wholebatch.losses.moe import moe_loss as moe_loss
     from wholebatch.options import Close as Close
     from wholebatch.options import Memory as Memory
     from wholebatch.options import samples as samples
@@ -55,8 +55,8 @@ _NAMES = {
     "accumulator": "Accumulator by_epoch over",
     "batch": "split tokens",
     "batch.lookahead_loader": "unpadded",
-    "coupled.contrastive.losses": "Coupled",
-    "coupled.moe": "moe_loss",
+    "losses.coupled": "Coupled",
+    "losses.moe": "moe_loss",
     "errors": "errors",
     "losses": "losses",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",

@@ -1,4 +1,4 @@
-"""Accumulator: exact windows in a loop of the user's own, and `over`, the loop over a loader.
+"""Accumulator: exact gradient accumulation in your own loop, and `over`, the loop over a loader.
 
 The loop says which micro-batch is the last of its window, and lets ranks that have run out of data
 take part in the updates of the others.
@@ -49,33 +49,49 @@ _MOST_FUNCTIONS = 8
 
 @dataclass(frozen=True)
 class Steps:
-    """`changes[k]` steps from update (or epoch) k on, until the next key.
+    """The micro-batches per window: a number, a schedule, or a function of the update.
+
+    `changes` holds pairs of an update (or epoch) and the steps from there on.
 
     >>> Steps.of({0: 4, 800: 8}).at(update=799, epoch=0)
     4
     >>> Steps.of(by_epoch({0: 4, 8: 8})).at(update=5000, epoch=8)
     8
+    >>> Steps.of(lambda update: min(4 + update // 100, 64)).at(update=800, epoch=0)
+    12
     """
 
     changes: tuple[tuple[int, int], ...]
     per_epoch: bool = False
+    function: Callable[[int], int] | None = None
 
     @staticmethod
     def of(steps: object) -> Steps:
-        """Read what a user passes: a number, a mapping by update, or `by_epoch(...)`."""
+        """Read what a user passes: a number, a schedule, or a function of the update."""
         if isinstance(steps, Steps):
             return steps
+        if callable(steps):
+            return Steps((), function=steps)
         if isinstance(steps, Mapping):
             return _schedule(steps, per_epoch=False)
         if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise OptionError(
                 f"steps={steps!r}: must be a positive number of micro-batches, a schedule by "
-                "update such as {0: 4, 800: 8}, or wb.by_epoch({0: 4, 8: 8})"
+                "update such as {0: 4, 800: 8}, wb.by_epoch({0: 4, 8: 8}), or a function of the "
+                "update"
             )
         return Steps(((0, int(steps)),))
 
     def at(self, *, update: int, epoch: int) -> int:
         """Return the steps of the window that begins after `update` updates, in `epoch`."""
+        if self.function is not None:
+            steps = self.function(update)
+            if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+                raise OptionError(
+                    f"steps= is a function that returns {steps!r} for update {update}: it must "
+                    "return a positive number of micro-batches"
+                )
+            return int(steps)
         now = epoch if self.per_epoch else update
         return next(steps for start, steps in reversed(self.changes) if start <= now)
 
@@ -92,7 +108,7 @@ def by_epoch(schedule: Mapping[int, int]) -> Steps:
 def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
     what = "epoch" if per_epoch else "update"
     if 0 not in schedule:
-        raise OptionError(f"steps={dict(schedule)!r}: must say how many from {what} 0 on")
+        raise OptionError(f"steps={dict(schedule)!r}: must have an entry for {what} 0")
     for start, steps in schedule.items():
         for number, least in ((start, 0), (steps, 1)):
             if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
@@ -105,7 +121,7 @@ def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
 
 
 class Accumulator(HasWindow):
-    """Every window of `steps` micro-batches makes the update of the undivided batch.
+    """Exact gradient accumulation in your own loop: one update per `steps` micro-batches.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 1)
@@ -120,9 +136,9 @@ class Accumulator(HasWindow):
     1 4 8.0
     2 2 4.0
 
-    The last `backward` of a window makes the update and returns its Step; every other returns
-    None. Without `over`, every `steps`-th `backward` is the last, and `flush()` closes a short last
-    window.
+    The last `backward` of a window makes the update of the undivided batch and returns its Step;
+    the others return None. Without `over`, every `steps`-th `backward` is the last, and `flush()`
+    closes a short last window.
 
     `acc.run(loss, micro)` takes the loss function instead of its result: forward, backward and
     addition run as one graph, at the speed of `WholeBatch`.
@@ -130,9 +146,9 @@ class Accumulator(HasWindow):
     Args:
         model: The model, or a list of models.
         optimizer: One optimizer or several. With None, a window ends with the whole gradient in
-            `.grad`, for you to step with and to clear.
+            `.grad`; you step and clear it.
         steps: Micro-batches per window. Or a schedule by update, `{0: 4, 800: 8}`, or by epoch,
-            `wb.by_epoch({0: 4, 8: 8})`.
+            `wb.by_epoch({0: 4, 8: 8})`. Or a function of the number of updates made so far.
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
@@ -149,15 +165,15 @@ class Accumulator(HasWindow):
         close: `wb.Close(...)`, how a window ends.
     """
 
-    by: ClassVar[str] = "the loop"
-    """Who writes what an open window must be left alone with."""
+    _written_by: ClassVar[str] = "the loop"
+    """Who must not write to an open window, for messages."""
 
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
         *,
-        steps: int | dict[int, int] | Steps,
+        steps: int | dict[int, int] | Steps | Callable[[int], int],
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         execute: Execute = "auto",
@@ -171,8 +187,9 @@ class Accumulator(HasWindow):
         self._turn = Turn("Accumulator.backward() or run()")
         if batchnorm == "exact":
             raise OptionError(
-                'batchnorm="exact": exact BatchNorm runs the batch undivided, '
-                "and Accumulator owns no forward: use WholeBatch, or name another policy"
+                'batchnorm="exact": exact BatchNorm runs the batch undivided, and Accumulator '
+                'does not run the forward pass: use WholeBatch, or another policy ("freeze", '
+                '"allow")'
             )
         self._steps = Steps.of(steps)
         window = make_window(
@@ -187,7 +204,7 @@ class Accumulator(HasWindow):
         self._window = window
         self._execute = check_execute(execute, window.target.device)
         self._precision = precision_of(precision, window)
-        self._untouched = Untouched(window, self.by)
+        self._untouched = Untouched(window, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for one in models:
             warn_of_spectral_norms(one)
@@ -204,7 +221,6 @@ class Accumulator(HasWindow):
         self._size = 0  # how many it will have
         self._driver: Feed | None = None
         self._is_last = False
-        self._has_more = False  # whether this rank has data for another window
         self._place_done = False
         self._feed: Feed | None = None
         self._resume: dict[str, Any] | None = None
@@ -212,6 +228,7 @@ class Accumulator(HasWindow):
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
         # The others of the loop, with their updates when this window began.
         self._beside: dict[Accumulator, int] = {}
+        self._earlier: Sequence[Accumulator] = ()  # those whose windows close before this one's
         self._guards: list[Any] = []  # hooks on the models, from their update to the next item
         self._watch(self._next_size())
 
@@ -220,8 +237,8 @@ class Accumulator(HasWindow):
         failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
         if window is not None and window.micro_batches and not failed:
             _log.warning(
-                "%s is gone with an open window: its %d micro-batches have made no update. Close "
-                "the short last window: flush(), or over(loader), which knows the end (with "
+                "%s was deleted with an open window: its %d micro-batches made no update. Close a "
+                "short last window with flush(), or loop with over(loader), which closes it (with "
                 "Accelerate: prepare the loader)",
                 type(self).__name__,
                 window.micro_batches,
@@ -242,7 +259,7 @@ class Accumulator(HasWindow):
         return self._size if self._places else self._next_size()
 
     @steps.setter
-    def steps(self, steps: int | dict[int, int] | Steps) -> None:
+    def steps(self, steps: int | dict[int, int] | Steps | Callable[[int], int]) -> None:
         """Set the micro-batches of the next window."""
         self._steps = Steps.of(steps)
 
@@ -280,12 +297,12 @@ class Accumulator(HasWindow):
         """
         if self._precision.name == "fp8":
             raise OptionError(
-                "backward() with precision='fp8', which has no part in your own forward: give the "
-                "loss function to run(), or leave precision= out"
+                "backward() with precision='fp8': fp8 works only where wholebatch runs the "
+                "forward pass. Give the loss function to run(), or leave precision= out"
             )
         with self._turn:
             is_last = self._begin_backward(last)
-            if not self._window.now.owners:
+            if self._checks.active and not self._window.now.owners:
                 self._watch(self._size)
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
@@ -295,7 +312,8 @@ class Accumulator(HasWindow):
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                given.check(self._checks, in_parts=self._in_parts, steps=self._size)
+                if self._checks.active or given.whole is not None:
+                    given.check(self._checks, in_parts=self._in_parts, steps=self._size)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             return self._end_backward(is_last, more)
 
@@ -334,8 +352,8 @@ class Accumulator(HasWindow):
         """
         if not torch.is_grad_enabled():
             raise WindowError(
-                "run() under torch.no_grad() or torch.inference_mode(), which make no gradients: "
-                "call it outside of them; to evaluate, call the loss function itself"
+                "run() under torch.no_grad() or torch.inference_mode(), where there are no "
+                "gradients: call it outside of them; to evaluate, call the loss function itself"
             )
         with self._turn:
             is_last = self._begin_backward(last)
@@ -344,8 +362,8 @@ class Accumulator(HasWindow):
                 self._refuse_moved(lambda: set(map(id, function.modules.parameters())))
             if self._window.now.known is not None:
                 raise LossError(
-                    "announce() with run(), whose loss has one total and its units: give the "
-                    "wb.Loss.terms(...) of your own forward to backward()"
+                    "announce() with run(): run() takes a loss of one term only. Run the forward "
+                    "pass yourself, and give its wb.Loss.terms(...) to backward()"
                 )
             place = Place(
                 first=self._places == 0,
@@ -363,9 +381,9 @@ class Accumulator(HasWindow):
         """Make a loss function ready to be run (`reads`: see `RunLoss`)."""
         if len(self._functions) == _MOST_FUNCTIONS:
             raise WindowError(
-                f"run() was given {_MOST_FUNCTIONS + 1} different loss functions, and each is "
-                "tested and made into a graph by itself: define the function once, before the "
-                "loop, and give it what changes in the micro-batch"
+                f"run() was given {_MOST_FUNCTIONS + 1} different loss functions, and each gets "
+                "its own test and graph: define the function once, before the loop, and pass what "
+                "changes in the micro-batch"
             )
         function = RunLoss(
             loss,
@@ -386,8 +404,8 @@ class Accumulator(HasWindow):
         last = self._last_of(last)
         if last is not None and self._driver is not None:
             raise WindowError(
-                f"last={last} inside over(), which knows the window's last micro-batch: leave "
-                "last= out, or write the loop without over()"
+                f"last={last} inside over(): over() already knows the window's last micro-batch. "
+                "Leave last= out, or write the loop without over()"
             )
         if self._place_done and self._driver is not None:
             raise WindowError(
@@ -408,12 +426,13 @@ class Accumulator(HasWindow):
         return last
 
     def _end_backward(self, is_last: bool, more: bool) -> Step | None:
-        """Count a micro-batch whose backwards are made; the last one closes the window."""
+        """Count a micro-batch after its backwards; the last one closes the window."""
         self._untouched.remember()
         if more:
             self._window.now.more_of_micro_batch = True
             return None
-        self._checks.end_micro_batch()
+        if self._checks.active:
+            self._checks.end_micro_batch()
         if self._counts:
             self._window.micro_batch_done()
         self._places += 1
@@ -436,14 +455,14 @@ class Accumulator(HasWindow):
     def _raise_moved(self, model: nn.Module) -> NoReturn:
         raise WindowError(
             f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
-            "of another model's window were in, and the next one uses it: that window would be of "
-            "two models. Compute all losses of a micro-batch before its first backward(), and make "
-            "the backward of a loss before those that update the models it goes through; with "
-            "run(), give each accumulator a loop of its own"
+            "of another model's window were done, and the next micro-batch uses it: that window "
+            "would mix the old and the new weights. Compute all losses of a micro-batch before "
+            "its first backward(), and call backward() on a loss before the backwards that update "
+            "its models. With run(), give each accumulator its own loop"
         )
 
     def _guard(self) -> None:
-        """Refuse calls of the updated models in this body that a window beside it may use."""
+        """Refuse to call updated models again while another open window uses them."""
         waiting = [one for one in self._beside if one._places and not one._place_done]
 
         def refuse(model: nn.Module, _: Any) -> None:
@@ -455,7 +474,7 @@ class Accumulator(HasWindow):
             self._guards.append(model.register_forward_pre_hook(refuse))
 
     def announce(self, units: Mapping[str, Units]) -> None:
-        """Give the units of a window by term, before its first backward: it may then have terms.
+        """Announce the units of a window by term, before its first backward.
 
         `units` are those of all micro-batches that this rank will add to the window; they are
         summed over the ranks, so every rank announces every window (and has data for the first).
@@ -469,6 +488,11 @@ class Accumulator(HasWindow):
         if self._window.open is not None:
             raise WindowError(
                 "announce() in an open window: its units must be known before its first backward"
+            )
+        if self._beside and self._window.sync.ranks > 1:
+            raise WindowError(
+                "announce() on several ranks, with several accumulators in one loop: a rank that "
+                "has run out of data could not tell whose turn it is; give each a loop of its own"
             )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
@@ -493,7 +517,7 @@ class Accumulator(HasWindow):
             self._checks.watch(calls=alone)
 
     def flush(self) -> Step | None:
-        """Close the window with what it holds (a short last one); None when it holds nothing."""
+        """Close a short last window and return its Step, or None if the window is empty."""
         with self._turn:
             if self._window.open is None:
                 self._places = 0
@@ -501,24 +525,33 @@ class Accumulator(HasWindow):
             return self._close()
 
     def discard(self) -> None:
-        """Drop what the window holds; the next micro-batch begins a new one."""
+        """Drop the open window; the next micro-batch begins a new one."""
         self._window.discard()
         self._untouched.forget()
         self._checks.end_micro_batch()
         self._places = 0
 
     def _close(self) -> Step:
-        self._untouched.check()
+        self._untouched.check(rates=True)
         if self._in_parts:
             self._checks.end_window(self._window.now.micro_batches)
         self._restore_buffers()
         self._places = 0
         if self._driver is not None:
-            self._driver.closed.append(self)
+            self._refuse_other_order()
             self._guard()
-        self.last_step = self._close_window(has_more=self._has_more)
+        self.last_step = self._close_window()
         self._watch(self._next_size())
         return self.last_step
+
+    def _refuse_other_order(self) -> None:
+        """Refuse to close before an accumulator that `over` was given before this one."""
+        if any(not one._place_done for one in self._earlier):
+            raise WindowError(
+                "wb.over on several ranks: the last backwards of a window must come in the order "
+                "in which the accumulators were given, since a rank without data closes its "
+                "windows in that order: give them to wb.over in the order of their backwards"
+            )
 
     def _close_window(self, **how: Any) -> Step:
         self._untouched.forget()
@@ -529,7 +562,7 @@ class Accumulator(HasWindow):
     def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
         """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
 
-        `continue_window=True` goes on with a window that an earlier loop was left in.
+        `continue_window=True` continues a window that an earlier loop left open.
         """
         return over(loader, self, continue_window=continue_window)
 
@@ -549,19 +582,14 @@ class Accumulator(HasWindow):
         for policy in self._refusing:
             policy.begin_window()
 
-    def _enter_own_place(self, feed: Feed, *, shared: bool) -> None:
-        """Enter the place of the current item, at the pace of this rank."""
+    def _enter_place(self, *, is_last: bool) -> None:
+        """Begin a micro-batch of `over`, and with the first one a window."""
         if self._places == 0:
             self._open_place()
-        full = self._places + 1 >= self._size
-        more = shared and full and feed.has_next()
-        self._enter_place(is_last=full or not feed.has_next(), has_more=more)
-
-    def _enter_place(self, *, is_last: bool, has_more: bool = False) -> None:
-        self._unguard()
+        if self._guards:
+            self._unguard()
         self._is_last = is_last
         self._place_done = False
-        self._has_more = has_more
 
     def _unguard(self) -> None:
         while self._guards:
@@ -583,28 +611,29 @@ class Accumulator(HasWindow):
         self._before = None
 
     def _leave_place(self) -> None:
-        """End the loop's body. One without a backward has used its place all the same."""
+        """End the body of the loop. A body without a backward counts as a micro-batch too."""
         if self._place_done:
             return
         self._places += 1
         if not self._is_last:
             return
-        if self._window.open is not None:
-            self._close()
-            return
-        if self._window.sync.ranks > 1:
+        if self._window.open is not None or self._window.sync.ranks > 1:
             self._join()
             return
         self._places = 0
         if self._window.options.zero_units == "raise":
             raise EmptyWindowError(
-                f"none of the {self._size} micro-batches of this window had a backward: nothing "
-                "to update from; pass close=wb.Close(zero_units='skip') if that may happen"
+                f"none of the {self._size} micro-batches of this window had a backward, so there "
+                "is no gradient to update with; pass close=wb.Close(zero_units='skip') if that "
+                "may happen"
             )
         self._window.skipped += 1
 
     def _join(self) -> None:
-        """Take part in a window of the other ranks, having nothing to add."""
+        """Take part in a window of the other ranks, having nothing more to add."""
+        if self._window.open is not None:
+            self._close()
+            return
         self._places = 0
         known = None if self._announced is None else self._announced([])
         self.last_step = self._window.join(known)
@@ -612,14 +641,14 @@ class Accumulator(HasWindow):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from beside the model and the optimizer.
+        """Return the state to resume from; save it with those of the model and the optimizer.
 
         Call it between windows: inside `over`, after the backward that returned a Step.
         """
         if self._driver is not None and not self._place_done and self._window.open is None:
             raise StateError(
-                "state_dict() inside over() before the backward of this micro-batch, which would "
-                "be lost: save after the Step"
+                "state_dict() inside over() before the backward of this micro-batch: the "
+                "micro-batch would be lost. Save after a Step"
             )
         saved = self._window.state_dict("Accumulator")
         feed = self._feed
@@ -628,10 +657,10 @@ class Accumulator(HasWindow):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded.
+        """Resume from a `state_dict`; call it after the model and optimizer are loaded.
 
-        The next `over(loader)` gets a loader of the same data from its start, and is brought to
-        the saved position; the random generators are put back as they were.
+        Pass the next `over(loader)` the same data from its start: it continues at the saved
+        position. The random generators are restored.
         """
         if self._driver is not None:
             raise WindowError("load_state_dict() inside over(): leave the loop first")
@@ -648,8 +677,8 @@ def _without_budget(memory: Memory | None) -> Memory:
         return Memory()
     if not isinstance(memory, Memory) or memory.budget is not None:
         raise OptionError(
-            f"memory={memory!r}: Accumulator owns no forward, so it can keep no budget; give "
-            "wb.Memory(optimizer_state=...), or use WholeBatch"
+            f"memory={memory!r}: Accumulator does not run the forward pass, so it cannot keep a "
+            "budget; give wb.Memory(optimizer_state=...), or use WholeBatch"
         )
     return memory
 
@@ -669,7 +698,7 @@ _driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting t
 def over(
     loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
 ) -> Iterator[Any]:
-    """Drive several accumulators (a GAN's two) over one loader; each has windows of its own.
+    """Loop over one loader with several accumulators, such as the two of a GAN.
 
     Args:
         loader: Any iterable of micro-batches.
@@ -681,7 +710,7 @@ def over(
     for accumulator in accumulators:
         if any(model in _driven for model in accumulator._window.target.models):
             raise WindowError(
-                "over() inside over() on the same model: both would feed its gradients; use one "
+                "over() inside over() on the same model: both would add to its gradients; use one "
                 "loop, or wb.over(loader, first, second) for several accumulators"
             )
         accumulator._may_start(continue_window)
@@ -701,16 +730,17 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
         accumulator._beside = {one: one.updates for one in accumulators if one is not accumulator}
         _driven.update(accumulator._window.target.models)
     try:
-        if any(accumulator._window.sync.counts_must_agree for accumulator in accumulators):
-            yield from _agreed_places(feed, accumulators)
+        shared = [one for one in accumulators if one._window.sync.ranks > 1]
+        if shared:
+            yield from _shared_windows(feed, accumulators, shared)
         else:
-            yield from _own_places(feed, accumulators)
+            yield from _own_windows(feed, accumulators)
         for accumulator in accumulators:
             accumulator.epoch += 1
     finally:
         for accumulator in accumulators:
             accumulator._driver = None
-            accumulator._beside = {}
+            accumulator._beside, accumulator._earlier = {}, ()
             accumulator._unguard()
             accumulator._stand_in(False)
             accumulator._window.sync.restore()
@@ -718,61 +748,79 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
                 _driven.discard(model)
 
 
-def _own_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    """Yield micro-batches at the pace of this rank; all ranks meet where windows close."""
-    shared = any(accumulator._window.sync.ranks > 1 for accumulator in accumulators)
-    if shared:
-        for accumulator in accumulators:
-            window = accumulator._window
-            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
+def _own_windows(
+    feed: Feed, accumulators: Sequence[Accumulator], until: Accumulator | None = None
+) -> Iterator[Any]:
+    """Yield micro-batches to the loader's end, or to the end of one accumulator's window."""
     while feed.take():
-        for accumulator in accumulators:
-            accumulator._enter_own_place(feed, shared=shared)
+        for one in accumulators:
+            one._enter_place(is_last=one._places + 1 >= one.steps or not feed.has_next())
         yield feed.current
-        for accumulator in accumulators:
-            accumulator._leave_place()
-    order = list(feed.closed) or list(accumulators)  # as the bodies of the other ranks close them
-    while shared and any(accumulator._window.ranks_with_more for accumulator in accumulators):
-        for accumulator in order:
-            accumulator._join()
-
-
-def _agreed_places(feed: Feed, accumulators: Sequence[Accumulator]) -> Iterator[Any]:
-    """Yield micro-batches where every rank must run equally many forwards.
-
-    A rank with fewer runs its last item again, with weight zero and its buffers put back.
-    """
-    if len(accumulators) > 1:
-        raise OptionError(
-            "wb.over with several accumulators on a sharded model: their forwards would have to "
-            "agree with each other too; give one Accumulator a list of optimizers (DeepSpeed's "
-            "engines: a loop for each)"
-        )
-    [accumulator] = accumulators
-    window = accumulator._window
-    device = window.target.device
-    stand_in: Any = NOTHING
-    while True:
-        accumulator._open_place()
-        items: list[Any] = []
-        while len(items) < accumulator._size and feed.take():
-            items.append(feed.current)
-        count = int(window.sync.largest(torch.tensor(float(len(items)), device=device)))
-        if count == 0:
+        for one in accumulators:
+            one._leave_place()
+        if until is not None and until._places == 0:
             return
-        if items:
-            stand_in = items[-1]
-        elif stand_in is NOTHING:
+
+
+def _shared_windows(
+    feed: Feed, accumulators: Sequence[Accumulator], shared: Sequence[Accumulator]
+) -> Iterator[Any]:
+    """Yield micro-batches until no rank has any; all ranks meet before each window.
+
+    `shared` are the accumulators of several ranks. A rank without data takes part in the windows
+    of the others. Where forwards run collectives, every rank runs as many as the one with the most
+    micro-batches: its last one again, with weight zero and its buffers put back.
+    """
+    lead, sync = shared[0], shared[0]._window.sync
+    equal = any(one._window.sync.counts_must_agree for one in shared)
+    if equal and len(accumulators) > 1:
+        raise OptionError(
+            "wb.over with several accumulators on a sharded model: every rank would have to run "
+            "the forwards in the same order. Give one Accumulator a list of optimizers (for "
+            "DeepSpeed engines: one loop each)"
+        )
+    for index, one in enumerate(shared):
+        one._earlier = shared[:index]
+    last_item: Any = NOTHING
+    is_first = True
+    while True:
+        _refuse_out_of_step(shared)
+        own = feed.look_ahead(lead.steps - lead._places if equal else 1)
+        most, fewest = sync.meet(own)
+        if most == 0:
+            feed.take()  # it takes note of its end
+            return
+        if fewest == 0 and is_first and (equal or len(shared) > 1):
+            why = "a sharded model needs every rank in every forward"
             raise RankError(
-                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
-                "in every forward: give it at least one micro-batch"
+                "a rank has no micro-batch for the first window, and "
+                f"{why if equal else 'several accumulators in one loop need it on every rank'}: "
+                "give every rank at least one"
             )
-        for index in range(count):
-            accumulator._enter_place(is_last=index == count - 1)
-            accumulator._stand_in(index >= len(items))
-            yield items[index] if index < len(items) else stand_in
-            accumulator._leave_place()
-            accumulator._stand_in(False)
+        is_first = False
+        if own == 0 and not equal:
+            for one in shared:
+                one._join()
+        elif not equal:
+            yield from _own_windows(feed, accumulators, until=lead)
+        for index in range(most if equal else 0):
+            last_item = feed.current if feed.take() else last_item
+            lead._enter_place(is_last=index == most - 1)
+            lead._stand_in(index >= own)
+            yield last_item
+            lead._leave_place()
+            lead._stand_in(False)
+
+
+def _refuse_out_of_step(shared: Sequence[Accumulator]) -> None:
+    """Refuse accumulators of one loop whose windows do not begin and end together."""
+    if len({(one.steps, one._places) for one in shared}) > 1:
+        steps = " and ".join(str(one.steps) for one in shared)
+        raise WindowError(
+            f"wb.over on several ranks, with accumulators of {steps} steps, or with a flush() or "
+            "discard() of one of them: the ranks meet before each window, so all windows of a loop "
+            "must begin and end together; give them the same steps, or a loop for each"
+        )
 
 
 def _feed_for(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Feed:

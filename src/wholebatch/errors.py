@@ -1,4 +1,4 @@
-"""Everything wholebatch raises on purpose.
+"""The exceptions of wholebatch.
 
 ```
 WholebatchError
@@ -15,7 +15,7 @@ WholebatchError
 └── MissingExtraError  (ImportError)      an optional dependency is not installed
 ```
 
-Each also is the built-in exception a caller would guess, so `except ValueError` keeps working.
+Each is also a subclass of a built-in exception, so `except ValueError` works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch as a loop gives it to `backward`."""
+"""The loss of one micro-batch as the user passes it to `backward`."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class GivenLoss:
         """Return the loss that `backward(total, units=)` or `backward(mean=, units=)` was given."""
         if mean is not None and total is not None:
             raise LossError(
-                "backward() with both of total and mean=: total is the sum over the units and mean "
-                "is the mean over them; give one of the two"
+                "backward() with both total and mean=: total is the sum over the units, mean is "
+                "the mean over them; pass one of the two"
             )
         if isinstance(total, Loss):
             if units is not None:
-                raise LossError("units= beside a wb.Loss, which carries its own: give one")
+                raise LossError("units= with a wb.Loss, which has its own units: leave units= out")
             return cls(total.total, total.units, whole=total)
         if isinstance(total, Terms):
             check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
@@ -66,12 +66,12 @@ class GivenLoss:
             )
         if units is None:
             raise LossError(
-                "backward(mean=...) without units=: say what it is the mean over (units=samples, "
-                "tokens or weights)"
+                "backward(mean=...) without units=: pass the number of samples, tokens or weights "
+                "that it is a mean over"
                 if mean is not None
-                else "backward(total) without units=: total is a sum; say what it is a sum over "
-                "(units=samples, tokens or weights), or say that it is a mean: "
-                "backward(mean=..., units=), or pass wb.Loss / wb.mean_loss(mean, units)"
+                else "backward(total) without units=: pass the number of samples, tokens or "
+                "weights that total is a sum over. If it is a mean, call backward(mean=..., "
+                "units=...)"
             )
         given = cls(cast("Tensor", loss), check_units(units), mean is not None)
         if mean is not None and is_known_to_be_zero(given.units) and isinstance(mean, Tensor):

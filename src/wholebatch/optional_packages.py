@@ -1,4 +1,4 @@
-"""Optional packages: there, in a version that works, or an error that says what to install."""
+"""Import optional packages, or raise an error that says what to install."""
 
 from __future__ import annotations
 

@@ -377,8 +377,9 @@ def _stages(stage: Any) -> list[PipelineStage]:
         for kind in (DistributedDataParallel, FSDPModule):
             if any(isinstance(module, kind) for module in inside):
                 raise UnsupportedError(
-                    f"stage {one.stage_index} is wrapped in {kind.__name__}: its reduction would "
-                    "run beside the window's; give the plain module, and data_parallel=, the "
-                    "process group of the ranks that hold replicas of this stage"
+                    f"stage {one.stage_index} is wrapped in {kind.__name__}: it would reduce "
+                    "gradients in addition to the window; pass the plain module, and as "
+                    "data_parallel= the process group of the ranks that hold replicas of this "
+                    "stage"
                 )
     return stages

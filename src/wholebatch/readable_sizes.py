@@ -1,4 +1,4 @@
-"""The names that reports give to memory and time, and sizes as a person reads them.
+"""Sizes, times and memory categories as a person reads them.
 
 Here, below everything, because pages and the command line must not import torch to know them.
 """

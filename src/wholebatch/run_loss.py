@@ -1,4 +1,4 @@
-"""The micro-batches of one loss function in a loop of the user's own, run as one graph.
+"""Run the loss function of your own loop as one graph: forward, backward and addition.
 
 `Accumulator.run` is given the function instead of its result, so it can do what `WholeBatch` does:
 test that the loss adds up, and run forward, backward and addition as one recorded graph.
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile import Execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
-from wholebatch.coupled.additivity import AdditivityTest, WindowData
+from wholebatch.coupled.additivity import AdditivityTest, UnmovedLoss, WindowData
 from wholebatch.coupled.loop_checks import unwatched
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
@@ -74,6 +74,7 @@ class RunLoss:
         self._is_new = True
         self._micro: Any = None  # of the call under way
         self._place: Place
+        self._unmoved: UnmovedLoss | None = None  # of the window that is open, if it is tested
         # Ranks that may have different numbers of micro-batches test alone.
         self._test = AdditivityTest(
             self.modules,
@@ -116,6 +117,11 @@ class RunLoss:
     def _test_window(self) -> None:
         """Refuse a loss that does not add up, at the start of windows 1, 2, 4, 8, ..."""
         place = self._place
+        if place.first:
+            self._unmoved = None
+        elif self._unmoved is not None and place.last:
+            with self._precision.look():
+                self._unmoved.check()
         if not (self._is_new or place.first) or not place.in_parts:
             return
         self._is_new = False
@@ -129,6 +135,8 @@ class RunLoss:
         with self._precision.look():
             data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
             self._test.test(run, data)
+            if not place.last and self._window.sync.ranks == 1:  # a forward may meet other ranks
+                self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
 
     def _added(self) -> Loss:
         window = self._window

@@ -1,6 +1,6 @@
-"""Runners: who makes the forwards and backwards of a window, and in which order.
+"""Runners: run the forward and backward passes of a window's micro-batches.
 
-Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
+`choose_runner` decides once, when a `WholeBatch` is created, which one it needs:
 
 - `Runner` takes one micro-batch after the other. If a BatchNorm trains, there is only one: the
   batch is not split.
@@ -28,12 +28,6 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.coupled.contrastive.two_pass import (
-    TwoPasses,
-    WholeRepresentations,
-    gather_rows,
-)
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -43,14 +37,20 @@ from wholebatch.coupled.normalisation_layers import (
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
+from wholebatch.coupled.two_pass import (
+    TwoPasses,
+    WholeRepresentations,
+    gather_rows,
+)
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.window import Window
+from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -67,6 +67,8 @@ class WindowRun:
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
     before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
+    forwards: int | None = None
+    """The number of micro-batches that every rank must run; None if ranks may differ."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
 
@@ -106,8 +108,9 @@ class Runner:
         self._device = window.target.device
         self._norms = whole_batch_norms(root)
         self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
+        self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
-        read = loss.stand_in if isinstance(loss, Coupled) else loss
+        read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
@@ -156,7 +159,7 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
             return
-        if not self._test.begin_window(self.executor.changed()):
+        if not self._test.begin_window(None if self._is_plain else self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
@@ -198,6 +201,7 @@ class Runner:
 
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
+        self._is_guarded = is_tested_window(self._window.number)
         self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
@@ -206,7 +210,7 @@ class Runner:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end_window(self) -> None:
-        """Take note that the window's update is made."""
+        """Note that the window has made its update."""
         self._before = []
 
     def discard_window(self) -> None:
@@ -218,15 +222,13 @@ class Runner:
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run the micro-batches.
 
-        Where all ranks must run equally many forwards, one with fewer micro-batches runs its last
-        one again (or `how.stand_in`), with weight zero and its buffers put back.
+        Where all ranks must run equally many, one with fewer micro-batches runs its last one again
+        (or `how.stand_in`), with weight zero and its buffers put back.
         """
         micro_step = self._eager_step if self._is_plain else self.micro_step
         self._prepare(micros)
-        places, sync = len(micros), self._window.sync
-        if sync.counts_must_agree:
-            places = int(sync.largest(torch.tensor(float(places), device=self._device)))
-        sync.before_forwards()
+        places = how.forwards or len(micros)
+        self._window.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1
@@ -277,7 +279,7 @@ class Runner:
         return None
 
     def frees_memory(self) -> bool:
-        """Give up what is only kept for speed, after running out of memory; True if there was."""
+        """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
 
     # ---------------------------------------------------------- a micro-batch
@@ -296,11 +298,9 @@ class Runner:
     def _eager_step(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
-        if self._is_plain or self.executor.is_eager:
-            self._untouched.check()
-            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
-            self._untouched.remember()
-        else:  # a graph may have added to the gradients since the last eager micro-step
+        # A graph may have added to the gradients since the last eager micro-step.
+        guards = self._is_guarded and (self._is_plain or self.executor.is_eager)
+        with self._untouched.backward() if guards else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
 
@@ -313,10 +313,6 @@ class Runner:
             refuse_in_parts(loss)
         self._test.read(loss)
         return loss
-
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        """Return the micro-batch that is not finite, and a sentence about it, if it is known."""
-        return None
 
 
 class TwoPassRunner(Runner):
@@ -334,13 +330,12 @@ class TwoPassRunner(Runner):
         sync = self._window.sync
         if sync.grows_own_graph or sync.counts_must_agree:
             raise UnsupportedError(
-                f"wb.Coupled on a model of {type(sync).__name__}: its forwards run collectives "
-                "of their own, and the two passes are tested with plain modules and "
-                "DistributedDataParallel (without SyncBatchNorm) only; use those"
+                f"wb.Coupled on a model of {type(sync).__name__}: its forward runs collectives, "
+                "and the two passes are tested only with plain modules and "
+                "DistributedDataParallel (without SyncBatchNorm); use one of those"
             )
         self._coupled = loss
         self._keep = loss.keep
-        self._finite: list[Tensor] = []
 
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
@@ -384,7 +379,6 @@ class TwoPassRunner(Runner):
         torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
         self._add_loss(whole, may_retry=bool(passes.kept))
         passes.second(whole, inject, self._coupled.tolerance)
-        self._finite = passes.finite
 
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
@@ -400,8 +394,8 @@ class TwoPassRunner(Runner):
             # Smaller micro-batches would not help: do not raise an out-of-memory error.
             raise WindowError(
                 f"the loss of the whole batch ran out of memory ({str(error).splitlines()[0]}): it "
-                f"holds the representations of all {len(whole.tensors[0])} samples and what it "
-                "computes from them; compute it in fewer rows at a time (the ready losses have "
+                f"holds the representations of all {len(whole.tensors[0])} samples and everything "
+                "computed from them. Compute fewer rows at a time (the losses of wb.losses have "
                 "rows=), or make the representations or the batch smaller"
             ) from None
 
@@ -441,21 +435,11 @@ class TwoPassRunner(Runner):
                     summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
                 ):
                     raise LossError(
-                        "the loss of the whole batch differs between the ranks (here "
-                        f"{own:g}, on average {summed / sync.ranks:g}): loss(all) is given the "
-                        "representations of all ranks and must be the same function of them on each"
+                        f"the loss of the whole batch differs between the ranks (here {own:g}, on "
+                        f"average {summed / sync.ranks:g}): loss(all) gets the representations of "
+                        "all ranks and must return the same value on every rank"
                     )
         return dict(zip(terms, read, strict=False))
-
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        finite = [bool(flag) for flag in self._finite]
-        if all(finite):
-            return None, "The representations are finite: it is the loss, or its way back"
-        index = finite.index(False)
-        return index, (
-            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
-            "finite"
-        )
 
 
 def choose_runner(
@@ -476,7 +460,7 @@ def choose_runner(
 
 
 def check_functions(loss: object, units: object) -> None:
-    """Refuse what cannot be called, and units where the loss brings its own."""
+    """Refuse a loss that is not callable, and `units=` with a loss that has its own units."""
     if isinstance(loss, Coupled):
         if units is not None:
             raise OptionError(

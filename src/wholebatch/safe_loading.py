@@ -1,4 +1,4 @@
-"""Files of tensors, read without running code that is in them."""
+"""Load files of tensors without running code from them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _ASKED_FOR = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message
 
 
 def load_tensors(path: Path, *, also: Sequence[type] = ()) -> Any:
-    """Return what a `torch.save` archive of tensors and plain values holds, on the CPU.
+    """Load a `torch.save` archive of tensors and plain values, on the CPU.
 
-    No code of the file is run: one that asks for a function or a class (other than those of
-    `also`) is refused, and the StateError says what for. Every byte is checked against the
-    checksums of the archive first.
+    No code of the file is run: a file that needs a function or a class (other than those of `also`)
+    is refused, and the StateError names it. Every byte is checked against the checksums of the
+    archive first.
     """
     try:
         with open_file(path) as file:
@@ -63,6 +63,6 @@ def hostile(path: Path, asked: str | None) -> StateError:
     """Return the error for a file whose pickle asks for more than tensors and plain values."""
     what = f"would run {asked}" if asked else "needs more than tensors and plain values"
     return StateError(
-        f"{path} is hostile, or not a checkpoint of wholebatch: loading it {what}. It was not "
-        "loaded and nothing of it was run"
+        f"{path} is not a checkpoint of wholebatch, or it is unsafe: loading it {what}. It was not "
+        "loaded, and none of its code was run"
     )

@@ -12,7 +12,7 @@ def test_my_loop():
     assert_right_loop(train_one_window)
 ```
 
-What fails says which parameters are off, by how much, and why.
+A failure says which parameters are off, by how much, and why.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""WholeBatch: give it the whole batch, get the update."""
+"""WholeBatch: pass the whole batch, get its exact update in the memory of a micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from wholebatch.batch import Batches, Tokens
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
-from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.coupled.two_pass import encoding_loss
+from wholebatch.errors import RankError, StateError, WindowError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
@@ -36,7 +38,7 @@ MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
 class WholeBatch(HasWindow):
-    """The update of the whole batch, in the memory of a micro-batch.
+    """Make the update of the whole batch in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -75,7 +77,7 @@ class WholeBatch(HasWindow):
         execute: "eager", "compile", "graph" (a recorded CUDA graph), or "auto" for the fastest
             that gives the same numbers.
         memory: A budget such as "20GiB", 0.8 of the device or "free"; or `wb.Memory(...)`, which
-            also moves gradients and optimizer state to host memory.
+            can also keep the optimizer state in host memory.
         audit: Test on the first batch that its micro-batches add up, and refuse a model that
             couples its samples. False skips the test.
         close: `wb.Close(...)`, how a window ends: clipping by value, gradients that are not finite,
@@ -135,7 +137,7 @@ class WholeBatch(HasWindow):
         )
         self._fitting = Fitting(
             root,
-            loss.stand_in if isinstance(loss, Coupled) else loss,
+            partial(encoding_loss, loss) if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
             micro_batch=given.micro_batch,
             memory=memory.budget,
@@ -150,7 +152,8 @@ class WholeBatch(HasWindow):
         if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
-        self._has_more = False  # whether this rank has data for another window
+        # Inside `over` any rank may run out of data; forwards with collectives must be as many.
+        self._meets = sync.counts_must_agree
         self._while_waiting: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
@@ -162,25 +165,25 @@ class WholeBatch(HasWindow):
 
     @property
     def compiling(self) -> str | None:
-        """The compilation that goes on beside the run, for a progress line; None if none does."""
+        """The compilation that runs in a thread, for a progress line; None if there is none."""
         return self._runner.executor.progress
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples in a micro-batch: as given, or what was found to fit; None before that."""
+        """Samples in a micro-batch: the given number, or the one that fits; None before that."""
         given = self.micro_batch if isinstance(self.micro_batch, int) else None
         return self._fitting.size or given
 
     @property
     def recoveries(self) -> int:
-        """Windows that ran out of memory and were begun again with smaller micro-batches."""
+        """Windows that ran out of memory and were restarted with smaller micro-batches."""
         return len(self._fitting.recovered)
 
     def measure_noise(self, every: int = 8) -> None:
         """Start to measure the gradient noise scale; `noise` is the estimate so far.
 
         Args:
-            every: Measure one of so many windows.
+            every: Measure one window of this many.
         """
         coupled = self._runner.needs_every_rank() is not None
         self._probe = Probe(every, self._window, coupled=coupled)
@@ -201,13 +204,15 @@ class WholeBatch(HasWindow):
             The exact mean loss, the gradient norm and what else happened.
         """
         if not self._window.target.steps:
-            raise WindowError("step() with optimizer=None: call gradient(batch), then your step")
+            raise WindowError(
+                "step() with optimizer=None: call gradient(batch), then your own optimizer step"
+            )
         with self._turn:
             self.last_step = self._update(batch, after_micro)
         return self.last_step
 
     def gradient(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
-        """Leave the gradient of the whole batch in `.grad`: the step is yours.
+        """Leave the gradient of the whole batch in `.grad`, for your own optimizer step.
 
         It is normalised and clipped. No optimizer, scheduler or EMA is stepped. Clear the gradients
         after your step: the next window refuses to start on old ones.
@@ -239,22 +244,23 @@ class WholeBatch(HasWindow):
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         if not torch.is_grad_enabled():
             raise WindowError(
-                "a step under torch.no_grad() or torch.inference_mode(), which make no gradients: "
-                "call it outside of them, or under torch.enable_grad()"
+                "step() under torch.no_grad() or torch.inference_mode(), where there are no "
+                "gradients: call it outside of them, or under torch.enable_grad()"
             )
         micros = self._fitting.split(batch)
+        forwards = self._meet(len(micros), steps) if self._meets else None
         self._test(batch, micros)
         window = self._window
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
         if self._fitting.may_begin_again():
-            attempts = self._fitting.attempts(micros, self._begin_again)
+            attempts = self._fitting.attempts(batch, micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:
                     with attempt:
                         self._begin(known)
-                        self._run(attempt, after_micro)
+                        self._run(attempt, forwards, after_micro)
             return self._close(attempt.micros, steps)
         finally:
             window.sync.restore()
@@ -289,7 +295,21 @@ class WholeBatch(HasWindow):
         window.discard()
         self._runner.executor.let_go()
 
-    def _run(self, attempt: Attempt, after_micro: AfterMicro | None) -> None:
+    def _meet(self, micro_batches: int, steps: bool = True) -> int:
+        """Meet the other ranks before a window; return the most micro-batches that a rank brings.
+
+        Refuse to go on where a rank has none and every rank is needed.
+        """
+        most, fewest = self._window.sync.meet(micro_batches)
+        why = self._needs_every_rank(steps)
+        if most > 0 and fewest == 0 and why is not None:
+            raise RankError(
+                f"a rank has no batch for this update, and {why}: give every rank equally many "
+                "batches, with at least one sample each"
+            )
+        return most
+
+    def _run(self, attempt: Attempt, forwards: int | None, after_micro: AfterMicro | None) -> None:
         """Run the forwards and backwards of a window."""
         probe, micros = self._probe, attempt.micros
 
@@ -307,7 +327,8 @@ class WholeBatch(HasWindow):
         measured = probe is not None and probe.active and len(micros) == 1
         alone = self._fitting.may_begin_again() or (measured and self._window.sync.keeps_gradients)
         reduces = self._window.sync.ranks == 1 or not alone
-        self._runner.run(micros, WindowRun(reduces, before, after))
+        forwards = forwards if self._window.sync.counts_must_agree else None
+        self._runner.run(micros, WindowRun(reduces, before, after, forwards))
 
     # --------------------------------------------------------------- the loop
 
@@ -321,38 +342,24 @@ class WholeBatch(HasWindow):
             ahead: Read the next batch while the device computes. Random numbers that the loader
                 draws are then drawn before the step ends.
         """
-        window, feed = self._window, Feed(iter(loader))
+        sync, feed = self._window.sync, Feed(iter(loader))
         last: Any = NOTHING
-        shared = window.sync.ranks > 1
-        if shared:
-            window.ranks_with_more = int(window.sync.sum([float(feed.has_next())])[0])
         self._while_waiting = feed.has_next if ahead else None
+        self._meets = sync.ranks > 1
         try:
             while feed.take():
                 last = feed.current
-                if shared:
-                    self._has_more = feed.has_next()
-                    self._check_that_all_have_data()
                 yield last
+            while sync.ranks > 1 and (most := self._meet(0)):
+                with self._turn:
+                    self.last_step = self._joined(last, most)
         finally:
             self._while_waiting = None
-        while shared and window.ranks_with_more:
-            self._check_that_all_have_data()
-            self.join(last)
+            self._meets = sync.counts_must_agree
 
-    def _check_that_all_have_data(self) -> None:
-        """Refuse to go on where a rank has run out and every rank is needed."""
-        window = self._window
-        why = self._needs_every_rank()
-        if why is not None and window.ranks_with_more != window.sync.ranks:
-            raise RankError(
-                f"only {window.ranks_with_more} of {window.sync.ranks} ranks have data left, "
-                f"and {why}: give every rank equally many batches"
-            )
-
-    def _needs_every_rank(self) -> str | None:
-        """Return why no rank may be without data; None where one may."""
-        if self._window.leaves_gradients:
+    def _needs_every_rank(self, steps: bool) -> str | None:
+        """Return the reason why every rank needs data, or None."""
+        if not steps or self._window.leaves_gradients:
             return "after gradient() the step is made by each rank's own loop"
         return self._runner.needs_every_rank()
 
@@ -363,28 +370,37 @@ class WholeBatch(HasWindow):
             like: Any batch. It is not counted.
         """
         with self._turn:
-            if self._probe is not None:
-                self._probe.begin()
-            self.last_step = self._joined(like)
-            if self._probe is not None:
-                self._probe.closed(None, self.last_step, joined=True)
+            self.last_step = self._joined(like, self._meet(0) if self._meets else None)
         return self.last_step
 
-    def _joined(self, like: Any) -> Step:
-        window, self._has_more = self._window, False
-        why = self._needs_every_rank()
+    def _joined(self, like: Any, forwards: int | None) -> Step:
+        window, probe = self._window, self._probe
+        why = self._needs_every_rank(steps=True)
         if why is not None:
             raise RankError(
                 f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
+        if probe is not None:
+            probe.begin()
         self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
         known = None if self._count is None else self._count([])
         self._runner.begin_window()
-        if not window.sync.counts_must_agree:
-            return window.join(known)
+        if window.sync.counts_must_agree:
+            step = self._joined_forwards(like, known, forwards)
+        else:
+            step = window.join(known)
+        if probe is not None:
+            probe.closed(None, step, joined=True)
+        return step
+
+    def _joined_forwards(
+        self, like: Any, known: dict[str, float] | None, forwards: int | None
+    ) -> Step:
+        """Run as many forwards as the other ranks, none of which counts."""
+        window = self._window
         if like is NOTHING:
             raise RankError(
                 f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
@@ -394,33 +410,24 @@ class WholeBatch(HasWindow):
         window.begin(0, known=known)
         try:
             with self._precision.window():
-                self._runner.run((), WindowRun(stand_in=stand_in))
+                self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
             return window.close()
         finally:
             window.sync.restore()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        try:
-            measured = None if self._probe is None else self._probe.measurements()
-            step = self._window.close(
-                steps=steps, has_more=self._has_more, while_waiting=self._while_waiting
-            )
-            if self._probe is not None:
-                self._probe.closed(measured, step, joined=False)
-            if step.skipped is None:
-                self._runner.end_window()
-            return step
-        except NonFiniteError as error:
-            found = self._runner.find_nonfinite()
-            if error.micro_batch is not None or found is None:
-                raise
-            index, where = found
-            raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
+        measured = None if self._probe is None else self._probe.measurements()
+        step = self._window.close(steps=steps, while_waiting=self._while_waiting)
+        if self._probe is not None:
+            self._probe.closed(measured, step, joined=False)
+        if step.skipped is None:
+            self._runner.end_window()
+        return step
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from beside the model and the optimizer; call it between steps."""
+        """Return the state to resume from; save it between steps, with model and optimizer."""
         if self._turn.taken:
             raise StateError(
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
@@ -434,7 +441,7 @@ class WholeBatch(HasWindow):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
+        """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
         self._window.load_state_dict("WholeBatch", saved)

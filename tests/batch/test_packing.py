@@ -185,7 +185,7 @@ def test_a_model_that_looks_beyond_its_sequence_is_refused() -> None:
 
     batch = own_texts()
     batch["labels"] = batch.pop("shift_labels")
-    with pytest.raises(UnsupportedError, match="shifted already must be called shift_labels"):
+    with pytest.raises(UnsupportedError, match="Name labels that are shifted already shift_labels"):
         gradient(Own().double(), batch, wb.tokens(64, pack=True), loss=named_labels)
 
 

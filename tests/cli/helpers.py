@@ -52,6 +52,40 @@ def scheduler(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 """
 
+# Of NOISY: its samples as a stream through a shuffle buffer, in a loader that saves its state.
+# READ has a line for every sample that was read.
+STATEFUL = (
+    "def data():\n    return Points()",
+    """
+class Shuffled(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.read, self.buffer, self.chance = 0, [], torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        points = Points()
+        while self.read < len(points) or self.buffer:
+            while self.read < len(points) and len(self.buffer) < 5:
+                with open(os.environ.get("READ", os.devnull), "a") as file:
+                    file.write(f"{self.read}\\n")
+                self.buffer.append(self.read)
+                self.read += 1
+            place = torch.randint(len(self.buffer), (), generator=self.chance).item()
+            yield points[self.buffer.pop(place)]
+        self.read = 0
+
+    def state_dict(self):
+        return {"read": self.read, "buffer": self.buffer, "chance": self.chance.get_state()}
+
+    def load_state_dict(self, state):
+        self.read, self.buffer = state["read"], [*state["buffer"]]
+        self.chance.set_state(state["chance"])
+
+def data():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader(Shuffled(), batch_size=10)
+""",
+)
+
 # float64 and no randomness: the update must not depend on how the batch was split.
 EXACT = """
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import numpy
@@ -31,6 +32,31 @@ class Stream(IterableDataset[list[float]]):
         return (noisy[index] for index in range(len(noisy)))
 
 
+class SavedStream(Stream):
+    """One that continues where its state says."""
+
+    def __init__(self) -> None:
+        self.read = [0]
+
+    def __iter__(self) -> Iterator[list[float]]:
+        noisy = Noisy()
+        while self.read[0] < len(noisy):
+            self.read[0] += 1
+            yield noisy[self.read[0] - 1]
+        self.read[0] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}  # the list itself, which changes later
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = [*state["read"]]
+
+
+def stateful(data: Any, **options: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    return module.StatefulDataLoader(data, batch_size=4, **options)
+
+
 def generator() -> Iterator[list[float]]:
     return iter(Stream())
 
@@ -40,7 +66,16 @@ SOURCES = {
     "stream": Stream,
     "generator": generator,
     "loader": lambda: DataLoader(Noisy(), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "loader with a generator": lambda: DataLoader(
+        Noisy(),  # type: ignore[arg-type]
+        batch_size=4,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(7),
+    ),
     "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
+    "stateful loader": lambda: stateful(SavedStream()),
+    "stateful loader without a stream's state": lambda: stateful(Stream()),
+    "stateful loader of a dataset": lambda: stateful(Noisy(), shuffle=True),
 }
 
 
@@ -76,7 +111,7 @@ def test_goes_on_at_any_place_with_the_same_batches(source: str, taken: int) -> 
     straight = batches(source)
     for _ in range(taken):
         straight.take()
-    state = straight.state_dict()
+    state = deepcopy(straight.state_dict())
     torch.manual_seed(99)  # whatever the model draws in between changes nothing
     random.seed(99)
     resumed = batches(source)
@@ -107,11 +142,34 @@ def test_shares_of_ranks_are_the_batch_of_one(source: str, collate: Any, ranks: 
             assert as_lists(empty.like)[0][0] in [sample[0] for sample in expected]
 
 
-def test_peeking_changes_nothing() -> None:
-    plain, peeking = batches("generator"), batches("generator")
+@pytest.mark.parametrize("source", ["generator", "stateful loader"])
+def test_peeking_changes_nothing(source: str) -> None:
+    plain, peeking = batches(source), batches(source)
     for _ in range(7):
         peeked = as_lists(peeking.peek())
+        resumed = batches(source)
+        resumed.load_state_dict(deepcopy(peeking.state_dict()))
+        assert as_lists(resumed.take()) == peeked
         assert as_lists(peeking.take()) == as_lists(plain.take()) == peeked
+
+
+def test_workers_of_a_stateful_loader_go_on_where_they_stopped() -> None:
+    class Numbers(SavedStream):
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.tensor([sample[0]]) for sample in super().__iter__())
+
+        def state_dict(self) -> dict[str, Any]:
+            return deepcopy(super().state_dict())
+
+    def feed() -> Batches:
+        return Batches(lambda: stateful(Numbers(), num_workers=1), batch_size=4, seed=0)
+
+    straight, resumed = feed(), feed()
+    for _ in range(4):
+        straight.take()
+    resumed.load_state_dict(deepcopy(straight.state_dict()))
+    for _ in range(3):
+        assert torch.equal(straight.take(), resumed.take())
 
 
 def test_the_model_s_random_numbers_are_left_alone() -> None:
@@ -169,5 +227,5 @@ def test_other_data_is_noticed_when_resuming() -> None:
         stream.take()
     shorter = Batches(lambda: iter(range(5)), batch_size=4, seed=0)
     shorter.load_state_dict(stream.state_dict())
-    with pytest.raises(StateError, match="epoch 0 ended after 2 batches, and the run had taken 3"):
+    with pytest.raises(StateError, match="epoch 0 ended after 2 batches, but the run had used 3"):
         shorter.take()

@@ -239,7 +239,8 @@ def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> Non
     ran = command("train", recipe(EXACT), "--updates", 1, "--parallel", "fsdp2")
     assert ran.status == 0, ran.err
     assert (
-        "note: --parallel fsdp2 has no effect: it is for torchrun; this is one process" in ran.out
+        "note: --parallel fsdp2 has no effect in one process; start the run with torchrun"
+        in ran.out
     )
 
 

@@ -205,7 +205,7 @@ def test_sizes_that_are_asked_for_have_graphs_of_their_own(
     assert traces == [False, True, False, False]
     assert shared_by(train) == 0
     history = train._runner.executor.notes.history
-    assert any("its code asks for the sizes themselves" in text for text in history)
+    assert any("its code reads the sizes as numbers" in text for text in history)
 
 
 def test_a_graph_that_gives_something_else_is_not_shared(

@@ -58,7 +58,7 @@ def test_freeze_runs_in_evaluation_mode_whatever_train_says() -> None:
 
 
 def test_freeze_needs_running_statistics() -> None:
-    with pytest.raises(UnsupportedError, match="'1' keep no running statistics"):
+    with pytest.raises(UnsupportedError, match="'1' have no running statistics"):
         choose("freeze", first_layer(track_running_stats=False))
 
 

@@ -77,7 +77,7 @@ def test_accumulator_refuses_by_name() -> None:
     model = normed()
     with pytest.raises(wb.errors.UnsupportedError, match=r"BatchNorm in '1', '4'"):
         wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(wb.errors.OptionError, match="owns no forward"):
+    with pytest.raises(wb.errors.OptionError, match="does not run the forward pass"):
         wb.Accumulator(model, sgd(model), steps=2, batchnorm="exact")
     acc = wb.Accumulator(model.eval(), sgd(model), steps=2)
     model.train()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import LossError, OptionError
 from wholebatch.losses.contrastive import clip_loss, siglip_loss, supcon_loss
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss
 
 

@@ -75,10 +75,16 @@ class Teacher:
 
 
 MISTAKES: dict[str, tuple[Callable[[], LossOf], str]] = {
-    "a token mean with the samples as units": (lambda: token_mean, "its units may be others"),
-    "a term of a rare class": (lambda: rare_class, "compares samples|its units may be others"),
-    "flooding": (lambda: flooding, "compares samples|its units may be others"),
-    "a teacher moved by every micro-batch": (Teacher, "something outside of the model moves"),
+    "a token mean with the samples as units": (
+        lambda: token_mean,
+        "the units may count something else",
+    ),
+    "a term of a rare class": (
+        lambda: rare_class,
+        "compares samples|the units may count something else",
+    ),
+    "flooding": (lambda: flooding, "compares samples|the units may count something else"),
+    "a teacher moved by every micro-batch": (Teacher, "something outside of the model changes"),
 }
 
 

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "queue": (Queue, rf"queue \(Queue\): .*{ACTS}"),
     "momentum encoder": (MomentumEncoder, r"slow.weight \(Parameter\): a forward changes this"),
     "initialisation": (ActNorm, r"ready \(ActNorm\): .* run that batch through the model before"),
-    "for evaluation": (EvalMean, r"mean \(EvalMean\): .* two parts leave another value"),
+    "for evaluation": (EvalMean, r"mean \(EvalMean\): .* two parts leave it at another value"),
 }
 
 
@@ -261,7 +261,7 @@ def test_state_of_the_loss_function_itself_is_told() -> None:
 
     model = mlp()
     train = wb.WholeBatch(model, sgd(model), loss=centred, micro_batch=8)
-    with pytest.raises(wb.errors.UnsupportedError, match="something outside of the model moves"):
+    with pytest.raises(wb.errors.UnsupportedError, match="something outside of the model changes"):
         train.step(samples(20))
 
 

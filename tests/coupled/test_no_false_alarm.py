@@ -264,6 +264,6 @@ def test_groups_that_a_micro_batch_cuts_are_refused(group: int, micro: int) -> N
     model = GroupDeviation(group).double()
     train = wb.WholeBatch(model, sgd(model), loss=of_groups, micro_batch=micro)
     with pytest.raises(
-        wb.errors.UnsupportedError, match="micro-batches of a multiple of k samples"
+        wb.errors.UnsupportedError, match="make the micro-batch a multiple of k samples"
     ):
         train.step(samples(48))

@@ -45,7 +45,7 @@ def test_a_layer_that_no_type_tells_is_refused_by_name_before_anything_moves() -
     model = Net(Centred()).double()
     before = copy.deepcopy(model.state_dict())
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
-    with pytest.raises(wb.errors.UnsupportedError, match=r"inside \(Centred\): output for one"):
+    with pytest.raises(wb.errors.UnsupportedError, match=r"inside \(Centred\): its output for one"):
         train.step(samples(10))
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert train.updates == 0
@@ -131,7 +131,7 @@ def test_random_numbers_are_held_and_state_of_the_function_is_told() -> None:
     train = wb.WholeBatch(model, sgd(model), loss=noisy, micro_batch=4)
     assert train.step(samples(10)).update
     train = wb.WholeBatch(model, sgd(model), loss=annealed, micro_batch=4)
-    with pytest.raises(wb.errors.UnsupportedError, match="something outside of the model moves"):
+    with pytest.raises(wb.errors.UnsupportedError, match="something outside of the model changes"):
         train.step(samples(10))
 
 
@@ -142,7 +142,7 @@ def test_a_ready_loss_of_the_whole_batch_is_refused_of_a_part() -> None:
     model = nn.Linear(5, 3).double()  # all layers are PyTorch's own: not probed
     assert wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=8).step(samples(8)).update
     train = wb.WholeBatch(model, sgd(model), loss=contrast, micro_batch=4)
-    with pytest.raises(wb.errors.LossError, match=r"give loss=wb\.Coupled"):
+    with pytest.raises(wb.errors.LossError, match=r"Use loss=wb\.Coupled"):
         train.step(samples(8))
 
 
@@ -206,7 +206,7 @@ def test_spectral_normalisation_is_told(caplog: pytest.LogCaptureFixture) -> Non
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3)).double()
     with caplog.at_level(logging.WARNING, logger="wholebatch"):
         wb.WholeBatch(layer, sgd(layer), loss=loss, micro_batch=4)
-    assert "one power iteration for every forward" in caplog.text
+    assert "one power iteration in every forward" in caplog.text
     assert [f.kind for f in layers_by_type(layer)] == ["spectral"]
     old = nn.utils.spectral_norm(nn.Linear(5, 3))
     assert [f.kind for f in layers_by_type(old)] == ["spectral"]

@@ -177,6 +177,73 @@ def nothing_on_one_rank(engine: str) -> Any:
     return errors(model, seen, undivided(everyones(mine), None, sgd))
 
 
+def several_accumulators(case: str) -> Any:
+    """DDP: two accumulators in one loop, each with a model and a clipping of its own."""
+    rank = dist.get_rank()
+    models = [wrapped("ddp"), wrapped("ddp")]
+    optimizers = [sgd(model) for model in models]
+    seen = [SeenFull(*pair) for pair in zip(models, optimizers, strict=True)]
+    first, second = (
+        wb.Accumulator(model, optimizer, steps=3, clip_norm=clip)
+        for model, optimizer, clip in zip(models, optimizers, (None, 0.05), strict=True)
+    )
+    for m in wb.over([m for window in micros_of(case, rank) for m in window], first, second):
+        first.backward(loss(models[0], m))
+        second.backward(loss(models[1], m))
+    found = [
+        errors(model, one, reference(case, clip, sgd))
+        for model, one, clip in zip(models, seen, (None, 0.05), strict=True)
+    ]
+    return {key: max(one[key] for one in found) for key in found[0]}
+
+
+def announced(case: str) -> Any:
+    """DDP: windows whose units are announced; a rank without data announces none."""
+    model = wrapped("ddp")
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    mine = micros_of(case, dist.get_rank())
+    acc = wb.Accumulator(model, optimizer, steps=3)
+    for index, m in enumerate(acc.over([m for window in mine for m in window])):
+        if index % 3 == 0:
+            acc.announce({"tokens": sum((m["labels"] != -100).sum() for m in mine[index // 3])})
+        acc.backward(wb.Loss.terms({"tokens": loss(model, m)}))
+    return errors(model, seen, reference(case, None, sgd))
+
+
+def refused_loops(engine: str) -> dict[str, str]:
+    """Loops that ranks cannot share, by the message of the error, which all ranks get."""
+    rank, found = dist.get_rank(), {}
+
+    def attempt(name: str, steps: tuple[int, ...], items: int, body: Callable[..., Any]) -> None:
+        models = [wrapped(engine) for _ in steps]
+        accumulators = [
+            wb.Accumulator(model, sgd(model), steps=number)
+            for model, number in zip(models, steps, strict=True)
+        ]
+        try:
+            for m in wb.over([micro(i, 2) for i in range(items)], *accumulators):
+                body(m, *zip(accumulators, models, strict=True))
+        except wb.errors.WholebatchError as error:
+            found[name] = str(error)
+
+    def in_order(m: Micro, *pairs: Any) -> None:
+        for acc, model in pairs:
+            acc.backward(loss(model, m))
+
+    def announcing(m: Micro, *pairs: Any) -> None:
+        pairs[0][0].announce({"tokens": 1})
+
+    if engine == "ddp":
+        attempt("steps", (2, 3), 6, in_order)
+        attempt("order", (2, 2), 2, lambda m, *pairs: in_order(m, *reversed(pairs)))
+        attempt("first", (2, 2), 2 * rank, in_order)
+        attempt("announce", (2, 2), 2, announcing)
+    else:
+        attempt("no data", (2,), 2 * rank, in_order)
+    return found
+
+
 def skipped_and_flushed() -> Any:
     """DDP: a body that skips its last micro-batch, and a window closed by flush()."""
     model = wrapped("ddp")
@@ -207,29 +274,38 @@ def no_gradient_anywhere() -> dict[str, float]:
 
 
 def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
+    """Return the runs of one engine. Options take turns over the cases: pairs are enough."""
     cases: dict[str, Callable[[], Any]] = {}
-    exact = ["tokens", "counts", "tail", "exhausted"] + (["unused"] if engine == "ddp" else [])
-    for case in exact:
-        for clip, make in ((None, sgd), (0.05, adamw)):
-            name = f"accumulator {case} {make.__name__} clip={clip}"
-            cases[name] = lambda c=case, k=clip, m=make: by_accumulator(engine, c, k, m, "hold")
+    few = engine == "ddp" and dist.get_world_size() > 2  # HSDP has the other cases of four ranks
+    exact = ["counts"] if few else ["tokens", "counts", "tail", "exhausted"]
+    for turn, case in enumerate(exact):
+        clip, make = ((None, sgd), (0.05, adamw))[turn % 2]
+        cases[f"accumulator {case} {make.__name__} clip={clip}"] = partial(
+            by_accumulator, engine, case, clip, make, "hold"
+        )
         if engine != "ddp":
-            for sync in ("every", "gathered"):
-                cases[f"accumulator {case} {sync}"] = lambda c=case, s=sync: by_accumulator(
-                    engine, c, 0.05, sgd, s
-                )
-        cases[f"run {case}"] = lambda c=case: by_run(engine, c)
-        if case != "unused":
-            for known in (False, True):
-                cases[f"whole batch {case} known={known}"] = lambda c=case, u=known: by_whole_batch(
-                    engine, c, 0.05, sgd, u
-                )
-    if engine == "ddp":
+            sync = ("every", "gathered")[turn % 2]
+            cases[f"accumulator {case} {sync}"] = partial(
+                by_accumulator, engine, case, 0.05, sgd, sync
+            )
+        cases[f"run {case}"] = partial(by_run, engine, case)
+        known = turn % 2 == 1
+        cases[f"whole batch {case} known={known}"] = partial(
+            by_whole_batch, engine, case, 0.05, sgd, known
+        )
+    if engine == "ddp" and not few:
+        for clip, make in ((None, sgd), (0.05, adamw)):
+            cases[f"accumulator unused {make.__name__}"] = partial(
+                by_accumulator, engine, "unused", clip, make, "hold"
+            )
+        cases["run unused"] = partial(by_run, engine, "unused")
         cases["run as traced"] = by_run_as_traced
-        cases["no data on rank 0"] = lambda: nothing_on_one_rank(engine)
+        cases["no data on rank 0"] = partial(nothing_on_one_rank, engine)
         cases["skipped and flushed"] = skipped_and_flushed
-        if dist.get_world_size() == 2:  # compiling is slow, and four ranks show no more
-            cases["compiled micro-steps"] = by_graphs
+        for case in ("tail", "exhausted"):
+            cases[f"several accumulators {case}"] = partial(several_accumulators, case)
+            cases[f"announced {case}"] = partial(announced, case)
+        cases["compiled micro-steps"] = by_graphs
         cases["no gradient anywhere"] = no_gradient_anywhere
     return cases
 
@@ -244,9 +320,12 @@ def main() -> None:
         for name, run in cases_of(engine).items():
             started = time.perf_counter()
             results[engine][name] = {**run(), "seconds": time.perf_counter() - started}
+    refusals = {engine: refused_loops(engine) for engine in engines if engine != "hsdp"}
     # Every rank must have made the same update: gather the worst.
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, refusals)
     if dist.get_rank() == 0:
         worst = {
             engine: {
@@ -256,7 +335,7 @@ def main() -> None:
             for engine, rows in results.items()
         }
         with open(report, "w", encoding="utf-8") as file:
-            json.dump(worst, file)
+            json.dump({"errors": worst, "refusals": everyone}, file)
     dist.destroy_process_group()
 
 

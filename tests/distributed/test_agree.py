@@ -13,7 +13,7 @@ from tests.support import EXACT
 WORKER = Path(__file__).with_name("agree_worker.py")
 DOORS = ("in_a_loop", "of_the_whole", "counted_before")
 OTHER_PARAMETERS = "RankError: ranks differ in their parameters (names, shapes, order, or which are"
-OTHER_WEIGHTS = "RankError: the weights differ between ranks, so their models would never be the"
+OTHER_WEIGHTS = "RankError: the weights differ between ranks, so the models would never be the"
 SENTENCES = {
     "frozen": OTHER_PARAMETERS,
     "not_in_the_optimizer": OTHER_PARAMETERS,
@@ -21,7 +21,7 @@ SENTENCES = {
     "equal_sizes": OTHER_PARAMETERS,
     "loaded_on_one": OTHER_WEIGHTS,
     "beside_the_model": OTHER_WEIGHTS,
-    "left_out_by_ddp": "UnsupportedError: module.2.weight: DistributedDataParallel is told to",
+    "left_out_by_ddp": "UnsupportedError: module.2.weight: DistributedDataParallel ignores",
 }
 
 

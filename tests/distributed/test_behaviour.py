@@ -34,9 +34,8 @@ def test_a_window_reduces_the_bytes_of_one_micro_batch(engine: str, ranks: Any) 
     for rank in ranks:
         by_steps = rank["bytes"][engine]
         assert by_steps["1"]["gradients"] > 5000
-        assert by_steps["4"] == by_steps["1"]
-        assert by_steps["9"] == by_steps["1"]
-        assert by_steps["9"]["small"] < 512
+        assert by_steps["5"] == by_steps["1"]
+        assert by_steps["5"]["small"] < 512
 
 
 def test_fp16_skipping_is_agreed(ranks: Any) -> None:
@@ -61,7 +60,7 @@ def test_exact_batchnorm_over_the_global_batch(ranks: Any) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_memory_of_a_sharded_window_was_predicted(name: str, ranks: Any) -> None:
     precision, sync = SHARDED[name]
-    model, batch = sharded_gpt(), tokens(6)
+    model, batch = sharded_gpt(), tokens(2)
     found = predict_peak(
         model,
         gpt_loss,
@@ -94,8 +93,8 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     *first, state, flush = ranks[0]["refused"]
     hook, static, sparse, every, unknown, inside, narrow, alone, with_it, reduces, by_itself = first
     assert "a plain model in a job of 2 ranks: nothing reduces its gradients" in alone
-    assert 'by itself, say so: close=wb.Close(sync="none")' in alone
-    assert 'sync="none" on a model of ddp, which reduces gradients' in reduces
+    assert 'should train alone, pass close=wb.Close(sync="none")' in alone
+    assert 'sync="none" on a model of ddp: this engine reduces gradients' in reduces
     assert (with_it, by_itself) == ("accepted", "accepted")
     assert narrow.startswith("weight is torch.bfloat16, and FSDP2 would round the sum")
     assert "communication hook" in hook
@@ -105,4 +104,4 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     assert "sync='sometimes': must be" in unknown
     assert "Sequential around DistributedDataParallel" in inside
     assert "save after the Step" in state
-    assert "has none left" in flush
+    assert "has no backward left" in flush

@@ -53,5 +53,7 @@ def test_values_from_a_list_are_refused() -> None:
     recorder = _Recorder()
     with recorder, torch.device("meta"):
         value = torch.tensor([1.0, 2.0])  # without _Constants, as an array would be
-    with pytest.raises(RecipeError, match=r"the first values of mean are not known.*torch.arange"):
+    with pytest.raises(
+        RecipeError, match=r"the initial values of mean are not known.*torch.arange"
+    ):
         recorder.replay(value, "mean")

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.helpers import EXACT, NOISY, assert_same_bits, metrics_of, newest_checkpoint
+from tests.cli.helpers import (
+    EXACT,
+    NOISY,
+    STATEFUL,
+    assert_same_bits,
+    metrics_of,
+    newest_checkpoint,
+)
 from tests.distributed.launch import torchrun
 from wholebatch.cli import main
 
@@ -27,7 +34,10 @@ Reports = list[dict[str, dict[str, Any]]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job has run every case of the worker, and one process what they are held to."""
     folder = tmp_path_factory.mktemp("train")
-    for name, text in {"exact": EXACT, "noisy": NOISY, "held_out": HELD_OUT}.items():
+    pytest.importorskip("torchdata")
+    texts = {"exact": EXACT, "noisy": NOISY, "held_out": HELD_OUT}
+    texts["stream"] = NOISY.replace(*STATEFUL)
+    for name, text in texts.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     path = str(folder / "exact.py")
     assert main(["train", path, "--out", str(folder / "one"), "--updates", "6"]) == 0
@@ -86,7 +96,7 @@ def test_held_out_samples_on_ranks(folder: Path, ranks: Reports) -> None:
     assert line["validation_loss"] > 0
 
 
-@pytest.mark.parametrize("kind", ["", "-fsdp2"], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["", "-fsdp2", "-stream"], ids=["ddp", "fsdp2", "stream"])
 def test_all_ranks_stop_at_the_same_window_and_go_on_bit_for_bit(
     folder: Path, ranks: Reports, kind: str
 ) -> None:

@@ -1,6 +1,6 @@
 """Runs `wholebatch train` several times on the ranks of one job; each rank reports by itself.
 
-FOLDER has the recipes `exact.py` and `noisy.py`, and the run `from-one` of one process.
+FOLDER has recipes (`exact.py`, `noisy.py`, ...), and the run `from-one` of one process.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ CASES: dict[str, list[str]] = {
     "straight-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
     "stop/stopped-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
     "again/stopped-fsdp2": ["--resume", "--parallel", "fsdp2"],
+    "straight-stream": ["stream.py"],
+    "stop/stopped-stream": ["stream.py"],
+    "again/stopped-stream": ["--resume"],
     "refused": ["exact.py", "--batch-size", "99"],
 }
 

@@ -148,9 +148,10 @@ def test_hand_written_loop_is_wrong_on_the_same_case() -> None:
     assert distance(update, whole.updates()) > 0.1
 
 
-def test_steps_change_by_update_and_by_epoch() -> None:
+def test_steps_change_by_update_by_epoch_and_by_a_function() -> None:
     for steps, expected in (
         ({0: 2, 2: 3}, [2, 2, 3, 2]),
+        (lambda update: update + 2, [2, 3, 4]),
         (wb.by_epoch({0: 4, 1: 9}), [4, 4, 1]),
     ):
         model = mlp()
@@ -158,6 +159,12 @@ def test_steps_change_by_update_and_by_epoch() -> None:
         made = trained(model, acc, pieces(samples(9), [1] * 9))
         assert [s.micro_batches for s in made] == expected
     assert [s.micro_batches for s in trained(model, acc, pieces(samples(9), [1] * 9))] == [9]
+
+
+def test_a_function_of_the_update_must_return_a_number_of_micro_batches() -> None:
+    model = mlp()
+    with pytest.raises(wb.errors.OptionError, match=r"returns 0 for update 0: it must return a"):
+        wb.Accumulator(model, sgd(model), steps=lambda update: update)
 
 
 def test_changing_steps_is_exact() -> None:

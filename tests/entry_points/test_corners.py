@@ -292,4 +292,4 @@ def test_units_that_are_clamped_where_nothing_counts_are_told_of(
     sgd(whole).step()
     assert distance(model.parameters(), whole.parameters()) < EXACT
     step_of(mlp(), loss=counted(1))(batch)
-    assert caplog.text.count("exactly 0 over 1 unit, where another one has 3") == 1
+    assert caplog.text.count("exactly 0 over 1 unit, and another micro-batch has 3") == 1

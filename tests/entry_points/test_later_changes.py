@@ -109,7 +109,7 @@ def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture)
         caplog.clear()
         del acc
         gc.collect()
-        assert ("1 micro-batches have made no update" in caplog.text) is told
+        assert ("1 micro-batches made no update" in caplog.text) is told
 
 
 def test_a_write_into_any_parameter_in_the_middle_of_a_window_is_refused() -> None:
@@ -292,7 +292,7 @@ def test_equal_means_real_and_fake_samples_and_a_list_may_be_one_unit() -> None:
         acc.backward(chosen(model, micro) * 2 * units, units=units)
 
     assert windows(two, UNEVEN, lambda m, b: 3 * chosen(m, b))[1] <= EXACT
-    with pytest.warns(UserWarning, match="count alike: each is a mean over units=1"):
+    with pytest.warns(UserWarning, match="count the same: each is a mean over units=1"):
         made = windows(lambda a, m, b: a.backward(mean=each(m, b)[None].mean(), units=1), UNEVEN)
     assert made[0] == 1
 
@@ -355,7 +355,7 @@ PADDED: dict[str, Callable[[nn.Module, Batch], Any]] = {
 def test_padding_that_counts_is_not_trimmed(name: str) -> None:
     model = Tokens()
     train = wb.WholeBatch(model, sgd(model), loss=PADDED[name], micro_batch=wb.tokens(20))
-    with pytest.raises(wb.errors.UnsupportedError, match="what was trimmed counts"):
+    with pytest.raises(wb.errors.UnsupportedError, match="uses the trimmed padding"):
         train.step(texts())
 
 
@@ -381,7 +381,7 @@ def test_a_leaf_that_is_not_a_value_per_sample_is_refused_in_micro_batches_of_on
 def test_cross_entropy_takes_classes_from_one_dimension(soft: bool) -> None:
     logits = torch.randn(3, 5, 5).double().requires_grad_()
     labels = torch.rand(3, 5, 5).double() if soft else torch.randint(0, 5, (3, 5))
-    with pytest.raises(wb.errors.LossError, match="say dim=-1, or dim=1"):
+    with pytest.raises(wb.errors.LossError, match="pass dim=-1, or dim=1"):
         wb.cross_entropy(logits, labels)
     torchs = wb.cross_entropy(logits, labels, dim=1)
     torch.testing.assert_close(

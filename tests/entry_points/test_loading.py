@@ -18,7 +18,7 @@ from wholebatch.errors import StateError
 from wholebatch.plain_files import open_file, read_json
 from wholebatch.safe_loading import load_tensors
 
-HOSTILE = "is hostile, or not a checkpoint of wholebatch: loading it would run "
+HOSTILE = "is not a checkpoint of wholebatch, or it is unsafe: loading it would run "
 
 
 class Trap:
@@ -48,7 +48,9 @@ def test_an_archive_of_torch_runs_no_code(tmp_path: Path, protocol: int) -> None
     path, trap = tmp_path / "window-00000001.pt", tmp_path / "sprung"
     torch.save({"kind": Trap(trap)}, path, pickle_protocol=protocol)
     said = refused(lambda: load_tensors(path), trap)
-    assert said.startswith(f"{path} is hostile, or not a checkpoint of wholebatch: loading it ")
+    assert said.startswith(
+        f"{path} is not a checkpoint of wholebatch, or it is unsafe: loading it "
+    )
     assert "posix.mkdir" in said if protocol == 2 else "more than tensors and plain values" in said
 
 

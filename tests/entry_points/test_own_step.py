@@ -149,7 +149,7 @@ def test_refusals_without_an_optimizer() -> None:
     model = mlp()
     with pytest.raises(WindowError, match=r"step\(\) with optimizer=None: call gradient"):
         whole_batch(model, None, [4, 4]).step(samples(8))
-    with pytest.raises(OptionError, match="ema= with optimizer=None: the step is yours"):
+    with pytest.raises(OptionError, match="ema= with optimizer=None: you make the step"):
         whole_batch(model, None, [8], ema=torch.optim.swa_utils.AveragedModel(model))
     with pytest.raises(OptionError, match="optimizer=None with optimizer_state="):
         whole_batch(model, None, [8], optimizer_state="host")

@@ -14,6 +14,7 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.compile.nets import Tagger, tagged
 from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd
+from wholebatch.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("graphs_run_as_traced")
 SIZES = ((3, 1, 4, 2), (3, 1, 4, 2), (5, 4, 1), (3, 3, 3), (2, 2), (3, 1, 4, 2))
@@ -188,7 +189,7 @@ def test_two_accumulators_of_a_gan_train_through_each_other() -> None:
         assert distance(judge.parameters(), own_judge.parameters()) < EXACT
         assert distance(make.parameters(), own_make.parameters()) < EXACT
     assert {mode(judges, judged), mode(makers, made)} == {"operations"}
-    with pytest.raises(wb.errors.WindowError, match="give each accumulator a loop of its own"):
+    with pytest.raises(wb.errors.WindowError, match="give each accumulator its own loop"):
         for micro in wb.over(parts, judges, makers):
             judges.run(judged, micro)
             makers.run(made, micro)  # its last micro-batch would see the new judge
@@ -305,3 +306,29 @@ def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(
         acc.run(loss, samples(3))
     whole.step(twice)
     whole.assert_same(model)
+
+
+@pytest.mark.parametrize("execute", ["eager", "compile"])
+def test_a_teacher_that_moves_once_per_micro_batch_is_refused(execute: Any) -> None:
+    """The loop moves it beside `run`, so that no forward shows it; after the Step it may move."""
+
+    def train(*, once_per_update: bool) -> None:
+        model, teacher = mlp(), mlp().requires_grad_(False)
+        noise = torch.Generator().manual_seed(0)
+
+        def loss(micro: Micro) -> wb.Loss:
+            drawn = torch.rand((), generator=noise) if execute == "eager" else torch.ones(())
+            apart = (model(micro["x"]) - teacher(micro["x"])).square().mean(1) * (1 + 1e-12 * drawn)
+            losses = functional.cross_entropy(model(micro["x"]), micro["y"], reduction="none")
+            return wb.Loss((losses + apart).sum(), len(apart))
+
+        acc = wb.Accumulator(model, sgd(model), steps=4, execute=execute)
+        for micro in acc.over([micro for window in windows(samples)[:2] for micro in window]):
+            step = acc.run(loss, micro)
+            if step is not None or not once_per_update:
+                for theirs, ours in zip(teacher.parameters(), model.parameters(), strict=True):
+                    theirs.data.lerp_(ours.data, 0.1)
+
+    train(once_per_update=True)
+    with pytest.raises(UnsupportedError, match=r"same samples was .*moves once per micro-batch"):
+        train(once_per_update=False)

@@ -86,9 +86,9 @@ def test_several_terms_each_with_its_own_units(micro_batch: int) -> None:
     assert step.terms["main"] + 0.3 * step.terms["aux"] == pytest.approx(value, rel=1e-13)
 
     stream = wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(wb.errors.LossError, match=r"in a stream.*use WholeBatch with units="):
+    with pytest.raises(wb.errors.LossError, match=r"several terms.*WholeBatch\(units=\)"):
         stream.backward(terms(model, batch))
-    with pytest.raises(wb.errors.LossError, match="in a stream"):
+    with pytest.raises(wb.errors.LossError, match="a loss of several terms"):
         wb.WholeBatch(model, sgd(model), loss=terms, micro_batch=4).step(batch)
     with pytest.raises(wb.errors.LossError, match=r"\['main'\], but the loss has the terms"):
         wb.WholeBatch(

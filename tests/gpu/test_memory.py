@@ -211,9 +211,11 @@ def test_the_chosen_micro_batch_runs_and_nearly_fills_the_limit() -> None:
             execute="eager",
         )
         said = train.choose(batch)
-        for _ in range(3):
+        print(said, f"{torch.cuda.memory_allocated() / MIB:.0f} MiB allocated", flush=True)
+        for _ in range(5):
             train.step(batch)
-        print(said, flush=True)
+            reserved = torch.cuda.max_memory_reserved() / MIB
+            print(f"{train.recoveries} recoveries, {reserved:.0f} MiB reserved", flush=True)
     assert train.recoveries == 0
     assert train.micro_batch_size is not None
     assert 4 <= train.micro_batch_size < len(batch["x"])
@@ -243,6 +245,26 @@ def test_comparisons_with_eager_code_leave_no_memory_behind() -> None:
             train.step(batch)
         assert executor.mode == "graph of compile", executor.notes.history
         assert torch.cuda.memory_reserved() <= before + 4 * MIB
+
+
+def test_comparisons_of_run_leave_no_memory_behind() -> None:
+    """The autocast around `run` keeps the casts of weights, which lie among the activations."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    acc = wb.Accumulator(model, optimizer, steps=4, execute="graph")
+
+    def loss(micro: Tensor) -> Tensor:
+        made: Tensor = model(micro).square().mean(1)
+        return made
+
+    reserved = []
+    for _ in range(17):
+        for _ in range(4):
+            micro = torch.randn(2048, 1024, device=DEVICE)
+            with torch.autocast("cuda", torch.bfloat16):
+                acc.run(loss, micro)
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[-1] <= reserved[2] + 4 * MIB
 
 
 def _as_if_tight(make_room: Any) -> Any:

@@ -207,7 +207,7 @@ def test_a_checkpoint_in_a_window_is_refused(
     file = tmp_path / "window.ckpt"
     windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
     fit(OfABatch(), [windows, Leave(5, file)], loader=Resumable())
-    assert "a checkpoint in the middle of a window, with the gradient of 2 micro" in caplog.text
+    assert "does not hold the gradient of its 2 micro" in caplog.text
     with pytest.raises(StateError, match=r"2 micro-batches of a window .* after an update"):
         fit(OfABatch(), [ExactAccumulation(len)], loader=Resumable(), ckpt_path=file)
 
@@ -242,7 +242,7 @@ def test_loss_scaling_of_the_precision_plugin() -> None:
 def test_what_the_callback_refuses() -> None:
     with pytest.raises(OptionError, match="must be a function of the batch"):
         ExactAccumulation(units=4)  # type: ignore[arg-type]
-    with pytest.raises(LossError, match="nothing says what the loss is a mean over"):
+    with pytest.raises(LossError, match="wholebatch does not know what the loss is a mean over"):
         fit(Module(), [ExactAccumulation()])
     by_hand = Module()
     by_hand.automatic_optimization = False
@@ -258,6 +258,13 @@ def test_what_the_callback_refuses() -> None:
         pytest.raises(UnsupportedError, match=r"take \(batch, batch_idx\)"),
     ):
         fit(OfAnIterator(), [ExactAccumulation(units=len)])
+
+    class WithBackward(Module):
+        def backward(self, loss: Any) -> None:
+            (2 * loss).backward()
+
+    with pytest.raises(UnsupportedError, match=r"WithBackward has a backward\(\) of its own"):
+        fit(WithBackward(), [ExactAccumulation(units=len)])
     norm = Module(model=nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double())
     with pytest.raises(UnsupportedError, match=r"BatchNorm in 'model\.0'"):
         fit(norm, [ExactAccumulation()])
@@ -296,7 +303,7 @@ def test_what_fabric_windows_refuse() -> None:
         optimizer.step()
     with pytest.raises(WindowError, match=r"open with 1 micro-batches.* save between windows"):
         windows.state_dict()
-    with pytest.raises(OptionError, match=r"without last=: say last=True"):
+    with pytest.raises(OptionError, match=r"without last=: pass last=True"):
         windows.backward(mean=mean(model, samples(2)), units=2)
     done = windows.backward(mean=mean(model, samples(2)), units=2, last=True)
     assert done is not None
@@ -317,3 +324,26 @@ def test_fsdp1_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"FSDPStrategy \(FSDP1\).*ModelParallelStrategy"):
         _check_strategy(FSDPStrategy())
+
+
+def test_a_teacher_that_follows_in_a_hook_per_batch_is_refused() -> None:
+    """on_train_batch_end runs once per micro-batch: the teacher moves within the window."""
+
+    class Taught(Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.teacher, self.rate = mlp().requires_grad_(False), rate
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            apart = self.model(batch["x"]) - self.teacher(batch["x"])
+            return super().training_step(batch, batch_idx) + apart.square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            pairs = zip(self.teacher.parameters(), self.model.parameters(), strict=True)
+            for theirs, ours in pairs:
+                theirs.data.lerp_(ours.data, self.rate)
+
+    windows = [ExactAccumulation(units=lambda batch: len(batch["y"]))]
+    fit(Taught(0.0), windows, max_epochs=2)
+    with pytest.raises(UnsupportedError, match=r"same samples was .*moves once per micro-batch"):
+        fit(Taught(0.1), windows, max_epochs=2)

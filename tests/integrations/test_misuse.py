@@ -91,11 +91,11 @@ def test_a_mean_that_is_given_as_a_sum_is_refused(library: str) -> None:
         loop.backward(mean=summed(loop.model, samples(4)), units=4)
     with pytest.raises(LossError, match=r"backward\(\) without a loss: give total"):
         loop.backward(units=4)
-    with pytest.raises(LossError, match=r"both of total and mean="):
+    with pytest.raises(LossError, match=r"both total and mean="):
         loop.backward(summed(loop.model, samples(4)), mean=torch.zeros(()), units=4)
     with pytest.raises(LossError, match="without units="):
         loop.backward(summed(loop.model, samples(4)))
-    with pytest.raises(LossError, match="which carries its own"):
+    with pytest.raises(LossError, match="which has its own units"):
         loop.backward(wb.Loss(summed(loop.model, samples(4)), 4), units=4)
     with pytest.raises(LossError, match=r"several terms \(a\)"):
         loop.backward(wb.Loss.terms({"a": (summed(loop.model, samples(4)), 4)}))
@@ -108,7 +108,7 @@ def test_windows_that_are_never_given_a_loss(library: str) -> None:
     loop.optimizer.step()  # without any gradient
     for parameter in loop.inner.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(WindowError, match=r"no window has made.*windows\.backward\(\).*detach\(\)"):
+    with pytest.raises(WindowError, match=r"no window computed.*windows\.backward\(\).*detach\(\)"):
         loop.optimizer.step()
     loop.optimizer.zero_grad()
     loop.add()
@@ -376,5 +376,5 @@ def test_deepspeed_must_add_in_fp32() -> None:
     Host.model_wrapped = _Engine(torch.float32)
     WeightedLoss(Host, "DeepSpeed")
     Host.window_close = wb.Close(nonfinite="skip")
-    with pytest.raises(OptionError, match=r"Trainer makes the steps \(DeepSpeed\)"):
+    with pytest.raises(OptionError, match=r"Trainer runs the steps \(DeepSpeed\)"):
         WeightedLoss(Host, "DeepSpeed")

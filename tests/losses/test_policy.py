@@ -311,13 +311,13 @@ def test_what_announce_refuses() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mean": "micro_batch"}, "no mean of the batch.*changes with the split"),
-        ({"mean": "bnpo"}, "no mean of the batch"),
+        ({"mean": "micro_batch"}, "not a mean of the batch.*changes with the split"),
+        ({"mean": "bnpo"}, "not a mean of the batch"),
         ({"mean": "seq-mean-token-mean"}, "is mean='sequences' here"),
         ({"mean": "dr_grpo"}, "is mean='constant' here"),
         ({"mean": "words"}, "must be one of tokens"),
         ({"mean": "constant"}, "needs a positive number"),
-        ({"constant": 4.0}, "no other mean takes one"),
+        ({"constant": 4.0}, "no other mean takes it"),
         ({"mean": "groups"}, "of the whole batch"),
         ({"group_size": torch.ones(12)}, "no other mean takes it"),
         ({"mean": "groups", "group_size": torch.ones(3)}, "one number per sequence"),

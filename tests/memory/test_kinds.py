@@ -180,7 +180,7 @@ def test_checkpointed_blocks_write_no_cache() -> None:
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     kept = plain(micro["input_ids"]).past_key_values
-    with pytest.raises(UnsupportedError, match="LlamaDecoderLayer is checkpointed, and was given"):
+    with pytest.raises(UnsupportedError, match="LlamaDecoderLayer is checkpointed and got a cache"):
         model(micro["input_ids"], past_key_values=kept)
 
 

@@ -106,6 +106,28 @@ def test_scripts_of_trainers_show_the_change_of_their_page(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "needs"), [("jax_accumulate", "jax"), ("keras_windows", "keras")]
+)
+def test_jax_and_keras_show_before_and_after(script: str, needs: str) -> None:
+    pytest.importorskip(needs)
+    path = FOLDER / f"integrations/{script}.py"
+    source = path.read_text(encoding="utf-8")
+    assert {"-", "+"} == set(re.findall(r"^    ([+-]) .*$", source.split('"""')[1], re.M))
+    done = subprocess.run(
+        [sys.executable, path],
+        env={**os.environ, **processes.ENVIRONMENT, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.search(r"off by (\d+)% (?:in|with) .*, by (\S+) with", done.stdout.splitlines()[-1])
+    assert found is not None
+    assert int(found[1]) > 10
+    assert float(found[2]) < 1e-5
+
+
+@pytest.mark.slow
 def test_llama_of_real_size_runs_in_small(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     found = example("llama_gpu").main(layers=1, width=64, batch=3, micro_batch=2, seconds=0.0)

@@ -388,7 +388,7 @@ def test_a_batch_that_does_not_fit_is_cut_down_and_said() -> None:
     assert verdict.same
     assert 18 <= verdict.samples <= 21
     assert verdict.of_samples == 64
-    assert f"this is proven on {verdict.samples}" in " ".join(verdict.notes)
+    assert f"the proof uses {verdict.samples}" in " ".join(verdict.notes)
     assert "(of 64: more do not fit undivided)" in verdict.line
 
 

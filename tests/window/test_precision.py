@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,6 +68,32 @@ def test_which_optimizers_take_fp32_gradients_of_16_bit_parameters() -> None:
     assert not rounds(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert rounds(torch.optim.AdamW)
     assert rounds(torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize("way", ["backward", "run", "whole"])
+def test_an_autocast_around_the_loop_sees_the_new_weights(way: str) -> None:
+    """Autocast keeps its casts of the weights until it is left: the window drops them."""
+
+    def trained(around: bool) -> nn.Module:
+        model = mlp(dtype=torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=2, precision="bf16")
+        acc = wb.Accumulator(model, optimizer, steps=2)
+        run = partial(loss, model)
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+        with autocast() if around else nullcontext():
+            for micro in pieces(samples(24, dtype=torch.float32), [4, 2, 3, 3] * 2):
+                with nullcontext() if around else autocast():
+                    if way == "whole":
+                        train.step(micro)
+                    elif way == "run":
+                        acc.run(run, micro)
+                    else:
+                        acc.backward(run(micro))
+        return model
+
+    one, other = (list(trained(around).parameters()) for around in (False, True))
+    assert all(map(torch.equal, one, other))
 
 
 class Casts(TorchDispatchMode):

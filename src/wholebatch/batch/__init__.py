@@ -1,4 +1,4 @@
-"""Splitting of any nested batch into micro-batches, by samples or by tokens."""
+"""Split any nested batch into micro-batches, by samples or by tokens."""
 
 from wholebatch.batch.micro_batches import (
     Batches,

@@ -1,8 +1,8 @@
-"""A loader with a look one ahead, a position, and a way back to it.
+"""A loader that knows if another item follows, and that can resume at a saved position.
 
 A window must know *before* a micro-batch's forward whether it is the window's last: its backward
-reduces the gradients. Mid-window that takes a look at the next item; where the count already
-says that the window is full, no item is taken early, so that leaving the loop there loses none.
+reduces the gradients. In the middle of a window, this reads the next item early. At the end of a
+full window it does not, so a loop that stops there loses no item.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
         return loader
     if type(sampler).__iter__ is not DistributedSampler.__iter__:
         raise UnsupportedError(
-            f"{type(sampler).__name__} repeats samples to fill a rank in an order of its own, so "
-            "the repeats cannot be found: use drop_last=True, or DistributedSampler itself"
+            f"{type(sampler).__name__} repeats samples to make the ranks equal, and does not say "
+            "which: use drop_last=True, or DistributedSampler itself"
         )
     if batches is None or type(batches) is not BatchSampler:
         how = "with batch_size=None" if batches is None else f"with {type(batches).__name__}"
@@ -92,7 +92,7 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
 
 
 NOTHING: Any = object()
-"""Stands for an item that is not there."""
+"""Marks a missing item."""
 
 
 class Feed:
@@ -110,7 +110,6 @@ class Feed:
         self.fetched = 0
         self.current: Any = NOTHING
         self.is_exhausted = False
-        self.closed: list[Any] = []  # who closed a window at the current item, in that order
         self._held: list[Any] = []
         self._error: BaseException | None = None
         if resume is None:
@@ -147,14 +146,14 @@ class Feed:
         for position in range(self.fetched):
             if next(self._iterator, NOTHING) is NOTHING:
                 raise StateError(
-                    f"the loader ended after {position} micro-batches, and the saved run had "
-                    f"taken {self.fetched}: pass the same data, from its start"
+                    f"the loader ended after {position} micro-batches, but the saved run had read "
+                    f"{self.fetched}: pass the same data, from its start"
                 )
         restore_random(now)
 
     def take(self) -> bool:
         """Make the next item `current`; return False if there is none."""
-        if self._error is not None:
+        if self._error is not None and not self._held:
             error, self._error = self._error, None
             raise error
         item = self._held.pop(0) if self._held else self._fetch()
@@ -163,22 +162,24 @@ class Feed:
             self.is_exhausted = True
             return False
         self.current = item
-        self.closed.clear()
         return True
 
     def has_next(self) -> bool:
-        """Return True if another item follows the current one. Looks one ahead."""
-        if self._held or self._error is not None:
-            return True
-        try:
-            item = self._fetch()
-        except Exception as error:  # the current item is still good: raise when its turn comes
-            self._error = error
-            return True
-        if item is NOTHING:
-            return False
-        self._held.append(item)
-        return True
+        """Return True if another item follows the current one, by reading it."""
+        return bool(self._held) or self.look_ahead(1) > 0
+
+    def look_ahead(self, most: int) -> int:
+        """Return how many items follow the current one, up to `most`, and keep them."""
+        while len(self._held) < most and self._error is None:
+            try:
+                item = self._fetch()
+            except Exception as error:  # items before it are still good: raise when its turn comes
+                self._error = error
+                break
+            if item is NOTHING:
+                break
+            self._held.append(item)
+        return min(most, len(self._held) + (self._error is not None))
 
     def _fetch(self) -> Any:
         item = next(self._iterator, NOTHING)

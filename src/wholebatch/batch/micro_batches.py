@@ -32,7 +32,7 @@ from wholebatch.errors import OptionError, SplitError
 
 
 class Batches(tuple[Any, ...]):
-    """A window that is given as several batches."""
+    """A window that consists of several batches."""
 
 
 def split(
@@ -77,11 +77,7 @@ def split_numbered(
     layout = layout_of(batch, batch_size=batch_size, static=static)
     if isinstance(micro_batch, Tokens):
         return token_micro_batches(layout, micro_batch)
-    rows = range(layout.size)
-    return [
-        (layout.take(slice(start, start + micro_batch)), rows[start : start + micro_batch])
-        for start in rows[::micro_batch]
-    ]
+    return layout.parts(micro_batch)
 
 
 def joined(
@@ -162,7 +158,8 @@ def drop_samples(
     layout = layout_of(batch, batch_size=batch_size, static=static)
     if not is_positive(keep) or keep > layout.size:
         raise OptionError(
-            f"keep={keep!r}: must be a number of samples from 1 to {layout.size}, the batch's own"
+            f"keep={keep!r}: must be a number of samples from 1 to {layout.size}, the size of the "
+            "batch"
         )
     return batch if keep == layout.size else layout.take(slice(0, keep))
 
@@ -195,8 +192,8 @@ class Tokens:
         mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
         sort: Sort the samples by length. False keeps their order.
         pack: Put several samples into each row, without padding. A number is the length of a row.
-        multiple: Trim to multiples of so many tokens. Micro-batches then have few different shapes,
-            and each shape has a compiled graph of its own.
+        multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
+            each shape has its own compiled graph.
     """
 
     budget: int
@@ -282,8 +279,8 @@ def _real_by_mask(layout: Layout, leaf: Leaf) -> Tensor:
     mask = _dense(value)
     if _is_additive(mask):
         raise SplitError(
-            f"tokens(mask={leaf.name!r}): has negative values, so it is one that is added to the "
-            "scores (0 where a token is real); give one that is nonzero where a token is real"
+            f"tokens(mask={leaf.name!r}): has negative values, so it is an additive attention mask "
+            "(0 where a token is real); give a mask that is nonzero where a token is real"
         )
     return mask != 0
 

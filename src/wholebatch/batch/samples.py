@@ -262,6 +262,14 @@ class Layout:
             [take(leaf.value, rows) if leaf.batched else leaf.value for leaf in self.leaves]
         )
 
+    def parts(self, samples: int) -> list[tuple[Any, Sequence[int]]]:
+        """Return micro-batches of so many samples, each with its samples' places in the batch."""
+        rows = range(self.size)
+        return [
+            (self.take(slice(start, start + samples)), rows[start : start + samples])
+            for start in rows[::samples]
+        ]
+
 
 def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> int:
     """Return the number of samples in `batch`, determined as `split` does.
@@ -285,7 +293,7 @@ def layout_of(
     else:
         size, source = _declared(batch, batch_size), "batch_size="
     if size == 0:
-        raise SplitError("the batch has zero samples: skip it, or see why the loader yields it")
+        raise SplitError("the batch has no samples: skip it, or check the loader that yields it")
 
     def is_leaf(name: str, node: Any) -> bool:
         if name in fixed:
@@ -322,7 +330,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
     """Return the layout of a batch that need not follow the contract; None if it has no samples.
 
-    The first tensor then tells the number of samples, and whatever has other rows is passed on.
+    The first tensor then gives the number of samples, and leaves with other row counts are not
+    split.
     """
     try:
         return layout_of(batch, batch_size=batch_size, static=static)
@@ -374,7 +383,7 @@ def _declared(batch: Any, batch_size: int | Callable[[Any], int]) -> int:
 
 
 def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
-    """Return the number of samples, and the name of the leaf that tells it."""
+    """Return the number of samples, and the name of the leaf it comes from."""
     if isinstance(batch, (list, tuple)) and not batch:
         return 0, ""
     if _is_list_of_samples(batch):
@@ -388,9 +397,9 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
     if lists:
         return lists[0]
     raise SplitError(
-        f"cannot tell the number of samples: the batch (a {type(batch).__name__}) has no tensor "
-        "with a first dimension outside of lists, and no list of dicts, strings or numbers; give "
-        f"such a one, or the number itself: {_as_options('batch_size=lambda batch: ...')}"
+        f"the number of samples is not known: the batch (a {type(batch).__name__}) has no tensor "
+        "with a first dimension outside of lists, and no list of dicts, strings or numbers; add "
+        f"one, or give the number: {_as_options('batch_size=lambda batch: ...')}"
     )
 
 
@@ -479,8 +488,7 @@ def _refuse_other_rows(leaf: Leaf, size: int, source: str) -> None:
     given = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
     raise SplitError(
         f"{given}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs one "
-        "row for each sample. If it holds no samples, say so: "
-        + _as_options(f"static={leaf.name!r}")
+        "row for each sample. If it holds no samples, pass " + _as_options(f"static={leaf.name!r}")
     )
 
 

@@ -1,4 +1,4 @@
-"""`python -m wholebatch.cli`, for where the script is not installed."""
+"""`python -m wholebatch.cli`: the command line without an installed script."""
 
 import sys
 

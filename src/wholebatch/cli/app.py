@@ -1,4 +1,4 @@
-"""The commands together, and one clear line for everything that a user can get wrong."""
+"""The commands of `wholebatch`, and one clear line for every user error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and of which a damaged one is never loaded.
+"""Checkpoints that survive a kill at any moment. A damaged one is never loaded.
 
 A checkpoint is a folder:
 
@@ -123,7 +123,7 @@ class Checkpoints:
         if not damaged:
             return None
         also = f" (and {len(damaged) - 1} older, damaged too)" if len(damaged) > 1 else ""
-        raise StateError(f"{damaged[0][1]}{also}; there is no other to go back to")
+        raise StateError(f"{damaged[0][1]}{also}; there is no earlier checkpoint")
 
     def _problem_of(self, path: Path) -> str | None:
         """Return why a checkpoint cannot be loaded, the same on all ranks; None if it is whole.

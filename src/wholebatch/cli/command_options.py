@@ -168,9 +168,9 @@ def command(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ").replace(
-            "expected one argument", "needs a value"
-        )
+        message = message.removeprefix("argument ")
+        message = message.replace("expected one argument", "needs a value")
+        message = message.replace("ignored explicit argument", "takes no value, but was given")
         raise OptionError(f"{message} (see --help)")
 
 

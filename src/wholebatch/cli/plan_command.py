@@ -1,4 +1,4 @@
-"""`wholebatch plan`: what fits where, before anything runs.
+"""`wholebatch plan`: predict the peak memory before anything runs.
 
 A plan is made of a recipe, or of a Hugging Face model from its configuration alone.
 """
@@ -252,7 +252,9 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
         path = path / "config.json"
     stored = load_json(path, RecipeError, f"hf:{path}")
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
-        raise RecipeError(f"hf:{path}: has no model_type, so it is no Hugging Face configuration")
+        raise RecipeError(
+            f"hf:{path}: has no model_type, so it is not a Hugging Face configuration"
+        )
     try:
         from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
         from transformers.models.auto import modeling_auto  # type: ignore[import-not-found, unused-ignore]
@@ -265,8 +267,8 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
         purpose = _purpose(config, modeling_auto)
         if purpose is None:
             raise RecipeError(
-                f"hf:{path}: {stored['model_type']} is planned neither as a language model nor as a"
-                " classifier of images: write a recipe with its model, loss and data"
+                f"hf:{path}: {stored['model_type']} is neither a language model nor an image "
+                "classifier: write a recipe with its model, loss and data"
             )
         if wide:
             config.dtype = torch.float32

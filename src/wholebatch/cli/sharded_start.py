@@ -1,4 +1,4 @@
-"""A model for FSDP2 that is never whole on one rank: built on meta, sharded, then given values.
+"""Build a model for FSDP2 that is never whole on one rank: on meta, sharded, then initialised.
 
 Building a model on the meta device allocates nothing, and loses the values that its constructor
 gives to parameters. So the operations of the constructor are recorded. After sharding, those that
@@ -149,8 +149,8 @@ class _Recorder(TorchDispatchMode):
             found: Tensor = on_cpu(wanted)
         except KeyError:
             raise RecipeError(
-                f"--parallel fsdp2: the first values of {name} are not known: model() makes it "
-                "from an array; make it with torch's functions, such as torch.arange"
+                f"--parallel fsdp2: the initial values of {name} are not known, because model() "
+                "creates it from an array; create it with torch's functions, such as torch.arange"
             ) from None
         return found
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks, the second insists."""
+"""Ctrl-C and SIGTERM: the first finishes the window, the second ends the process."""
 
 from __future__ import annotations
 

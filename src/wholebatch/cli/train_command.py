@@ -1,4 +1,4 @@
-"""`wholebatch train`: a recipe, trained with the update of the whole batch.
+"""`wholebatch train`: train a recipe with the update of the whole batch.
 
 The options are in `run_settings`, what they become in `training_run`, the loop in `train_loop`.
 """
@@ -282,7 +282,7 @@ Rows = list[tuple[str, str]]
 def _notes(
     run: TrainingRun, given: Given, loaded: Loaded | None, stored: dict[str, Any] | None
 ) -> Iterator[str]:
-    """Yield a note for each thing that the user may not expect."""
+    """Yield notes on settings that the user may not expect."""
     for _, why in loaded.damaged if loaded is not None else ():
         assert loaded is not None
         yield f"{why}; going back to {loaded.path.name}"
@@ -291,7 +291,7 @@ def _notes(
     if stored is not None and run.config.updates != stored["schedule_updates"]:
         yield f"the learning-rate schedule stays that of {stored['schedule_updates']} updates"
     if given.get("parallel") == "fsdp2" and run.world.ranks == 1:
-        yield "--parallel fsdp2 has no effect: it is for torchrun; this is one process"
+        yield "--parallel fsdp2 has no effect in one process; start the run with torchrun"
 
 
 def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: str | None) -> Rows:

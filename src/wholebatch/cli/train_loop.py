@@ -1,4 +1,4 @@
-"""The loop of a run: take a batch, make the update, record it; until done, or asked to stop."""
+"""The training loop of a run: read a batch, update, record, until done or stopped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainingLoop:
     _skipped_in_a_row: int = 0
 
     def updates(self) -> None:
-        """Make the updates; the last thing that is written is a checkpoint."""
+        """Make the updates, and write a checkpoint at the end."""
         run, config = self.run, self.run.config
         if self.metrics is not None and self.metrics.first is not None:
             self.first_loss = self.metrics.first["loss"]

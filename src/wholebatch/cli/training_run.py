@@ -69,7 +69,7 @@ class TrainingRun:
         }
 
     def restore(self, loaded: Loaded) -> None:
-        """Go on from a checkpoint; a StateError says if it does not belong to this recipe."""
+        """Resume from a checkpoint; raise a StateError if it does not belong to this recipe."""
         state, path = loaded.state, loaded.path
         missing = {"model", "optimizer", "data", "ranks"} - state.keys()
         if missing:
@@ -169,8 +169,8 @@ def build_run(
     config = fitted_to(config, batches)
     if config.validate is not None and not recipe.has_validation:
         raise UnsupportedError(
-            f"--validate {config.validate}: {recipe.path} has no validation(), which returns the "
-            "held-out samples as data() does its own"
+            f"--validate {config.validate}: {recipe.path} has no validation(); define it to return "
+            "the held-out samples, as data() returns the training samples"
         )
     build, initialise = partial(_built, recipe, config), None
     if world.is_sharded:

@@ -1,4 +1,4 @@
-"""Running one micro-step: eagerly, as one compiled graph, or as a CUDA graph of it."""
+"""Run one micro-step: eagerly, as one compiled graph, or as a CUDA graph."""
 
 from wholebatch.compile.execute_mode import Execute, ExecuteWarning, check_execute
 

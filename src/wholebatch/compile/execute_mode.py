@@ -1,8 +1,8 @@
 """The mode in which micro-steps execute: the option, when to compile, and the messages.
 
-Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
-already taken, and is never much slower than twice the best choice. It traces after a few seconds,
-and replays the graph as traced while a thread compiles it.
+The number of steps to come is not known. So "auto" spends as much time on preparation as the run
+has already taken, and is never much slower than twice the best choice. It traces after a few
+seconds, and replays the graph as traced while a thread compiles it.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Notes:
         """Warn that a graph no longer computes what eager code does."""
         warnings.warn(
             f"the recorded graph was out of date at update {updates + 1} ({reason}): the loss "
-            "function or the model reads something that has changed since it was traced, and that "
-            "was not noticed. The graph is made again; the updates since the last comparison "
-            f"(update {max(1, (updates + 1) // 2)}) may have used the old value. Pass such values "
-            "in the batch",
+            "function or the model reads a value that changed after the graph was traced. The "
+            "graph is traced again, but the updates since the last comparison (update "
+            f"{max(1, (updates + 1) // 2)}) may have used the old value. Pass such values in the "
+            "batch",
             ExecuteWarning,
             stacklevel=2,
         )
@@ -245,9 +245,7 @@ class ExecutePlan:
         if changed is not None and made:
             self.changes += 1.0
             if self.changes > _CHANGES:
-                raise CannotTrace(
-                    f"{changed} changes again and again, and a graph holds for one value"
-                )
+                raise CannotTrace(f"{changed} changes often, and a graph is traced for one value")
 
     def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
         """True if a kind of micro-batch that was seen `seen` times should get a graph now.

@@ -74,14 +74,21 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _room_for(tensors: Sequence[Tensor]) -> torch.device:
+def free_memory(device: torch.device) -> int:
+    """Return the memory that the driver, and the allocator's own limit, have left."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free, limit - torch.cuda.memory_reserved(device))
+
+
+def room_for(tensors: Sequence[Tensor]) -> torch.device:
     """Return the tensors' device if it has room for copies beside a micro-step, else the CPU.
 
     To host memory and back, the gradients of 1.1 billion parameters take seconds.
     """
     if tensors and tensors[0].is_cuda:
         device, now = tensors[0].device, torch.cuda.memory_allocated(tensors[0].device)
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - now
+        free = free_memory(device) + torch.cuda.memory_reserved(device) - now
         needed = sum(one.nbytes for one in tensors) + torch.cuda.max_memory_allocated(device) - now
         if 2 * needed < free:  # Twice, since free memory is in pieces.
             return device
@@ -174,7 +181,7 @@ class Gradients:
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
         """Return copies of these parameters' `.grad`, in host memory if the device is full."""
         held = [self.parameters[index].grad for index in used]
-        place = _room_for([one for one in held if one is not None])
+        place = room_for([one for one in held if one is not None])
         return [None if one is None else one.detach().to(place, copy=True) for one in held]
 
     def in_all(self) -> list[Tensor | None]:

@@ -18,7 +18,7 @@ from wholebatch.window.forward_state import ForwardState, replaced_attributes
 from wholebatch.window.precision import SIXTEEN_BIT
 
 
-@dataclass(frozen=True)
+@dataclass
 class EagerResult:
     """The eager result of one micro-batch, to compare a graph with."""
 
@@ -31,6 +31,8 @@ class EagerResult:
     """The gradients of the window's earlier micro-batches, by parameter, if they were kept."""
     alone: bool
     """True if this is the first micro-batch of its window."""
+    nearness: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    """The last two arguments of `is_as_near`, once they are known."""
 
     def gradients(
         self, used: Sequence[int], held: Sequence[Tensor | None]
@@ -60,15 +62,18 @@ class Check:
         wanted: Sequence[Tensor],
         what: str,
         *,
-        truth: Callable[[], Sequence[Tensor]] | None = None,
+        nearness: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None,
     ) -> None:
-        """Raise CannotTrace if `found` differs from `wanted` and is farther from the truth."""
+        """Raise CannotTrace if `found` differs from `wanted` by more than rounding.
+
+        `nearness` gives the last two arguments of `is_as_near`.
+        """
         reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
         if reason is None:
             return
-        if truth is not None and self._sixteen_bit:
+        if nearness is not None and self._sixteen_bit:
             with contextlib.suppress(torch.OutOfMemoryError):
-                if is_as_near(found, wanted, truth()):
+                if is_as_near(found, *nearness()):
                     return
         raise CannotTrace(reason)
 
@@ -89,7 +94,7 @@ def differs(
     above, below = _distance(found, wanted), _norm(wanted)
     if not 0.0 < below < float("inf") or above <= allowed * below:
         return None  # Or eager code is not finite, or there is nothing to compare.
-    return f"its {what} differs from that of eager code by {above / below:.1e} of it"
+    return f"its {what} differs from that of eager code by {above / below:.1e}"
 
 
 @torch.no_grad()
@@ -110,16 +115,18 @@ def is_as_near(found: Sequence[Tensor], wanted: Sequence[Tensor], truth: Sequenc
     )
 
 
-def gradients_in_full(
+def gradients_of(
     model: nn.Module,
     loss: Callable[[Any, Any], Any],
     micro: Any,
     parameters: Sequence[nn.Parameter],
     seeds: Sequence[Tensor],
+    forward: contextlib.AbstractContextManager[object],
 ) -> list[Tensor]:
-    """Return the gradients of a micro-batch without autocast, in the parameters' own dtype."""
-    with torch.enable_grad(), _without_autocast():
-        totals = totals_of(as_loss(loss(model, micro)))
+    """Return the gradients of a micro-batch, by eager code with this context for its forward."""
+    with torch.enable_grad():
+        with forward:
+            totals = totals_of(as_loss(loss(model, micro)))
         found = torch.autograd.grad(
             totals,
             list(parameters),
@@ -131,7 +138,28 @@ def gradients_in_full(
 
 
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
+def weights_moved(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Change every weight by 2^-8 of it, up or down at random, within this context.
+
+    That is one unit in the last place of bf16: what eager code computes then differs by about as
+    much as another order of rounding makes it differ.
+    """
+    kept = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator(parameters[0].device).manual_seed(0)
+    try:
+        with torch.no_grad():
+            for one in parameters:
+                up = torch.randint(2, one.shape, generator=generator, device=one.device)
+                one.mul_(1 + 2**-8 * (2 * up - 1))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, numbers in zip(parameters, kept, strict=True):
+                parameter.copy_(numbers)
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
     """Keep autocast off within this context, also where the model switches it on by itself."""
     with (
         torch.autocast("cpu", enabled=False),

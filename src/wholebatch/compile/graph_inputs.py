@@ -1,4 +1,4 @@
-"""Micro-batches as inputs of a graph: copied to the device, taken apart, and recognised by a key.
+"""Micro-batches as inputs of a graph: copied to the device, flattened, with a key by shape.
 
 A traced graph is valid for one shape, dtype and stride of every tensor, and for the exact values of
 everything else in the micro-batch. Together these are its `Key`.

@@ -14,10 +14,11 @@ eager code again, since Python that a graph was traced from may read something e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -41,9 +42,17 @@ from wholebatch.compile.gradient_buffers import (
     Gradients,
     eager_into,
     empty_cache,
+    free_memory,
+    room_for,
     take_workspace,
 )
-from wholebatch.compile.graph_check import Check, EagerResult, gradients_in_full
+from wholebatch.compile.graph_check import (
+    Check,
+    EagerResult,
+    gradients_of,
+    weights_moved,
+    without_autocast,
+)
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.shared_graphs import SharedGraphs
@@ -413,13 +422,13 @@ class Executor:
     def _make_room(self, *, replaces: bool) -> None:
         """Free the memory of captured graphs before eager code runs, if it has to.
 
-        It has to where the device is nearly full, and where one graph `replaces` another: graphs
-        keep their memory as long as one of them is alive. They are captured again when they run.
+        It has to where the device or the limit is nearly full, and where one graph `replaces`
+        another: graphs keep their memory as long as one of them is alive. They are captured again
+        when they run.
         """
         if self._device.type != "cuda":
             return
-        free, _ = torch.cuda.mem_get_info(self._device)
-        if replaces or free < torch.cuda.memory_reserved(self._device):
+        if replaces or free_memory(self._device) < torch.cuda.memory_reserved(self._device):
             for slot in self._slots.values():
                 if slot.ready is not None:
                     slot.ready = replace(slot.ready, run=slot.ready.joint)
@@ -458,7 +467,7 @@ class Executor:
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
-            raise CannotTrace("it has sparse gradients, and a graph adds dense ones")
+            raise CannotTrace("it has sparse gradients, and a graph can add only dense ones")
         if not self._gradients.parameters:
             self._make_buffers(state)
         return state
@@ -573,12 +582,6 @@ class Executor:
             totals, rest = run(inputs.tensors, seeds)
             return [*totals, *_fractions(done.form.read(totals, rest))]
 
-        def in_full() -> list[Tensor]:
-            used = [self._gradients.parameters[index] for index in joint.used]
-            done.before.restore()
-            micro = inputs.around(inputs.tensors)
-            return gradients_in_full(self._model, self._loss, micro, used, seeds)
-
         try:
             found = rehearse(results, self._device, captures=rehearses)
             if not joint.random:
@@ -587,9 +590,39 @@ class Executor:
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
-                    check.hold_against(buffers, wanted, "gradient", truth=in_full)
+                    nearness = partial(self._nearness, joint, done, wanted, seeds)
+                    check.hold_against(buffers, wanted, "gradient", nearness=nearness)
         finally:
             self._gradients.put_back(joint.used, held)
+
+    def _nearness(
+        self, joint: JointStep, done: EagerResult, wanted: Sequence[Tensor], seeds: list[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return two gradients, as far from each other as rounding may bring a graph's gradient.
+
+        They are that of eager code and that in full precision. Where memory is too short for the
+        second, they are those of eager code with moved weights and with the weights as they are.
+        """
+        if done.nearness is not None:
+            return done.nearness
+        used = [self._gradients.parameters[index] for index in joint.used]
+
+        def gradients(precision: AbstractContextManager[object]) -> list[Tensor]:
+            done.before.restore()
+            micro = done.inputs.around(done.inputs.tensors)
+            made = gradients_of(self._model, self._loss, micro, used, seeds, precision)
+            return [one.to(room_for(made)) for one in made]
+
+        with suppress(torch.OutOfMemoryError), without_autocast():
+            done.nearness = wanted, gradients(nullcontext())
+        if done.nearness is None:
+            empty_cache(self._device)
+            try:
+                with weights_moved(used):
+                    done.nearness = gradients(self._precision.forward()), wanted
+            finally:
+                self._precision.let_go()  # It may have kept casts of the moved weights.
+        return done.nearness
 
     def _captured_later(self, prepared: Prepared, inputs: Inputs) -> Prepared:
         """Capture a step whose kernels were launched one by one so far."""
@@ -610,6 +643,8 @@ class Executor:
             if self._fingerprint is not None:
                 self._fingerprint.accept_tensors()
             self._plan.spent += time.perf_counter() - began
+            del before, held
+            empty_cache(self._device)  # The rehearsal's memory belongs to its own stream.
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
         """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""

@@ -1,4 +1,4 @@
-"""The joint graph in pieces, of which those that are alike are compiled once.
+"""The joint graph in pieces: equal pieces are compiled once.
 
 Layers repeat, and so do the operations of their forward and backward. One piece of each kind is
 compiled, and called for every layer with that layer's tensors:

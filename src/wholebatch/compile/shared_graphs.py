@@ -1,4 +1,4 @@
-"""Graphs of open sizes, each shared by all kinds of micro-batches that it is valid for."""
+"""Graphs with dynamic shapes, each shared by all shapes of micro-batches that it is valid for."""
 
 from __future__ import annotations
 

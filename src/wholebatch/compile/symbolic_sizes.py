@@ -1,4 +1,4 @@
-"""Symbolic sizes: one graph for kinds of micro-batches that differ in size only.
+"""Symbolic sizes: one graph for micro-batches that differ in size only.
 
 The first kind gets a graph for its exact shapes: if every micro-batch has the same shape, you get
 the fastest graph. When a second kind with other sizes comes, a graph is traced with those sizes as

@@ -324,7 +324,7 @@ def trace(
         sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
         graph = _written_down(step, sizes.flat)
         if not sizes.any_open:
-            raise CannotTrace("its code asks for the sizes themselves")
+            raise CannotTrace("its code reads the sizes as numbers")
     if step.draws_again:
         raise CannotTrace(
             "its backward draws random numbers that are not those of the forward (activation "
@@ -383,8 +383,8 @@ def _why_not(problem: Exception) -> str:
         return reason_of(problem)
     line = frames[-1]
     return (
-        f"its code decides by a value of a tensor that may differ next time "
-        f"({Path(line.filename).name}, line {line.lineno}: {line.line})"
+        f"its code branches on the value of a tensor ({Path(line.filename).name}, line "
+        f"{line.lineno}: {line.line})"
     )
 
 

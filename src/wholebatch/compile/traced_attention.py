@@ -1,4 +1,4 @@
-"""Attention as it is traced: without a mask if the mask only hides the future.
+"""Attention in a trace: a mask that is only causal becomes `is_causal=True`.
 
 transformers decides by a mask's values whether attention needs it, and cannot read them while it is
 traced. So its causal models come with a mask, for which kernels compute all scores, and with keys

@@ -1,12 +1,14 @@
-"""When the additivity of a loss is tested, on which samples, and with which ranks.
+"""When to test that a loss adds up, on which samples, and on which ranks.
 
-Entry points that own the forward make one `AdditivityTest`, and ask it before every window that is
-split. See `adds_up` for the test itself.
+Entry points that run the forward have one `AdditivityTest`, and call it before every split window.
+See `adds_up` for the test itself.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +19,15 @@ from torch import nn
 
 from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.compile.captured_state import Fingerprint, LookAgain
-from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
+from wholebatch.coupled.adds_up import SAMPLES, AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
+from wholebatch.coupled.normalisation_layers import is_spectral_norm
 from wholebatch.distributed.sync_strategy import Sync
-from wholebatch.errors import WholebatchError
-from wholebatch.losses.loss import Loss, OfTheBatch, Terms, terms_of
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.errors import UnsupportedError, WholebatchError
+from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
+from wholebatch.window.forward_state import ForwardState, capture_random, restore_random
 from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
@@ -155,9 +158,9 @@ class AdditivityTest:
                     # Eight samples may have no units, where a micro-batch has some.
                     result = check(samples.micro_batch(0), gradients=False)
             except torch.OutOfMemoryError:
-                _log.warning("no memory to test if micro-batches add up to the whole batch")
+                _log.warning("the loss was not tested to add up over micro-batches: out of memory")
             except Exception as error:  # most often the loss's own, and the step will raise it
-                _log.warning("not tested if micro-batches add up to the whole batch: %r", error)
+                _log.warning("the loss was not tested to add up over micro-batches: %r", error)
                 found += self._not_testable(error, run, samples)
         self._tries = 0 if result.conclusive else self._tries - 1
         self._refuse((*found, *division.findings(), *result.findings))
@@ -204,11 +207,60 @@ class AdditivityTest:
         except Exception:
             return []  # The step will raise it.
         text = (
-            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so that "
-            "nothing tells whether micro-batches add up. If the batch has a leaf that is not a "
-            "value per sample, name it: micro_batch=wb.samples(8, static=...)"
+            f"it runs on a micro-batch, but not on another number of samples ({error!r}), so "
+            "wholebatch cannot test if micro-batches add up to the batch. If the batch has a leaf "
+            "that is not a value per sample, name it: micro_batch=wb.samples(8, static=...)"
         )
         return [AuditFinding("(the loss function)", type(error).__name__, "loss", text)]
+
+
+class UnmovedLoss:
+    """Tests that the loss of some samples stays the same from a window's first micro-batch on.
+
+    The weights do not move within a window. If the loss of the same samples does, the loop moves
+    something else once per micro-batch: a teacher that follows the model, or a counter.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[Any], Any], micro: Any) -> None:
+        layout = readable_layout(micro, None, ())
+        self._few = micro if layout is None else layout.take(list(range(min(layout.size, SAMPLES))))
+        self._model, self._run = model, run
+        self._random = capture_random(to_save=False)
+        self._first: float | None = None
+        # A spectral norm moves with every forward, and was warned of.
+        if not any(map(is_spectral_norm, model.modules())):
+            self._first = self._value()
+        again = self._value() if self._first is not None else None
+        if self._first is None or again is None:
+            self._first = None
+            return
+        # Some kernels, and generators of the user's own, give another number each time.
+        self._allowed = max(10 * abs(again - self._first), 1e-6 * abs(self._first))
+
+    def check(self) -> None:
+        """Refuse a loss that has moved since this test was made."""
+        now = None if self._first is None else self._value()
+        if self._first is None or now is None or abs(now - self._first) <= self._allowed:
+            return
+        raise UnsupportedError(
+            f"the loss of the same samples was {self._first:.6g} at the first micro-batch of this "
+            f"window and is {now:.6g} at its last, and the weights have not moved: something moves "
+            "once per micro-batch (a teacher that follows the model, a counter, the number of the "
+            "batch). Move it once per update, after the Step. audit=False trains it all the same"
+        )
+
+    @torch.no_grad()
+    def _value(self) -> float | None:
+        """Return the loss of the samples; None if it is not finite, or if they cannot run alone."""
+        try:
+            with ForwardState(self._model):
+                restore_random(self._random)
+                terms = terms_of(as_loss(self._run(copy.deepcopy(self._few))))
+                total = sum(float(term.total) for term in terms.values())
+        except Exception as problem:
+            _log.debug("not tested if the loss moves within a window: %r", problem)
+            return None
+        return total if math.isfinite(total) else None
 
 
 class _ReadDivision:

@@ -1,4 +1,4 @@
-"""Test that a loss adds up: total, units and gradient of some samples are those of their parts.
+"""Test that a loss adds up: total, units and gradient of samples equal those of their parts.
 
 Accumulation is exact if this holds. So it is tested on the user's own data and with the user's own
 loss function, before the first window and again in windows 2, 4, 8, ...:
@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.coupled.causes import (
@@ -41,7 +39,12 @@ from wholebatch.coupled.causes import (
     samples_compared,
 )
 from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
-from wholebatch.coupled.normalisation_layers import evaluation_mode, is_spectral_norm
+from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
+    InstanceNorm,
+    evaluation_mode,
+    is_spectral_norm,
+)
 from wholebatch.coupled.sample_runs import (
     SCALE,
     FirstSamples,
@@ -58,8 +61,8 @@ SAMPLES = 8
 """How many samples the first test takes, with their gradient."""
 _MISTAKES = ("mean", "sum", "added", "units", "divided", "compared")
 _ADVICE = (
-    "Move it once per update, outside of the forward; or freeze it. If it is set only once, from "
-    "the first batch, run that batch through the model before training"
+    "Change it once per update, outside of the forward pass, or freeze it. If it is set only "
+    "once, from the first batch, run that batch through the model before training"
 )
 
 
@@ -71,7 +74,7 @@ class AdditivityResult:
     conclusive: bool = True
 
     def refuse(self, off: str = "audit=False", on_another_rank: bool = False) -> None:
-        """Raise if anything was found, here or on another rank.
+        """Raise an error if a cause was found, here or on another rank.
 
         `off` is the option with which a user of this entry point trains all the same.
         """
@@ -80,8 +83,8 @@ class AdditivityResult:
         listed = "\n  ".join(map(str, self.findings)) or "(found on another rank)"
         message = (
             "micro-batches cannot give the update of the whole batch here:\n  "
-            f"{listed.rstrip('.')}.\n{off} trains it all the same: what was named is then computed "
-            "for each micro-batch alone"
+            f"{listed.rstrip('.')}.\n{off} trains anyway, and computes this for each micro-batch "
+            "alone"
         )
         mistaken = self.findings and all(f.kind in _MISTAKES for f in self.findings)
         raise LossError(message) if mistaken else UnsupportedError(message)
@@ -238,7 +241,7 @@ class _Test:
             return AdditivityResult(found)
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
-        found = tuple(self._state_after(whole, first, second, again))
+        found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
         conclusive = samples.reads_outputs or all(part.units for part in parts)
         return AdditivityResult(found, conclusive)
@@ -307,7 +310,7 @@ class _Test:
             raise Uncheckable(repr(problem)) from None
         if not samples.draws.held or not whole.drew_alike(parts):
             _log.warning(
-                "not tested if micro-batches add up to the whole batch: the random numbers of %s "
+                "the loss was not tested to add up over micro-batches: the random numbers of %s "
                 "cannot be given to parts of its samples (wb.verify compares whole updates)",
                 samples.name,
             )
@@ -330,7 +333,7 @@ class _Test:
         """True for the state of layers that are judged by their type."""
         item = self._samples.start.items.get(key)
         module = None if item is None else item.module
-        return isinstance(module, (_BatchNorm, _InstanceNorm)) or (
+        return isinstance(module, (BatchNorm, InstanceNorm)) or (
             module is not None and is_spectral_norm(module)
         )
 
@@ -350,6 +353,14 @@ class _Test:
         )
         return tuple(self._finding(key, first, why) for key in self._moved[:4])
 
+    def _carried_over(self, again: SampleRun) -> tuple[AuditFinding, ...]:
+        """Return state that only as many samples read: a hidden state of the batch before."""
+        if not self._moved or not self._names_layers:
+            return ()
+        third = self._second(lambda: self._leave_as(again))
+        same = self._tolerance.same_again(again, third)
+        return () if same else self._state_in_loss(again, third, again)
+
     def _state_after(
         self, whole: SampleRun, first: SampleRun, second: SampleRun, again: SampleRun
     ) -> Iterator[AuditFinding]:
@@ -364,7 +375,9 @@ class _Test:
             same = whole.after.is_same(second.after, key, close)
             is_cache = again.after.is_same(second.after, key, close)
             if not (is_log or same or is_cache or self._is_counter(key, whole, first, second)):
-                yield self._finding(key, first, "and two parts leave another value than the whole")
+                yield self._finding(
+                    key, first, ("and two parts leave it at another value than the whole")
+                )
 
     def _is_counter(self, key: Key, *runs: SampleRun) -> bool:
         """True for a number that moves by the same amount in each forward."""
@@ -400,10 +413,10 @@ class _Test:
 def _outside(one: SampleRun, other: SampleRun) -> AuditFinding:
     text = (
         f"the same samples give {one.total:.6g} and then {other.total:.6g}, from the same state of "
-        "the model and with the same random numbers: something outside of the model moves with "
+        "the model and with the same random numbers: something outside of the model changes with "
         "every call (a teacher that follows the model, a Python variable that the loss function "
-        "changes). It would move once per micro-batch, not once per update: change it once per "
-        "step, outside of the loss function"
+        "sets). It would change once per micro-batch, not once per update: change it once per "
+        "update, outside of the loss function"
     )
     return AuditFinding("(state outside of the model)", "Python", "outside", text)
 

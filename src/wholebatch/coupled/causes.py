@@ -1,7 +1,7 @@
-"""Name the reason why the loss of some samples is not that of their parts, and the way out.
+"""Name the reason why the loss of some samples is not that of their parts, and what to do.
 
-The numbers of a few runs tell a mean from a sum, units that do not add up, and a gradient that a
-hook changes. A layer that lets samples act on each other is found by changing one sample.
+A few runs show if a mean was given as a sum, if units do not add up, and if a hook changes the
+gradient. A layer in which samples act on each other is found by changing one sample.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from wholebatch.coupled.sample_runs import SCALE, FirstSamples, SampleRun, Uncheckable
 
 _COUPLES = (
-    "Either it, or the model under it, compares samples or lets the batch decide something (a "
-    "capacity, a path): what the loss does so belongs into wb.Coupled(encode, loss), which sees "
-    "the whole batch. Or it is a mean over other units than those given"
+    "Either the loss or the model compares samples, or something depends on the batch (a "
+    "capacity, a branch): move that part into wb.Coupled(encode, loss), which sees the whole "
+    "batch. Or the loss is a mean over other units than those given"
 )
 _GROUPS = (
-    "If each k neighbouring samples belong together (pairs, groups), take micro-batches of a "
-    "multiple of k samples (a trainer that gives micro-batches: of at least 2 * k)"
+    "If every k neighbouring samples belong together (pairs, groups), make the micro-batch a "
+    "multiple of k samples (in a trainer: at least 2 * k)"
 )
 _LOSS = "(the loss function)"
 
@@ -45,9 +45,9 @@ class AuditFinding:
 def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
     """Return the finding of a BatchNorm in a module that the loss function runs by itself."""
     text = (
-        f"runs a {kind} in training mode that is not in the model, so that nobody can make it "
-        "exact: give all modules that it runs (model=[net, other]; a loss function is then given "
-        "the list), or put that one into evaluation mode (a teacher: teacher.eval())"
+        f"runs a {kind} in training mode that is not part of the model, so wholebatch cannot make "
+        "it exact: pass every module that the loss runs (model=[net, other]; the loss function "
+        "then gets the list), or put that module into evaluation mode (teacher.eval())"
     )
     return AuditFinding(where, name, "loss", text)
 
@@ -55,10 +55,10 @@ def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
 def not_tested(samples: FirstSamples, why: str) -> AuditFinding:
     """Return the finding of a loss that has no value for parts of the samples."""
     text = (
-        f"it has a value for {samples.count} samples, but {why}, so that nothing tells whether "
-        "micro-batches add up. A loss that needs several samples at once compares them: give "
-        f"wb.Coupled(encode, loss). {_GROUPS}. If the batch has a leaf that is not a value per "
-        "sample, name it: micro_batch=wb.samples(8, static=...)"
+        f"it has a value for {samples.count} samples, but {why}, so wholebatch cannot test if "
+        "micro-batches add up to the batch. A loss that needs several samples at once compares "
+        f"them: give wb.Coupled(encode, loss). {_GROUPS}. If the batch has a leaf that is not a "
+        "value per sample, name it: micro_batch=wb.samples(8, static=...)"
     )
     return AuditFinding(_LOSS, samples.name, "untested", text)
 
@@ -94,14 +94,14 @@ def loss_cause(
     elif _is_sum_times_units(samples, runs):
         kind, text = (
             "sum",
-            f"{seen}: a sum given as a mean, so that it is multiplied by the units once more. Give "
+            f"{seen}: a sum given as a mean, so it is multiplied by the units a second time. Give "
             "wb.Loss(total, units) instead of wb.mean_loss",
         )
     elif may_run and (added := _added_once(samples, runs)) is not None:
         kind, text = (
             "added",
             f"{seen}: {added:.6g} is added once per micro-batch (a regulariser, a penalty on the "
-            "weights), so that its share grows with their number. Multiply it by the "
+            "weights), so its share grows with the number of micro-batches. Multiply it by the "
             "micro-batch's units",
         )
     else:
@@ -123,8 +123,8 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
         parts = [half.total / half.units for half in (first, second)]
         if min(parts) < mean < max(parts):
             text += (
-                ". If the loss is a mean, its units may be others than what it is the mean over "
-                "(padding that is counted): count those"
+                ". If the loss is a mean, the units may count something else (padding): count "
+                "what the loss is a mean over"
             )
     return AuditFinding(_LOSS, samples.name, "loss", text)
 
@@ -175,21 +175,21 @@ def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFin
     half = samples.cut
     large, small = (samples.part(0, half, backward=True, scale=s) for s in (SCALE, 1 / SCALE))
     why = (
-        "The loss compares its samples by a statistic of them that is detached "
-        "(losses / losses.detach().mean(): give wb.Coupled(encode, loss)); or a hook on a tensor "
-        "or module, or the backward of an autograd.Function, mixes the samples or counts them; or "
-        "a mean was multiplied by other units than it is a mean over"
+        "The loss divides by a detached statistic of its samples (losses / "
+        "losses.detach().mean(): use wb.Coupled(encode, loss)); or a hook on a tensor or module, "
+        "or the backward of an autograd.Function, mixes or counts the samples; or a mean was "
+        "multiplied by the wrong units"
     )
     if samples.tolerance.gradient_gap(large, [small]) is not None:
         why = (
-            f"A backward from {SCALE:g} does not give {SCALE:g} times as much: a hook on a tensor "
-            "or module, or the backward of an autograd.Function, is not linear (it clips, "
-            "normalises, or adds)"
+            f"A loss that is {SCALE:g} times as large does not give a gradient that is {SCALE:g} "
+            "times as large: a hook on a tensor or module, or the backward of an "
+            "autograd.Function, is not linear (it clips, normalises, or adds)"
         )
     text = (
         f"the loss of {samples.count} samples is that of their parts, its gradient is not: at "
         f"parameter {samples.parameters[gap[0]][0]} it differs by {gap[1]:.0e} of its norm. {why}. "
-        "Do that once per update, on the whole gradient: a hook on the parameter "
-        "(parameter.register_hook) runs so"
+        "Do this once per update, on the whole gradient, with a hook on the parameter "
+        "(parameter.register_hook)"
     )
     return AuditFinding(_LOSS, samples.name, "gradient", text)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from wholebatch.batch.samples import flatten, readable_layout, take
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
     batchnorms,
     is_spectral_norm,
     tracked_instance_norms,
@@ -36,7 +36,7 @@ _POLICIES = (
 )
 _ADVICE = {
     "batchnorm": f"normalises with the statistics of the batch: {_POLICIES}",
-    "custom": (f"a BatchNorm with a forward of its own: {_POLICIES}"),
+    "custom": (f"a BatchNorm with a custom forward: {_POLICIES}"),
     "sync": (
         "normalises with the statistics of the micro-batch on all ranks, not of the window: "
         'WholeBatch(batchnorm="exact") includes the ranks'
@@ -46,24 +46,23 @@ _ADVICE = {
         'micro-batch: WholeBatch(batchnorm="exact") moves them once per window'
     ),
     "ghost": (
-        "splits its batch by itself and normalises the parts (Ghost BatchNorm): statistics of the "
-        "whole batch are not what it wants. Use a plain BatchNorm, or plain accumulation in "
-        'micro-batches of its parts: batchnorm="allow", audit=False'
+        "splits its batch and normalises the parts (Ghost BatchNorm), so it needs no statistics "
+        "of the whole batch. Use a plain BatchNorm, or plain accumulation in micro-batches of its "
+        'parts: batchnorm="allow", audit=False'
     ),
     "frequency": (
         "scale_grad_by_freq=True divides the gradient of a row by how often it occurs in the "
         "micro-batch, not in the batch: leave it out"
     ),
     "spectral": (
-        "one power iteration for every forward in training: it moves once per micro-batch, not "
-        "once per update; in evaluation mode it stays as it is"
+        "runs one power iteration in every forward in training: its state changes once per "
+        "micro-batch, not once per update; in evaluation mode it does not change"
     ),
 }
 _LAYER = (
-    "output for one sample moved when another sample changed, for a reason its type does not tell: "
-    "no micro-batch can give it the whole batch. If it calls F.batch_norm, make that an "
-    "nn.BatchNorm inside it, which is exact; else compute it per sample, or move it into the loss "
-    "of wb.Coupled(encode, loss), which sees the whole batch"
+    "its output for one sample changed when another sample changed, so it needs the whole batch. "
+    "If it calls F.batch_norm, use an nn.BatchNorm instead, which is exact. Otherwise compute it "
+    "per sample, or move it into the loss of wb.Coupled(encode, loss), which sees the whole batch"
 )
 _FUNCTION = "(the function itself)"  # in place of a module's name
 _MOVED = 1e-5
@@ -116,13 +115,13 @@ def refused_by_type(model: nn.Module) -> list[AuditFinding]:
 def _is_ghost(module: nn.Module) -> bool:
     """True by what such layers are called, and by TabNet's name for the size of their parts."""
     named = "ghost" in type(module).__name__.lower() or hasattr(module, "virtual_batch_size")
-    return named and any(isinstance(m, _BatchNorm) for m in (module, *module.children()))
+    return named and any(isinstance(m, BatchNorm) for m in (module, *module.children()))
 
 
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.SyncBatchNorm):
         return "sync"
-    return "batchnorm" if type(module).forward is _BatchNorm.forward else "custom"
+    return "batchnorm" if type(module).forward is BatchNorm.forward else "custom"
 
 
 def warn_of_spectral_norms(model: nn.Module) -> None:

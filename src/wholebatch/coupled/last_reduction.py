@@ -1,4 +1,4 @@
-"""Read from the graph of a loss how it was reduced last: a mean or a sum, and by what it is scaled.
+"""Read the last reduction of a loss from its graph: mean or sum, and its scale.
 
 Between a loss and its reductions lie only operations on single numbers. The graph is followed that
 far: `(F.cross_entropy(logits, labels) + 0.1 * penalty.mean()) / 4` has two terms, both means, both
@@ -116,7 +116,7 @@ def _scale(node: Any, operation: str, one: Tensor) -> Scale:
 
 # --------------------------------------------------------------- a division by the number of steps
 
-_UNDIVIDED = "the window divides by its units, and nothing divides by the number of steps"
+_UNDIVIDED = "the window divides by its units, so do not divide by the number of steps"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Check a loop whose forwards are not ours, in its first window, for plain mistakes.
+"""Check the first window of your own loop for common mistakes.
 
-A stream gives its losses and keeps its forwards to itself. So only this is tested:
+Your own loop passes its losses, but runs the forwards itself. So only this is tested:
 
 1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
@@ -98,8 +98,8 @@ def sum_or_mean(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding 
     if window.is_mean and units > 1 and all(map(_is_summed_loss, terms)):
         text = (
             f"mean is a sum ({first.node}), and must be the mean over its units={number}: its "
-            f"gradient would be too large. Give it as the sum it is, backward(total, units="
-            f"{number}), or take the mean"
+            f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
+            "take the mean"
         )
         return AuditFinding(_LOSS, first.node, "sum", text)
     return None
@@ -203,9 +203,9 @@ def _mixed(row: Tensor) -> Tensor:
 def _comparison(linked: int, rows: int, units: float) -> AuditFinding:
     text = (
         f"this loss compares samples with each other: it links {linked} of the model's {rows} "
-        f"output rows, and units={units:g} says that it is a sum over so many independent parts. "
-        "Use WholeBatch with loss=wb.Coupled(encode, loss), which sees the whole batch; where "
-        "several rows make one unit (pairs, lists), give units= their number"
+        f"output rows, and units={units:g} claims as many independent parts. Use WholeBatch with "
+        "loss=wb.Coupled(encode, loss), which sees the whole batch; if several rows make one unit "
+        "(pairs, lists), pass the number of pairs or lists as units="
     )
     return AuditFinding(_LOSS, "comparison", "compared", text)
 
@@ -227,7 +227,7 @@ def loss_scale(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding |
         if is_scale and term.scales[0].operation == "multiplied" and factor != units:
             text = (
                 f"the loss is multiplied by {factor:g}, as GradScaler.scale(loss) does: give the "
-                "loss itself, and the scaler by close=wb.Close(scaler=scaler), which scales, "
+                "loss itself, and the scaler as close=wb.Close(scaler=scaler), which scales, "
                 "unscales and updates it"
             )
             return AuditFinding(_LOSS, "loss scale", "divided", text)
@@ -374,11 +374,11 @@ class LoopChecks:
             self._reductions.clear()
 
     def _warn_of_one_unit(self) -> None:
-        """Warn of means that count alike although their micro-batches differ in size."""
+        """Warn of means with units=1 whose micro-batches differ in size."""
         rows = self._rows_of_one
         if len(set(rows)) > 1:
             warnings.warn(
-                f"micro-batches of {', '.join(map(str, rows[:8]))} rows count alike: each is a "
+                f"micro-batches of {', '.join(map(str, rows[:8]))} rows count the same: each is a "
                 "mean over units=1. If the loss is a mean over samples or tokens, give their "
                 "number as units=. If each micro-batch is one unit (a graph, an episode), nothing "
                 "is wrong",
@@ -428,7 +428,7 @@ class LoopChecks:
         self._outputs += [one for one in made if len(one) == len(given[0])]
 
     def _test_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Make the first call of a model on two parts of its samples, before it is made."""
+        """Run the first call of a model on two parts of its samples, before the call itself."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         inside = set(inner.modules())
         meets = any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in inside)

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from wholebatch.errors import UnsupportedError
 from wholebatch.window.forward_state import replaced_attributes
+
+BatchNorm: Any = nn.BatchNorm1d.__base__
+"""The class of all BatchNorms of torch, and of those of other libraries."""
+InstanceNorm: Any = nn.InstanceNorm1d.__base__
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -22,7 +24,7 @@ def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     >>> [name for name, module in batchnorms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))]
     ['1']
     """
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
 
 
 def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -30,7 +32,7 @@ def tracked_instance_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, _InstanceNorm) and module.track_running_stats
+        if isinstance(module, InstanceNorm) and module.track_running_stats
     ]
 
 
@@ -51,7 +53,7 @@ def whole_batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def uses_whole_batch(module: nn.Module) -> bool:
     """True if one of `whole_batch_norms` would now give other results in micro-batches."""
-    return uses_batch_statistics(module) if isinstance(module, _BatchNorm) else module.training
+    return uses_batch_statistics(module) if isinstance(module, BatchNorm) else module.training
 
 
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -63,10 +65,10 @@ def running_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def is_spectral_norm(module: nn.Module) -> bool:
     """True for a spectral normalisation, as a parametrisation or of the older kind."""
-    hooks = module._forward_pre_hooks.values()
-    return type(module).__name__ == "_SpectralNorm" or any(
-        type(hook).__name__ == "SpectralNorm" for hook in hooks
-    )
+    if type(module).__name__ == "_SpectralNorm":
+        return True
+    names = (name.removesuffix("_u") for name, _ in module.named_buffers(recurse=False))
+    return any(hasattr(module, f"{name}_orig") for name in names)
 
 
 @contextmanager
@@ -116,6 +118,6 @@ def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) 
     for name, module in (found for model in models for found in batchnorms(model)):
         if module not in known and uses_batch_statistics(module):
             raise UnsupportedError(
-                f"BatchNorm in {name!r}: it is new in the model, and no batchnorm= policy is "
-                "applied to it; make this object anew after the model has changed"
+                f"BatchNorm in {name!r}: it was added to the model later, so no batchnorm= policy "
+                "applies to it; create this object again after you change the model"
             )

@@ -21,15 +21,15 @@ from wholebatch.window.forward_state import ForwardState
 
 _SEQUENCES = 4
 _PACKED = (
-    "in one row (pack=): the model does not keep the sequences of a row apart. Transformers' "
-    "models do so with use_cache=False in their configuration and without an attention_mask; a "
-    "model of your own must attend within the sequences that position_ids tell, and give no units "
-    "to labels of -100. Labels that are shifted already must be called shift_labels"
+    "in one row (pack=): the model does not keep the sequences of a row apart. Models of "
+    "Transformers do so with use_cache=False in their configuration and without an "
+    "attention_mask. Your own model must attend only within the sequences that position_ids mark, "
+    "and count no units for labels of -100. Name labels that are shifted already shift_labels"
 )
 _TRIMMED = (
-    "without it: what was trimmed counts. Mark targets that do not count with -100, sum the loss "
-    "over the others and give their number as units; let the model leave out what the mask hides. "
-    "micro_batch= a number of samples trims nothing"
+    "without it: the loss or the model uses the trimmed padding. Mark targets that do not count "
+    "with -100, sum the loss over the others and pass their number as units; the model must "
+    "ignore what the mask hides. A micro_batch= in samples trims nothing"
 )
 
 
@@ -39,9 +39,10 @@ def check_padding(
 ) -> bool:
     """Refuse if sequences have another loss in one row, or without their padding; True if tried.
 
-    A model that reads its positions attends within a sequence alone. One that does not lets
-    sequences of a row see each other, and trains on all the same. A mean over the width of the
-    batch, a pool over it and targets beyond the mask do not bear that padding is trimmed.
+    A model that reads `position_ids` attends only within a sequence. In another model, the
+    sequences of a row see each other without any error. Padding must not be trimmed if the loss is
+    a mean over the width of the batch, if the model pools over it, or if targets lie beyond the
+    mask.
 
     `run(micro)` returns the loss of a micro-batch. It runs without dropout; `models` are left as
     they were.

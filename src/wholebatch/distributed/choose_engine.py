@@ -1,4 +1,4 @@
-"""The choice of the strategy for the engine that a model is wrapped in."""
+"""Choose the synchronisation strategy for the engine that a model is wrapped in."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SUPPORTED = (
 )
 _ONE_MODEL = {
     "fsdp2": "several fully_shard models in one accumulator: put them into one nn.ModuleDict",
-    "deepspeed": "several DeepSpeed engines in one accumulator: give each one of its own, and a "
-    "loop of its own",
+    "deepspeed": "several DeepSpeed engines in one accumulator: give each engine its own "
+    "accumulator and its own loop",
 }
 
 
@@ -37,8 +37,8 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
     kinds = {_kind(model) for model in models if isinstance(model, nn.Module)} or {"plain"}
     if len(kinds) > 1:
         raise UnsupportedError(
-            f"models wrapped in different engines ({', '.join(sorted(kinds))}) in one "
-            "accumulator: wrap them alike, or give each an accumulator of its own"
+            f"models wrapped in different engines ({', '.join(sorted(kinds))}) in one accumulator: "
+            "wrap them in the same way, or give each its own accumulator"
         )
     [kind] = kinds
     if kind == "plain":
@@ -53,10 +53,12 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
         raise UnsupportedError(f"model wrapped in {kind}: {_SUPPORTED}")
     if sync == "none":
         raise OptionError(
-            f'sync="none" on a model of {kind}, which reduces gradients: leave it out'
+            f'sync="none" on a model of {kind}: this engine reduces gradients itself. Leave it out'
         )
     if sync == "gathered" and kind != "fsdp2":
-        raise OptionError(f'sync="gathered" on a model of {kind}: belongs to FSDP2\'s fully_shard')
+        raise OptionError(
+            f'sync="gathered" on a model of {kind}: this option is for FSDP2\'s fully_shard'
+        )
     if len(models) > 1 and kind in _ONE_MODEL:
         raise UnsupportedError(_ONE_MODEL[kind])
     wrapped: Any = models
@@ -74,18 +76,18 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
 
 
 _WRAPPED = (
-    "what wraps it: the DistributedDataParallel (not its .module), the model after fully_shard, or "
-    "the engine of deepspeed.initialize (not its .module). If each rank is to train by itself, say "
-    'so: close=wb.Close(sync="none")'
+    "the wrapped model: the DistributedDataParallel (not its .module), the model after "
+    "fully_shard, or the engine of deepspeed.initialize (not its .module). If each rank should "
+    'train alone, pass close=wb.Close(sync="none")'
 )
 
 
 def warn_alone(ranks: int, instead: str = _WRAPPED) -> None:
-    """Warn of a plain model on several ranks: nobody reduces its gradients."""
+    """Warn of a plain model on several ranks, where nothing reduces its gradients."""
     if ranks > 1:
         _log.warning(
-            "a plain model in a job of %d ranks: nothing reduces its gradients, and each rank "
-            "trains a model of its own. Pass %s",
+            "a plain model in a job of %d ranks: nothing reduces its gradients, so each rank "
+            "trains its own model. Pass %s",
             ranks,
             instead,
         )

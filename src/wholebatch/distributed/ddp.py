@@ -199,13 +199,13 @@ def _check(model: DistributedDataParallel) -> None:
     hooks: list[Any] = getattr(model, "_comm_hooks", [])
     if hooks:
         raise UnsupportedError(
-            "DistributedDataParallel with a communication hook: the window makes its one "
-            "reduction itself, exactly, and would not run the hook; do not register it"
+            "DistributedDataParallel with a communication hook: the window reduces gradients "
+            "itself and would not run the hook; do not register it"
         )
     if model.static_graph:
         raise UnsupportedError(
-            "DistributedDataParallel(static_graph=True): it relies on reductions of its own in "
-            "every backward, and the window makes one; leave static_graph out"
+            "DistributedDataParallel(static_graph=True): it needs DDP's reduction in every "
+            "backward, and a window reduces once; leave static_graph out"
         )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):
@@ -215,9 +215,9 @@ def _check(model: DistributedDataParallel) -> None:
             )
         if name.removeprefix("module.") in model.parameters_to_ignore and parameter.requires_grad:
             raise UnsupportedError(
-                f"{name}: DistributedDataParallel is told to leave its gradient to this rank (an "
-                "expert of its own?), and the window would add up those of all ranks: freeze it, "
-                "or train it beside the wrapped model"
+                f"{name}: DistributedDataParallel ignores this parameter (an expert of this "
+                "rank?), but the window would sum its gradient over all ranks: freeze it, or "
+                "train it outside of the wrapped model"
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -79,7 +79,7 @@ class DeepSpeed(Sync):
         _check(engine)
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
-        self._offloads = _is_on(engine._config.zero_config.offload_optimizer)
+        self._offloads = _is_on(engine.zero_offload_optimizer())
         self._check_sync(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
@@ -90,7 +90,6 @@ class DeepSpeed(Sync):
         self.owns_hooks = self._stage > 0
         # The engine would clip the undivided batch too; its default is 1.0.
         self.clip_norm = float(engine.gradient_clipping()) or None
-        self._found = engine._is_gradient_accumulation_boundary
         self._failed = False
         self._order: BackwardOrder | None = None
         if self._stage >= 2:
@@ -132,8 +131,8 @@ class DeepSpeed(Sync):
             self.clip_norm = None
         if options["scaler"] is not None:
             raise UnsupportedError(
-                "scaler= with a DeepSpeed engine: its backward is its own and takes no scaler, and "
-                "its fp16 is not shown to be exact; leave it out and train in float32"
+                "scaler= with a DeepSpeed engine: the engine's backward takes no scaler, and "
+                "DeepSpeed's fp16 is not tested to be exact; leave it out and train in float32"
             )
         if options["precision"] not in ("full", "fp32"):
             raise UnsupportedError(
@@ -163,8 +162,8 @@ class DeepSpeed(Sync):
             )
         if self._stage > 0 and any(parameter._backward_hooks for parameter in parameters):
             raise UnsupportedError(
-                f"a parameter has a gradient hook: with ZeRO {self._stage} no rank ever holds the "
-                "whole gradient that it is to see; remove it"
+                f"a parameter has a gradient hook: with ZeRO {self._stage} no rank holds the whole "
+                "gradient that the hook needs; remove it"
             )
 
     @contextmanager
@@ -216,16 +215,16 @@ class DeepSpeed(Sync):
             return
         if not self._group.all_have(self._order.value):
             raise UnsupportedError(
-                f"the backwards of this window reached other parameters, or in another order, on "
-                f"other ranks: ZeRO {self._stage} would add up gradients of different parameters. "
-                "Nothing was updated; let all ranks use the same layers, or use ZeRO 1"
+                "the backwards of this window reached different parameters, or another order of "
+                f"them, on other ranks: ZeRO {self._stage} would add gradients of different "
+                "parameters. Nothing was updated; use the same layers on all ranks, or use ZeRO 1"
             )
         last = self._order.backward
         if self._offloads and min(self._order.reached.values(), default=last) < last:
             raise UnsupportedError(
-                "the last backward of this window did not reach all parameters that the others "
-                f"have: with ZeRO {self._stage} and offload_optimizer, DeepSpeed takes the "
-                "gradients of those that it has alone. Nothing was updated; use ZeRO 1"
+                "the last backward of this window did not reach all parameters that earlier ones "
+                f"reached: with ZeRO {self._stage} and offload_optimizer, DeepSpeed uses only the "
+                "gradients of those it reached. Nothing was updated; use ZeRO 1"
             )
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -254,23 +253,26 @@ class DeepSpeed(Sync):
                 optimizer.all_grad_tensors[index] = None
 
     def restore(self) -> None:
+        """Let the engine count its own accumulation steps again."""
         super().restore()
-        self._engine._is_gradient_accumulation_boundary = self._found
+        self._engine.set_gradient_accumulation_boundary(None)
 
 
 @contextmanager
 def _without_own_clipping(engine: Any) -> Iterator[None]:
     """Switch the engine's clipping off: the window has clipped the normalised gradients."""
-    is_plain = engine.zero_optimization_stage() == 0
-    owner, name = (
-        (engine._config, "gradient_clipping") if is_plain else (engine.optimizer, "clip_grad")
-    )
-    before = getattr(owner, name)
-    setattr(owner, name, 0.0)
+    if engine.zero_optimization_stage() == 0:
+        engine.gradient_clipping = lambda: 0.0  # in place of the method
+        try:
+            yield
+        finally:
+            del engine.gradient_clipping
+        return
+    before, engine.optimizer.clip_grad = engine.optimizer.clip_grad, 0.0
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        engine.optimizer.clip_grad = before
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:
@@ -291,9 +293,8 @@ def _groups(engine: Any) -> list[list[nn.Parameter]]:
 
 def _check(engine: Any) -> None:
     """Refuse settings that are not shown to be exact, by their name."""
-    config, stage = engine._config, engine.zero_optimization_stage()
-    zero, is_bf16 = config.zero_config, engine.bfloat16_enabled()
-    offloads = (zero.offload_optimizer, zero.offload_param)
+    stage, is_bf16 = engine.zero_optimization_stage(), engine.bfloat16_enabled()
+    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
     clash = {
         "pipeline parallelism (PipelineModule)": getattr(engine, "pipeline_parallelism", False),
         "fp16": engine.fp16_enabled(),
@@ -308,9 +309,9 @@ def _check(engine: Any) -> None:
         "offload to nvme": any("nvme" in str(one and one.device) for one in offloads),
         "offload_param without offload_optimizer": _is_on(offloads[1]) and not _is_on(offloads[0]),
         "overlap_comm beside ZeRO 1": stage == 1 and engine.zero_overlap_comm(),
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zenflow": zero.zenflow is not None,
+        "zero_quantized_gradients": engine.zero_quantized_gradients(),
+        "zero_quantized_weights": engine.zero_quantized_weights(),
+        "zenflow": engine.zenflow_config() is not None,
         "mixture-of-experts layers": engine.has_moe_layers,
         "sparse embeddings": any(getattr(m, "sparse", False) for m in engine.module.modules()),
         "deepcompile": engine.is_deepcompile_enabled(),
@@ -327,9 +328,9 @@ def _check(engine: Any) -> None:
     for name, is_on in clash.items():
         if is_on:
             raise UnsupportedError(
-                f"a DeepSpeed engine with {name}: the update is not shown to be that of the "
-                "undivided batch; supported are ZeRO 0 to 3 in float32, and ZeRO 2 and 3 in bf16 "
-                "with gradients that are added and sent in fp32; offload_optimizer on the CPU"
+                f"a DeepSpeed engine with {name}: not tested to make the update of the undivided "
+                "batch; supported are ZeRO 0 to 3 in float32, ZeRO 2 and 3 in bf16 with gradients "
+                "that are added and sent in fp32, and offload_optimizer on the CPU"
             )
 
 

@@ -40,11 +40,16 @@ class Group:
     def largest(self, value: Tensor) -> Tensor:
         return self._reduced(value.detach().clone(), dist.ReduceOp.MAX)
 
-    def all_have(self, number: int) -> bool:
-        """True if all ranks have the same number, which is below 2**52."""
+    def most_and_fewest(self, number: int) -> tuple[int, int]:
+        """Return the largest and the smallest of the ranks' numbers, which are below 2**52."""
         ends = torch.tensor([number, -number], dtype=torch.float64, device=self._device)
-        most, least = self.largest(ends).tolist()
-        return bool(most == -least)
+        most, fewest = self.largest(ends).tolist()
+        return int(most), -int(fewest)
+
+    def all_have(self, number: int) -> bool:
+        """True if all ranks have the same number."""
+        most, fewest = self.most_and_fewest(number)
+        return most == fewest
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over the gradients of all ranks, each of which holds different ones.

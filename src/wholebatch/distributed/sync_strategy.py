@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 OTHER_SETTINGS = (
-    "ranks differ in their parameters (names, shapes, order, or which are frozen), learning rates, "
-    "weight decay or clipping, so gradients of different parameters would be added up, or the "
-    "models drift apart: build, freeze and order the parameters alike on every rank (sort the "
-    "names of a set), and step schedulers by what is the same on all, such as step.loss"
+    "ranks differ in their parameters (names, shapes, order, or which are frozen), learning "
+    "rates, weight decay or clipping, so gradients of different parameters would be added, or the "
+    "models would drift apart. Build, freeze and order the parameters in the same way on every "
+    "rank (sort the names of a set), and step schedulers by a number that is the same on all "
+    "ranks, such as step.loss"
 )
 
 Parameters: TypeAlias = Sequence[nn.Parameter]
@@ -71,8 +72,8 @@ class Sync(ABC):
     """True if the engine steps the optimizer itself."""
 
     hides_gradients: str | None = (
-        "this engine shows no rank the gradient of its own micro-batches; measure on one process, "
-        "or with DDP"
+        "with this engine no rank has the gradient of its own micro-batches; measure in one "
+        "process, or with DDP"
     )
     """Why no rank sees the gradient of its own micro-batches; None if it does."""
 
@@ -102,10 +103,19 @@ class Sync(ABC):
             raise RankError(OTHER_SETTINGS)
         if self.replicas is not None and not self.replicas.all_have(checksum(parameters)):
             raise RankError(
-                "the weights differ between ranks, so their models would never be the same: load "
-                "or initialise the same weights on every rank, or do it before the model is "
-                "wrapped (DistributedDataParallel copies those of its first rank to all)"
+                "the weights differ between ranks, so the models would never be the same: load or "
+                "initialise the same weights on every rank, or do so before you wrap the model "
+                "(DistributedDataParallel copies the weights of rank 0 to all)"
             )
+
+    def meet(self, micro_batches: int) -> tuple[int, int]:
+        """Return the most and the fewest micro-batches that a rank brings to the next window.
+
+        All ranks meet here before each window, also those that have run out of data.
+        """
+        if self.group is None:
+            return micro_batches, micro_batches
+        return self.group.most_and_fewest(micro_batches)
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
@@ -157,7 +167,7 @@ class Sync(ABC):
         return groups
 
     def after_update(self) -> None:
-        """Bring the buffers of all ranks into line after an update."""
+        """Synchronise the buffers of all ranks after an update."""
         return
 
     def discard(self) -> None:
@@ -185,8 +195,8 @@ class Single(Sync):
 def reduces_in_backward_only(engine: str) -> WindowError:
     """Return the error of an engine that cannot reduce without a backward."""
     return WindowError(
-        f"{engine} reduces its gradients inside a backward, and this window has none left: let "
-        "every micro-batch make its backward (loss * 0 and units=0 for one that does not count), "
+        f"{engine} reduces gradients inside a backward, and this window has no backward left. Call "
+        "backward for every micro-batch (with loss * 0 and units=0 for one that does not count), "
         "and let over() find the last one instead of calling flush()"
     )
 

@@ -1,4 +1,4 @@
-"""Exact windows in the trainers that people have: one adapter per library, none imports another.
+"""Exact accumulation in other trainers: one adapter per library, none imports another.
 
 | import | for |
 |---|---|

@@ -54,22 +54,22 @@ _SUPPORTED = (
 class AccelerateAccumulator(HandedOver):
     """Exact gradient accumulation for an Accelerate loop.
 
-    `backward(mean=loss, units=...)` stands for `accelerator.backward(loss)`, where the loss is the
-    micro-batch's mean; `backward(total, units=...)` takes its sum, and a `wb.Loss` is taken too.
-    `units` is what it is over (samples, tokens, weights; a number or a 0-dim tensor). When it
-    returns in the last micro-batch of a window, the gradients are those of the whole batch,
-    reduced, and Accelerate's own clipping, loss scaling, optimizer and scheduler go on from there.
-    It returns the window's `wb.Step`, or None within a window.
+    Call `backward(mean=loss, units=...)` instead of `accelerator.backward(loss)`. It also takes a
+    sum, `backward(total, units=...)`, or a `wb.Loss`. `units` is the number of samples, tokens or
+    weights that the loss is over (a number or a 0-dim tensor). After the last micro-batch of a
+    window, the gradients are those of the whole batch on all processes, and Accelerate's own
+    clipping, loss scaling, optimizer and scheduler work on them. `backward` returns the window's
+    `wb.Step` when it is complete, else None.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
-    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update (a scheduler that
-    the loop steps is stepped all the same). fp16's loss scale skips by itself, as Accelerate has
-    it.
+    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update, but a
+    scheduler that the loop steps still steps. With fp16, Accelerate's loss scaler skips such
+    updates.
     """
 
     closes_by = (
-        "its last micro-batch made no windows.backward(), so its gradients are not complete; call "
-        "windows.flush() before clipping and stepping"
+        "windows.backward() was not called for its last micro-batch, so its gradients are not "
+        "complete; call windows.flush() before clipping and stepping"
     )
 
     def __init__(
@@ -107,7 +107,7 @@ class AccelerateAccumulator(HandedOver):
         return bool(self._accelerator.sync_gradients)
 
     def _refuse_loop_without_accumulate(self) -> None:
-        """Refuse windows of one micro-batch because nobody counts the micro-batches."""
+        """Refuse a loop without `accelerator.accumulate()`, which counts the micro-batches."""
         accelerator, micro_step = self._accelerator, self._accelerator.step
         moved = micro_step != self._micro_step
         self._micro_step = micro_step
@@ -121,7 +121,7 @@ class AccelerateAccumulator(HandedOver):
         ):
             raise WindowError(
                 f"gradient_accumulation_steps={steps}, but accelerator.sync_gradients is True and "
-                "accelerator.accumulate() was not entered, so every micro-batch would make a step: "
+                "accelerator.accumulate() was not used, so every micro-batch would make a step: "
                 "put the loop's body into `with accelerator.accumulate(model):`"
             )
 
@@ -148,7 +148,7 @@ def _check(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED:
         raise UnsupportedError(
-            f"Accelerate with {kind}: the update is not shown to be that of the undivided batch; "
+            f"Accelerate with {kind}: not tested to make the update of the undivided batch; "
             "supported are one process, DDP, FSDP2 and DeepSpeed on CPU and CUDA"
         )
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:

@@ -1,4 +1,4 @@
-"""Windows whose backwards are ours and whose step is the library's: Accelerate, Fabric, Lightning.
+"""Windows that leave the optimizer step to the library: Accelerate, Fabric, Lightning.
 
 The last backward of a window leaves the gradient of the whole global batch in `.grad`. Whatever the
 library does then (clip, unscale, step, schedule, clear) works on the right gradient.
@@ -43,9 +43,6 @@ class LibraryScale(LossScale):
         """Return the scale; the library's unscaling needs a scaler that has scaled something."""
         return float(self.scaler.scale(torch.ones((), device=self._device)))
 
-    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        return False
-
     def update(self, *, finite: bool) -> None:
         return
 
@@ -62,7 +59,7 @@ class HandedOver(Accumulator):
     are those of `Accumulator`.
     """
 
-    by = "the loop until the window is complete"
+    _written_by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
     """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True
@@ -94,9 +91,9 @@ class HandedOver(Accumulator):
         if isinstance(store, DeviceStore):
             store.lends = True  # the library clears them before the next window
         store.stray = (
-            "holds a gradient at the first backward of a window, and it would be counted in: call "
-            "optimizer.step() and optimizer.zero_grad() after every window, and give every loss to "
-            "windows.backward()"
+            "holds a gradient at the first backward of a window, which would be added to it: call "
+            "optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
+            "to windows.backward()"
         )
         self._step_hooks: list[Any] = []
         if self.guards_steps and not self._window.sync.owns_step:
@@ -135,10 +132,10 @@ class HandedOver(Accumulator):
         parameters = (one for group in optimizer.param_groups for one in group["params"])
         if not self._is_completed and any(one.grad is not None for one in parameters):
             raise WindowError(
-                "optimizer.step() with gradients that no window has made, so that nothing makes "
-                f"them those of the whole batch: give every loss to windows.backward() of this "
-                f"{type(self).__name__}, in place of the library's own backward(); to go on "
-                "without it, call windows.detach()"
+                "optimizer.step() with gradients that no window computed, so they are not those "
+                "of the whole batch. Pass every loss to windows.backward() of this "
+                f"{type(self).__name__} instead of the library's own backward(); to go on without "
+                "it, call windows.detach()"
             )
 
     def _after_step(self, *_: Any) -> None:
@@ -161,8 +158,8 @@ class HandedOver(Accumulator):
         """Return the state for the library's own checkpoints; save between windows."""
         if self._window.open is not None:
             raise WindowError(
-                f"the window is open with {self.micro_batches} micro-batches, whose gradients no "
-                "checkpoint of the library has: save between windows"
+                f"the window is open with {self.micro_batches} micro-batches, and the library's "
+                "checkpoint does not hold their gradients: save between windows"
             )
         return {"updates": self.updates, "next_seed": self._window.next_seed}
 

@@ -55,8 +55,8 @@ def _check_strategy(strategy: Any) -> None:
         )
     if name not in _STRATEGIES or getattr(strategy, "handles_gradient_accumulation", False):
         raise UnsupportedError(
-            f"Lightning's {name}: the update is not shown to be that of the undivided batch; "
-            f"supported are {', '.join(_STRATEGIES)}"
+            f"Lightning's {name}: not tested to make the update of the undivided batch; supported "
+            f"are {', '.join(_STRATEGIES)}"
         )
     if getattr(strategy, "_tensor_parallel_size", 1) not in (1, "auto"):
         raise UnsupportedError(
@@ -80,14 +80,14 @@ class FabricAccumulator(HandedOver):
             optimizer.zero_grad()
     ```
 
-    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean, and a
-    `wb.Loss` is taken too. `last=True` completes the window: when it returns, the gradients are
-    those of the whole batch on all ranks, and Fabric's clipping, loss scale and step go on from
-    there. A loss or gradient that is not finite raises `NonFiniteError`, and no gradient is left;
-    with `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
+    `backward(total, units=...)` takes a sum, `backward(mean=..., units=...)` a mean. Both may be a
+    `wb.Loss` instead. `last=True` completes the window: the gradients are then those of the whole
+    batch on all ranks, and Fabric's clipping, loss scale and step work on them. A loss or gradient
+    that is not finite raises `NonFiniteError`, and no gradient is left; with
+    `close=wb.Close(nonfinite="skip")` the loop's step then changes nothing.
     """
 
-    closes_by = "its last micro-batch's backward must say last=True"
+    closes_by = "pass last=True to the backward of its last micro-batch"
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class FabricAccumulator(HandedOver):
         )
 
     def backward(self, *args: Any, **options: Any) -> Step | None:
-        """Make the backward of one micro-batch's loss; `last=True` completes the window."""
+        """Run the backward of one micro-batch's loss; `last=True` completes the window."""
         with _in_fabric_backward():
             return super().backward(*args, **options)
 
@@ -135,7 +135,7 @@ class FabricAccumulator(HandedOver):
     def _last_of(self, last: bool | None) -> bool | None:
         if last is None:
             raise OptionError(
-                "backward() or run() without last=: say last=True for the last micro-batch of a "
+                "backward() or run() without last=: pass last=True for the last micro-batch of a "
                 "window, after which the loop steps, and last=False for the others"
             )
         return last
@@ -153,20 +153,19 @@ def _in_fabric_backward() -> AbstractContextManager[None]:
 class ExactAccumulation(Callback):
     """A callback for exact gradient accumulation in Lightning's automatic optimisation.
 
-    `training_step` goes on returning its mean loss: the mean is what Lightning calls the loss (a
-    sum is a sum only in `backward(total, units=)`). `units(batch)` says what that is a mean over
-    (samples, tokens, weights; a number or a 0-dim tensor); without it, `training_step` returns a
-    dict with "loss" and "units". Before the optimizer's step, and before the Trainer clips, the
-    gradients are those of the whole window on all ranks: with short last windows, with
-    `GradientAccumulationScheduler`, with every precision plugin. `last` is the `wb.Step` of the
-    window that was completed last, with its exact mean `loss` and its `units`.
+    `training_step` still returns its mean loss. `units(batch)` returns the number of samples,
+    tokens or weights that it is a mean over (a number or a 0-dim tensor). Without `units`,
+    `training_step` returns a dict with "loss" and "units". Before the Trainer clips and steps, the
+    gradients are those of the whole window on all ranks. This includes short last windows,
+    `GradientAccumulationScheduler` and every precision plugin. `last` is the `wb.Step` of the last
+    complete window, with its exact mean `loss` and its `units`.
 
     A loss or gradient that is not finite raises `NonFiniteError` before the step, and no gradient
-    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update (schedulers are
-    stepped all the same). The precision plugin's loss scale skips by itself, as Lightning has it.
+    is left; with `close=wb.Close(nonfinite="skip")` such a window makes no update, but
+    schedulers still step. With fp16, Lightning's loss scaler skips such updates.
 
-    On a GPU, training_step, its backward and the addition run as one graph (`execute="auto"`), as
-    far as its code allows that: what it logs must be tensors, and it must not use batch_idx.
+    On a GPU, `training_step`, its backward and the addition run as one graph (`execute="auto"`) if
+    the step logs only tensors and does not use `batch_idx`.
     `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
@@ -201,7 +200,7 @@ class ExactAccumulation(Callback):
 
     @property
     def last(self) -> Step | None:
-        """The window that was completed last; None before the first, and if it made no update."""
+        """The Step of the last complete window; None before the first, or if it made no update."""
         step = None if self._windows is None else self._windows.last_step
         return None if step is None or step.skipped is not None else step
 
@@ -227,8 +226,9 @@ class ExactAccumulation(Callback):
             units: Units = output["units"]
             return units
         raise LossError(
-            "nothing says what the loss is a mean over: pass ExactAccumulation(units=a function of "
-            'the batch), or return {"loss": ..., "units": ...} from training_step'
+            "wholebatch does not know what the loss is a mean over: pass "
+            'ExactAccumulation(units=a function of the batch), or return {"loss": ..., "units": '
+            "...} from training_step"
         )
 
     def on_train_batch_start(
@@ -261,8 +261,8 @@ class ExactAccumulation(Callback):
         open_ = windows.micro_batches if windows.is_open else 0
         if open_:
             _log.warning(
-                "a checkpoint in the middle of a window, with the gradient of %d micro-batches "
-                "that it does not have: ExactAccumulation will refuse to resume from it",
+                "a checkpoint in the middle of a window does not hold the gradient of its %d "
+                "micro-batches: ExactAccumulation will refuse to resume from it",
                 open_,
             )
         return {"updates": windows.updates, "open": open_}
@@ -271,8 +271,8 @@ class ExactAccumulation(Callback):
         if state_dict["open"]:
             raise StateError(
                 f"the checkpoint was saved when {state_dict['open']} micro-batches of a window "
-                "were in, and has no gradients: resume from a checkpoint that was saved after an "
-                "update (every_n_train_steps of ModelCheckpoint counts updates)"
+                "were done, and does not hold their gradients: resume from a checkpoint that was "
+                "saved after an update (every_n_train_steps of ModelCheckpoint counts updates)"
             )
         self._saved_updates = state_dict["updates"]
 
@@ -453,13 +453,19 @@ class UnusableIndex:
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
-            f"{type(module).__name__} optimises by hand, so its windows are its own: use a "
-            "wb.Accumulator in training_step, or automatic optimisation"
+            f"{type(module).__name__} uses manual optimization: use a wb.Accumulator in "
+            "training_step, or automatic optimisation"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(
             f"{type(module).__name__}.training_step takes dataloader_iter: Lightning then clears "
             "the gradients one micro-batch late; take (batch, batch_idx)"
+        )
+    if type(module).backward is not LightningModule.backward:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a backward() of its own, and ExactAccumulation makes the "
+            "backward itself: scale the loss in training_step instead, or use a wb.Accumulator "
+            "with automatic_optimization = False"
         )
     _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:

@@ -1,4 +1,4 @@
-"""The check of files: source in, findings out, without those that a `# noqa` silences."""
+"""Check files: return the findings that no `# noqa` silences."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The loss contract: a sum, and the units that it is a sum over.
 
-A mean of means is only the mean when every part is equally large. So a loss function here says
-two things, the *total* and the *units*, and the one division by all units of the window is made
-once, at its close:
+A mean of means is the mean only if all parts have the same size. So a loss function returns two
+things, the *total* and the *units*, and the window divides once, by all its units, at its close:
 
     gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
 
@@ -34,9 +33,9 @@ SINGLE = "loss"
 """The name under which a loss without named terms is kept."""
 
 _SUM_OR_MEAN = (
-    "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), "
-    "for a mean return wb.mean_loss(mean, units), where units is what it is taken over "
-    "(samples, tokens, weights); or return the tensor of per-unit losses"
+    "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), for a mean return "
+    "wb.mean_loss(mean, units), where units is the number of samples, tokens or weights; or "
+    "return the tensor of per-unit losses"
 )
 
 
@@ -50,7 +49,7 @@ def check_total(total: object) -> Tensor:
             "call .sum() on per-unit losses"
         )
     if total.is_complex():
-        raise LossError(f"total of dtype {total.dtype}: must be real, or it has no smallest value")
+        raise LossError(f"total of dtype {total.dtype}: must be a real number")
     if not total.requires_grad and torch.is_grad_enabled():  # a first pass makes no graph
         raise LossError(
             "total does not require a gradient: it is detached from the model, was computed under "
@@ -61,6 +60,8 @@ def check_total(total: object) -> Tensor:
 
 def check_units(units: object) -> Units:
     """Return the units, or raise a LossError that says what is wrong with them."""
+    if type(units) is int and 0 <= units < 2**53:  # nearly always
+        return units
     if isinstance(units, Tensor):
         if units.dim() != 0:
             raise LossError(
@@ -71,9 +72,10 @@ def check_units(units: object) -> Units:
             raise LossError(f"units of dtype {units.dtype}: must be real numbers")
         if units.requires_grad:
             raise LossError(
-                "units require a gradient: that of the mean goes through the sum of all units, "
-                "which no micro-batch knows. If they are constants, give units.detach(); if they "
-                "are trained, let the loss of wb.Coupled return the mean, with units=1"
+                "units require a gradient: the gradient of the mean then needs the units of the "
+                "whole window, which a micro-batch does not have. If units are constants, pass "
+                "units.detach(). If they are trained, return the mean from the loss of "
+                "wb.Coupled, with units=1"
             )
         return units
     if isinstance(units, torch.SymInt | torch.SymFloat):  # a graph of many sizes is being traced
@@ -231,9 +233,9 @@ def refuse_lost_mean(mean: Tensor) -> None:
         return
     if math.isfinite(value) and value != 0:
         raise LossError(
-            f"a mean of {value:.6g} over units=0: it would be multiplied by 0 and lost. Give the "
-            "sum that it was made from, wb.Loss(total, units) (of `sum / max(n, 1)`: "
-            "wb.Loss(sum, n)); a loss that is not to count is `loss * 0`"
+            f"a mean of {value:.6g} over units=0: it would be multiplied by 0 and lost. Pass the "
+            "sum, wb.Loss(total, units) (for `sum / max(n, 1)`: wb.Loss(sum, n)). For a loss that "
+            "must not count, pass `loss * 0`"
         )
 
 
@@ -252,9 +254,8 @@ def is_known_to_be_zero(units: Units) -> bool:
 def _nothing(mean: Tensor) -> Tensor:
     """Return zero, with gradients of zero.
 
-    A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
-    The division is among the last operations: what those give back is zero here, whatever they
-    compute.
+    A mean over nothing was divided by zero, and its backward would divide a zero gradient by zero
+    again. The division is among the last operations, so their gradients are replaced by zero here.
     """
     nodes = [mean.grad_fn]
     for node in nodes:  # grows on the way
@@ -280,10 +281,9 @@ def cross_entropy(
     """Return the cross-entropy summed over the labels that count, with their number as units.
 
     Classes are the last dimension (`logits[..., class]`, `labels[...]`) or, as in torch, the
-    second (`logits[n, class, ...]`, `labels[n, ...]`); where both fit, say which by `dim`.
-    Labels of the logits' own shape are probabilities of the classes (mixed or distilled labels);
-    as in torch, their mean is over the rows whatever the weights. The sum is made in float32 or
-    better.
+    second (`logits[n, class, ...]`, `labels[n, ...]`). If both fit, pass `dim`. Labels with the
+    shape of the logits are probabilities of the classes (mixed or distilled labels); as in torch,
+    their mean is over the rows, whatever the weights. The sum is computed in float32 or better.
 
     Args:
         logits: Scores of the classes.
@@ -300,8 +300,8 @@ def cross_entropy(
     shapes = f"logits of shape {tuple(shape)} and labels of shape {tuple(labels.shape)}"
     if is_last and is_second and dim is None:
         raise LossError(
-            f"{shapes}: the classes may be the last dimension or the second; say dim=-1, or dim=1 "
-            "as torch has it"
+            f"{shapes}: the classes may be the last dimension or the second; pass dim=-1, or dim=1 "
+            "(torch's layout)"
         )
     if is_last and dim in (None, -1, logits.dim() - 1):
         logits = logits.reshape(-1, shape[-1])
@@ -335,9 +335,9 @@ def causal_lm(model: Any, micro: Any) -> Loss:
     and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
     targets are already shifted. Without labels, every token that is not masked is one.
 
-    Where the logits would be large, they are made and used up in slices: for models that have
-    `base_model` (which gives the last hidden states) and `get_output_embeddings()` (a linear layer
-    whose output is the logits), as those of Hugging Face do.
+    Large logits are computed in slices, so they are never all in memory. This needs a model with
+    `base_model` (which returns the last hidden states) and `get_output_embeddings()` (the linear
+    output layer), such as those of Hugging Face.
 
     Args:
         model: The language model.
@@ -404,8 +404,8 @@ def refuse_in_parts(loss: object) -> None:
     if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
         raise LossError(
             "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
-            "supcon_loss, kto_loss), computed of one micro-batch, is not that of the batch: give "
-            "loss=wb.Coupled(encode, loss) (plain models and DDP), where encode(model, micro) "
-            "returns the representations and loss(all) is given those of the whole batch "
-            "(audit=False: accept it of each micro-batch by itself)"
+            "supcon_loss, kto_loss), computed on one micro-batch, is not part of the batch's "
+            "loss. Use loss=wb.Coupled(encode, loss) (plain models and DDP): encode(model, micro) "
+            "returns the representations, and loss(all) gets those of the whole batch. "
+            "audit=False computes it on each micro-batch alone"
         )

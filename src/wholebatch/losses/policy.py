@@ -1,4 +1,4 @@
-"""Losses per token of a policy, and the means over them that are in use, by name.
+"""Policy losses per token (PPO, GRPO), and the named means over them.
 
 `aggregate` turns losses per token into a `Loss`: the sum and the units that make the named mean of
 the whole window, over all ranks. With l the loss of token t of sequence i, T_i the tokens of that
@@ -85,9 +85,9 @@ def aggregate(
     units = aggregate_units(mask, mean=mean, group_size=group_size)
     if (mean == "constant") != (constant is not None) or (constant is not None and constant <= 0):
         raise OptionError(
-            f'mean={mean!r} with constant={constant!r}: mean="constant" needs a positive number '
-            "that the sum of a sequence is divided by (the longest completion allowed), and no "
-            "other mean takes one"
+            f'mean={mean!r} with constant={constant!r}: mean="constant" needs a positive number to '
+            "divide each sequence's sum by (the longest completion allowed); no other mean takes "
+            "it"
         )
     sums = wide(per_token.masked_fill(~mask, 0.0)).sum(1)
     if mean in ("sequences", "group_sequences"):
@@ -268,8 +268,8 @@ def value_loss(
 def _check_mean(mean: str) -> None:
     if mean in _PER_MICRO_BATCH:
         raise OptionError(
-            f"mean={mean!r}: the token mean of each micro-batch is no mean of the batch: a token "
-            "weighs more where its micro-batch is short, so the update changes with the split. "
+            f"mean={mean!r}: the token mean of each micro-batch is not a mean of the batch. A "
+            "token counts more in a short micro-batch, so the update changes with the split. "
             'mean="tokens" is the token mean of the whole batch, however it is split'
         )
     if mean not in _MEANS:

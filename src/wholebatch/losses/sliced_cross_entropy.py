@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer whose logits are never there as a whole.
+"""Cross-entropy of a linear layer, with logits computed in slices to save memory.
 
 With a large vocabulary the logits of a micro-batch are its largest tensor by far. Here they are
 made and used up in slices of tokens, forward and backward.
@@ -21,7 +21,7 @@ _OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictiona
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the tokens whose logits are made at once: 256 MiB of them at most."""
+    """Return the number of tokens per slice, so that its logits take at most 256 MiB."""
     return max(1024, _AT_ONCE // vocabulary // 128 * 128)
 
 

@@ -92,9 +92,9 @@ def with_checkpoints(
 ) -> list[str]:
     """Checkpoint these blocks (default: all repeated ones) and return their names.
 
-    With `inputs_on_host` their inputs wait for the backward in host memory. Names, parameters and
-    `state_dict` do not change; `checkpointed` undoes it. A block that is already checkpointed is
-    left alone.
+    With `inputs_on_host` their inputs are kept in host memory until the backward. Names, parameters
+    and `state_dict` do not change; `checkpointed` undoes it. A block that is already checkpointed
+    is left alone.
     """
     names = repeated_blocks(model) if blocks is None else list(blocks)
     if not names:
@@ -197,9 +197,9 @@ def _without_caches(
     caches = [one for one in (*args, *kwargs.values()) if _is_cache(one)]
     if any(one.get_seq_length() > 0 for one in caches):
         raise UnsupportedError(
-            f"{_class_of(module).__name__} is checkpointed, and was given a cache that has keys and"
-            " values in it: it would be written twice; train without checkpointing, or give no"
-            " past_key_values"
+            f"{_class_of(module).__name__} is checkpointed and got a cache with keys and values: "
+            "the cache would be written twice. Train without checkpointing, or pass no "
+            "past_key_values"
         )
     kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if kept.get("use_cache") is True:

@@ -1,4 +1,4 @@
-"""A batch that must not be split (a BatchNorm trains), run in as little memory as it needs.
+"""Run a batch that must not be split (a BatchNorm trains) in as little memory as it needs.
 
 There are up to three settings, from the fastest to the one that needs the least memory:
 
@@ -56,8 +56,8 @@ class UndividedBatch:
             return
         raise torch.OutOfMemoryError(
             f"the batch does not fit {self.settings[self.place]} ({failure}), and it must not be "
-            "split: a BatchNorm trains with the statistics of the whole batch. What would make it "
-            'fit: precision="bf16", batchnorm="freeze" (normalise with the running statistics), '
-            'batchnorm="allow" (normalise each micro-batch by itself; another update), GroupNorm '
-            "layers in place of BatchNorm, a smaller batch, or more ranks that share the batch"
+            "split, because a BatchNorm trains with the statistics of the whole batch. Use "
+            'precision="bf16", batchnorm="freeze" (normalise with the running statistics), '
+            'batchnorm="allow" (normalise each micro-batch alone: another update), GroupNorm '
+            "instead of BatchNorm, a smaller batch, or more ranks"
         )

@@ -1,4 +1,4 @@
-"""The choice of a gradient store by `wb.Memory(optimizer_state=...)`, with its refusals."""
+"""Choose the gradient store for `wb.Memory(optimizer_state=...)`, or refuse."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def choose(
     is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())
     if sync.grows_own_graph or sync.owns_hooks or not is_whole:
         raise UnsupportedError(
-            f"{OPTION} on a model that an engine shards or runs: its optimizer state is the "
-            "engine's. Use a plain model or DDP, or let the engine shard or offload more: "
-            "fully_shard, or DeepSpeed's ZeRO 2 or 3, with offload_optimizer"
+            f"{OPTION} on a model that an engine shards or runs: the engine holds the optimizer "
+            "state. Use a plain model or DDP, or let the engine save the memory: shard over more "
+            "ranks with fully_shard, or use DeepSpeed's ZeRO 2 or 3 with offload_optimizer"
         )
     for optimizer in target.optimizers:
         check_per_parameter(optimizer, OPTION)

@@ -53,6 +53,6 @@ class HostStateStore(DeviceStore):
 
     def check_hand_over(self) -> None:
         raise WindowError(
-            f"gradient() with {OPTION}: a step of your own would find the optimizer's state on the "
-            "host; use step(), or leave it out"
+            f"gradient() with {OPTION}: your own optimizer.step() would find the state in host "
+            "memory; use step(), or leave the option out"
         )

@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, copied past the optimizer's step bucket by bucket.
+"""Optimizer state in host memory, copied to the device and back bucket by bucket.
 
 Every tensor of `optimizer.state[p]` that has the shape and the device of `p` is moved. Between
 steps it is in pinned host memory; on a CPU, "host memory" is memory like any other. Around the step

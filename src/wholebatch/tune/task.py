@@ -1,4 +1,4 @@
-"""A thing to train: how to build it, its loss, its batches, and options of `WholeBatch`."""
+"""A training task: how to build the model, its loss, its batches, and options of `WholeBatch`."""
 
 from __future__ import annotations
 

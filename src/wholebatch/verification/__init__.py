@@ -1,4 +1,4 @@
-"""The proof: the undivided batch beside its accumulation, and why they differ where they do."""
+"""The proof: compare accumulation with the undivided batch, and name the cause of a difference."""
 
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.mistakes import MISTAKES

@@ -1,9 +1,9 @@
 """Judge one window of a loop: is it the update of the undivided batch, and if not, why.
 
-Two questions are asked of what the recorder saw. First, what did the loop do with the gradients
-that its backwards brought: are all of them in the step, once, with one factor? Second, which weight
-did each loss give its micro-batch? Both together are the weights of the micro-batches in the step,
-and right is `units / all units`. What cannot be known is not judged, and the reason is told.
+The judge asks two questions. First, what did the loop do with the gradients of its backwards: are
+all of them in the step, once, with one factor? Second, which weight did each loss give its
+micro-batch? Both together are the weights of the micro-batches in the step, and right is `units /
+all units`. What cannot be known is not judged, and the reason is told.
 
 With several ranks, one judge has the windows of all of them.
 """
@@ -47,8 +47,7 @@ from wholebatch.verification.window_recorder import (
 )
 
 EQUAL_UNITS = (
-    "all micro-batches have equally many units, so a mean of means cannot be told from the mean "
-    "here"
+    "all micro-batches have the same number of units, so a mean of means equals the mean here"
 )
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
@@ -299,7 +298,8 @@ class LoopJudge:
                 f"the loop itself changes the gradient by {percent(off)} after the last backward: "
                 "use wb.verify"
             )
-        return MistakeFit("", "the gradient of the step is not made of what the backwards brought")
+        variant = "the gradient of the step is not the sum of what the backwards added"
+        return MistakeFit("", variant)
 
     def _lost(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake that is seen in how gradients changed between the backwards."""
@@ -332,7 +332,7 @@ class LoopJudge:
             if not any(clip.cuts for clip in clips if clip.number < count):
                 if not each and not uncut:
                     continue
-                variant += ", which has not cut anything in this window"
+                variant += ", which clipped nothing in this window"
             return MistakeFit(key, variant)
         return None
 
@@ -434,11 +434,11 @@ class LoopJudge:
         if constant is None:
             is_mean = column.terms[0].kind == "mean" and column.terms[0].is_loss
             if is_mean and math.isclose(sum(made[0].weights), 1.0, rel_tol=_WEIGHTS):
-                variant = "weights that add up to 1, and are no shares of what the losses are over"
+                variant = "weights that add up to 1, but are not the shares of the units"
                 return MistakeFit("other-units", variant)
             return (
-                "the micro-batches' losses have weights that are no known mistake, and are not "
-                "their shares of what they are over: use wb.verify"
+                "the weights of the micro-batches' losses are not their shares of the units, and "
+                "fit no known mistake: use wb.verify"
             )
         return (
             f"the loss is divided by {total / constant:.6g} where {total:.6g} units came, and what "
@@ -536,7 +536,7 @@ def _left_behind(micros: Sequence[RecordedBackward], gradient: Tensor) -> Mistak
     _, left = fit_of([[flow], [first]], [gradient])
     if left > 1e-4:
         return None
-    variant = "there are gradients already before the first backward of the window"
+    variant = "there are gradients before the first backward of the window"
     return MistakeFit("never-cleared", variant)
 
 

@@ -1,4 +1,4 @@
-"""Read from the graph of a loss what it is: means or sums, of how many, times which factors.
+"""Read the terms of a loss from its graph: means or sums, over how many, times which factors.
 
     (F.cross_entropy(out, y) * 0.5 / 4).backward()     one mean over len(y), times 0.5, over 4
 
@@ -411,8 +411,8 @@ def doubt_about(node: Any) -> str:
         return "the loss sorts its samples, or picks the largest of them"
     if _has_normalised_factor(node):
         return (
-            "factors of the samples have mean 0 and deviation 1, or mean 1, or a largest of 1 in a "
-            "micro-batch, and may be normalised there"
+            "the weights of the samples have mean 0 and deviation 1, or mean 1, or maximum 1 in a "
+            "micro-batch, so they may be normalised in it"
         )
     name, shape = node.name().partition("Backward")[0], _shape(node)
     edges = [edge for edge in node.next_functions if edge[0] is not None]

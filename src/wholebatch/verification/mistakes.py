@@ -1,7 +1,7 @@
 """The known mistakes, and the weights that each would give the micro-batches of a window.
 
 The right gradient is `sum of units × mean gradient / sum of units`, over the micro-batches of all
-ranks. A mistake weighs or divides otherwise, and each has the variants that are seen in the wild.
+ranks. A mistake weights or divides differently. Each has the variants that occur in public code.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def wrong_weights(units: Sequence[Sequence[float]], nominal: int) -> _Weights:
         yield "ranks-added", "means over units of the ranks, summed", shares
         of_all = [_times(row, 1 / mean) for row in units]
         yield "ranks-added", "the mean, times the ranks", of_all
-        forgotten, more = "world-size-forgotten", f"divided by {ranks} once more"
+        forgotten, more = "world-size-forgotten", f"divided by {ranks} a second time"
         yield forgotten, f"the mean, {more}", [_times(row, 1 / ranks**2) for row in of_all]
         yield forgotten, f"mean losses, {more}", [_times(row, 1 / ranks**2) for row in even]
 
@@ -185,12 +185,12 @@ def _wrong_shares(
         yield "divided-twice", f"the mean divided by {divisor}", _times(shares, 1 / divisor)
     if is_uneven:
         own = [1 / unit if unit else 0.0 for unit in units]
-        yield "other-units", "mean losses divided by their own units once more", own
+        yield "other-units", "mean losses divided by their own units a second time", own
     each = [count ** -float(count - place) for place in range(count)]
-    yield "divided-twice", f"by {count} after every backward, with what is there", each
+    yield "divided-twice", f"by {count} after every backward, with all gradients so far", each
     for variant, weights in (("sums", shares), ("means", even)):
         again = [weight * (count - place) for place, weight in enumerate(weights)]
-        yield "counted-twice", f"the {variant} so far, once more with every backward", again
+        yield "counted-twice", f"the {variant} so far, added again with every backward", again
     for which, place in (("last", count - 1), ("first", 0)):
         yield from _wrong_with_one(units, nominal, total, which, place)
 

@@ -1,4 +1,4 @@
-"""Runs of one model from one start, observed: the undivided batch, and its micro-batches.
+"""Observed runs of one model from the same start: the undivided batch, and its micro-batches.
 
 The undivided batch runs by plain torch: forward, backward, clip, step, and no engine in it. Under
 data-parallel ranks the batch is the global one: every rank runs its own part undivided, and the

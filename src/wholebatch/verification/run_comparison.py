@@ -132,8 +132,8 @@ def compare_updates(
     if own > 10 * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
         return found, []
     note = (
-        f"the update is {percent(found.distance)} off because the optimizer divides by numbers "
-        "that are rounding themselves; of the gradient it saw, it made the right update"
+        f"the update is {percent(found.distance)} off because the optimizer divides by numbers of "
+        "the size of rounding; from the gradient it got, it made the right update"
     )
     return replace(found, tolerance=max(found.tolerance, found.distance)), [note]
 

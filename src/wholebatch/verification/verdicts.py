@@ -69,10 +69,10 @@ class _Answer:
 
 @dataclass(frozen=True, repr=False)
 class Verdict(_Answer):
-    """The answer if accumulation makes the update of the undivided batch, on this model and batch.
+    """The verdict on one model and batch: does accumulation make the undivided batch's update?
 
-    It is true if it does. `gradient` and `update` compare what the optimizer saw and did, in the
-    precision asked for; `float64` compares the gradients again with twice the digits.
+    It is true if it does. `gradient` and `update` compare the optimizer's input and its step in the
+    given precision; `float64` compares the gradients again in float64.
     """
 
     same: bool
@@ -241,7 +241,7 @@ class LoopVerdict(_Answer):
 
     @property
     def mistake(self) -> Mistake | None:
-        """Return the mistake to mend first."""
+        """Return the mistake to fix first."""
         return MISTAKES[self.mistakes[0]] if self.mistakes else None
 
     @property
@@ -272,8 +272,8 @@ class LoopVerdict(_Answer):
         if not math.isfinite(first.right.distance):  # seen without a gradient to compare
             return f"DIFFERENT update: {fit.name}: {self.loop}: {fit.variant}{where}{more}"
         return (
-            f"DIFFERENT update: {fit.name}: {self.loop} is {off} from the right {what} and "
-            f"{percent(fit.distance)} from that of this mistake ({fit.variant}){where}{more}"
+            f"DIFFERENT update: {fit.name}: the {what} of {self.loop} is {off} off, and this "
+            f"mistake explains it to {percent(fit.distance)} ({fit.variant}){where}{more}"
         )
 
     def __str__(self) -> str:

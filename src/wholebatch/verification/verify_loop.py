@@ -1,8 +1,8 @@
-"""`verify_loop`: your own training loop, compared with the undivided batch and every known mistake.
+"""`verify_loop`: compare your training loop with the undivided batch and every known mistake.
 
-The loop is given copies of a model and its optimizer and the micro-batches of one window, and is
-recorded. It gets several windows, since mistakes hide: behind equal micro-batches (a mean of means)
-and behind full windows (a nominal count).
+The loop gets copies of a model and its optimizer, and the micro-batches of one window. What it does
+is recorded. It runs on several windows, because equal micro-batches hide a mean of means, and full
+windows hide a nominal count.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ def verify_loop(
 
     `case` is a model with micro-batches: built-in ones by name ("mlp", "lm"), or a `Case`.
     By default all built-in ones are tried, and those on which the loop fails are left out.
-    `steps` is the number of micro-batches that the loop calls a full window; it is also given a
-    short one. `uneven=False` says that all micro-batches always have equally many units, and
-    leaves the windows out in which they do not. `optimizer(model)` makes the optimizer (default:
-    SGD). Clipping through torch's functions is noticed. Under several ranks the model is handed
-    over plain, for the loop to wrap, or in DistributedDataParallel with `ddp=True`; every rank has
-    micro-batches of its own.
+    `steps` is the number of micro-batches in a full window; a short window is tried too.
+    `uneven=False` tries only micro-batches with the same number of units. `optimizer(model)`
+    creates the optimizer (default: SGD). Clipping with torch's functions is recorded. On several
+    ranks, the loop gets the plain model and wraps it, or with `ddp=True` the model in
+    DistributedDataParallel; every rank has its own micro-batches.
     """
     began = time.perf_counter()
     if not callable(loop):
@@ -165,7 +164,9 @@ class _CaseTrials:
         if runs.draws_random_numbers(micro):
             runs.silences = [SILENCES[0]]
             silences = list(SILENCES[: 2 if runs.draws_random_numbers(micro) else 1])
-            self.notes.append("dropout is off: its masks differ with the division, rightly so")
+            self.notes.append(
+                "dropout is off: its masks depend on the split, which is not a mistake"
+            )
         runs.start.leave()
         for silence in silences:
             silence(self.model)
@@ -242,8 +243,8 @@ class _CaseTrials:
             return judge.told(MistakeFit("unsynchronised-ranks", variant))
         if steps == {0}:
             return judge.not_judged(
-                "the weights have moved, and no torch optimizer has stepped on them: use the "
-                "optimizer that the loop is given"
+                "the weights have changed without a step of a torch optimizer: use the optimizer "
+                "that the loop gets"
             )
         if any(one.stepped_twice for one in ranks):
             return judge.told(MistakeFit(*STEPPED_TWICE))

@@ -1,4 +1,4 @@
-"""`verify`: the undivided batch beside its accumulation, from the same start, and the causes.
+"""`verify`: compare accumulation with the undivided batch from the same start; name causes.
 
 Where the updates differ, each question is put to the model itself, in an order in which an answer
 excludes what comes after: does it repeat itself, does the order of the samples matter, does the
@@ -199,8 +199,8 @@ def moved_buffers(
     ]
     if moved:
         yield (
-            f"the buffers {listed(moved)} are left otherwise than by the undivided batch: they "
-            "move with every forward, and later updates may depend on them"
+            f"the buffers {listed(moved)} end with other values than with the undivided batch: "
+            "every forward changes them, and later updates may depend on them"
         )
 
 
@@ -282,8 +282,8 @@ def verify(
         )
     if type(model).__module__.startswith("deepspeed"):
         raise UnsupportedError(
-            "a DeepSpeed engine: its parameters are not its own to run undivided; put one window "
-            "of it into a function and use `wholebatch verify train.py:function`"
+            "a DeepSpeed engine cannot run the undivided batch here; put one window of it into a "
+            "function and use `wholebatch verify train.py:function`"
         )
     divided = DividedBatch(
         batch,
@@ -309,7 +309,7 @@ def verify(
 
 @dataclass
 class _Proof:
-    """Runs a proof: `verdict` tells its story, from top to bottom."""
+    """Runs a proof; `verdict` shows its steps from top to bottom."""
 
     runs: ModelRuns
     batch: DividedBatch
@@ -422,8 +422,8 @@ class _Proof:
             self.batch = replace(self.batch, micro_batch=uneven(samples))
         elif isinstance(micro_batch, int) and micro_batch >= samples:
             raise OptionError(
-                f"micro_batch={micro_batch}: is the whole batch of {samples} samples, so "
-                "nothing is divided and nothing proven; give fewer"
+                f"micro_batch={micro_batch}: is the whole batch of {samples} samples, so nothing "
+                "would be split or proven; give fewer"
             )
 
     def _accumulated(self, runs: ModelRuns) -> WindowRun:
@@ -435,9 +435,10 @@ class _Proof:
             if not _raised_in(self.runs.loss, error):
                 raise
             raise LossError(
-                f"the loss fails on a micro-batch, and not on the undivided batch: "
-                f"{type(error).__name__}: {error}; a loss that needs several samples at once is "
-                "wb.Coupled(encode, loss), and another micro_batch= may leave no short last one"
+                "the loss fails on a micro-batch, but not on the undivided batch: "
+                f"{type(error).__name__}: {error}; for a loss that needs several samples at once "
+                "use wb.Coupled(encode, loss), or choose a micro_batch= that leaves no short last "
+                "one"
             ) from error
 
     def _largest_that_fits(self) -> WindowRun:
@@ -445,8 +446,8 @@ class _Proof:
         self.batch, run = _halved_until_it_fits(self.runs, self.batch)
         if self.batch.samples < self.of_samples:
             self.notes.append(
-                f"the undivided batch of {self.of_samples} samples does not fit in memory: this is "
-                f"proven on {self.batch.samples} of them"
+                f"the undivided batch of {self.of_samples} samples does not fit in memory: the "
+                f"proof uses {self.batch.samples} of them"
             )
         return run
 
@@ -464,8 +465,8 @@ class _Proof:
             if not runs.draws_random_numbers(few):
                 where = f"dropout in {listed(names)}" if names else "functional dropout"
                 self.notes.append(
-                    f"{where} is off in this proof: it draws other masks for the whole "
-                    "batch than for its micro-batches, and rightly so"
+                    f"{where} is off in this proof: its masks depend on the split, which is not a "
+                    "mistake"
                 )
                 return []
         runs.silences.clear()
@@ -505,7 +506,7 @@ def _further_from_float64(runs: ModelRuns, whole: float, ours: float) -> list[st
     if runs.numbers.precision == "full" or ours <= AS_FAR_AS_FLOAT64_ALLOWS * whole:
         return []
     return [
-        f"in {runs.numbers.precision} accumulation is {ours / whole:.1f} times as far from "
-        f"float64 ({percent(ours)}) as the undivided batch ({percent(whole)}): each micro-batch's "
-        "gradient is rounded on its own; a larger micro-batch brings it down"
+        f"in {runs.numbers.precision} accumulation is {ours / whole:.1f} times as far from float64 "
+        f"({percent(ours)}) as the undivided batch ({percent(whole)}): each micro-batch's gradient "
+        "is rounded separately; a larger micro-batch makes this smaller"
     ]

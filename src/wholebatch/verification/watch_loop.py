@@ -194,7 +194,8 @@ class Watch:
         if recorder.is_sharded or recorder.steps_on_copies:
             return (
                 "the optimizer steps on shards or copies of the parameters (FSDP2, ZeRO), whose "
-                "gradients are not seen: use wb.Accumulator, whose ledger is read, or wb.verify"
+                "gradients the watch does not see: use wb.Accumulator, whose units and weights "
+                "are known, or wb.verify"
             )
         if left:
             number = f"{left} backward{'' if left == 1 else 's'}"
@@ -203,7 +204,7 @@ class Watch:
                 "function and use `wholebatch verify train.py:function`"
             )
         if recorder.lost_steps:
-            return "an optimizer step was seen, and no backward that brought its gradients"
+            return "an optimizer step was seen, but no backward before it"
         return "no backward was seen in this process; if it starts others, use torchrun instead"
 
 
@@ -243,7 +244,7 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
     """Judge the windows of one optimizer."""
     made = [{w.number: w for w in row if w.backwards or w.ledger_units} for row in ranks]
     if not any(made):
-        reason = "an optimizer step was seen, and no backward that brought its gradients"
+        reason = "an optimizer step was seen, but no backward before it"
         return [_nothing(prefix).not_judged(reason)]
     shared = sorted(set.intersection(*map(set, made)))
     if not shared:
@@ -264,7 +265,7 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
-    """Watch any training loop and tell if it makes the update of the undivided batch.
+    """Watch a training loop, and judge if it makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -277,9 +278,9 @@ def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
     'not divided'
 
     The first window is recorded in full: its micro-batches, the weight and units of each loss, and
-    the gradient that reached the step. Later windows are recorded by a few numbers. Windows of
-    wholebatch are read from their ledger. Nothing of the loop changes, and its numbers stay the
-    same. Where something cannot be known, the verdict is "not judged", with the reason.
+    the gradient that reached the step. Later windows are recorded by a few numbers. The units of
+    wholebatch's own windows are known. The loop and its numbers do not change. If one run does not
+    show whether the update is right, the verdict is "not judged", with the reason.
 
     Args:
         model: The model, wrapped or not. Default: what the loop calls.

@@ -1,4 +1,4 @@
-"""Record the windows of a training loop that runs: its backwards, clips and optimizer steps.
+"""Record the windows of a running training loop: its backwards, clips and optimizer steps.
 
 Nothing of the loop is changed. The recorder uses torch's public hooks, and six functions that are
 replaced while it is open (`_REPLACED`). Whatever fails in it is kept in `failure`, and the loop
@@ -420,21 +420,29 @@ class WindowRecorder:
         micro.is_repeated = any(node in self._nodes for node in nodes)
         state = self._held_state()
         moved = [k[1] for k, was in self._state.items() if not state.get(k, was).equal(was)]
-        doubts = {
-            "two backwards of the window have a part of their graph in common": (
-                not self._nodes.isdisjoint(graph)
+        has_begun = bool(self.pending)
+        doubts = [
+            (
+                not self._nodes.isdisjoint(graph),
+                "two backwards of the window have a part of their graph in common",
             ),
-            "the loop has hooks on parameters, which may change the gradient of each micro-batch": (
-                self._is_hooked
+            (
+                self._is_hooked,
+                "the loop has hooks on parameters, and they may change the gradient of each "
+                "micro-batch",
             ),
-            "the model is also called without gradients before every backward, and the loss may be "
-            "made of a statistic of one micro-batch": (
-                bool(self._without_gradients & self._with_gradients) and bool(self.pending)
+            (
+                has_begun and bool(self._without_gradients & self._with_gradients),
+                "the model is also called without gradients before every backward, so the loss may "
+                "use a statistic of one micro-batch",
             ),
-            f"{next(iter(moved), '')} changes between two backwards of the window, so that a "
-            "micro-batch may depend on those before it": bool(moved) and bool(self.pending),
-        }
-        doubt = next((reason for reason, holds in doubts.items() if holds), "")
+            (
+                has_begun and bool(moved),
+                f"{next(iter(moved), '')} changes between two backwards of the window, so a "
+                "micro-batch may depend on those before it",
+            ),
+        ]
+        doubt = next((reason for holds, reason in doubts if holds), "")
         micro.doubt = doubt or next(filter(None, map(doubt_about, graph)), "")
         self._nodes.update(graph)
         self._state = state

@@ -1,1 +1,1 @@
-"""One window: begin, add, close. The promise of the library is kept here."""
+"""One window: begin, add, close. Here the library keeps its promise."""

@@ -1,4 +1,4 @@
-"""The number format of the forwards: the parameters' own, or autocast with weights cast once."""
+"""The number format of the forward: the parameters' own, or autocast with weights cast once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Precision(ABC):
         """Return the context for a micro-batch's forward (and only for that)."""
 
     def look(self) -> AbstractContextManager[object]:
-        """Return the context for the look at a few samples, before the first window."""
+        """Return the context for the test on a few samples, before the first window."""
         return self.forward()
 
     def let_go(self) -> None:
-        """Drop cached casts; they are made again when needed."""
-        return
+        """Drop cached casts, those of an autocast around the loop too; they are made again."""
+        torch.clear_autocast_cache()
 
     def window(self) -> AbstractContextManager[object]:
         """Return the context of a window's micro-batches: casts of weights are kept within it."""
@@ -72,9 +72,6 @@ class Autocast(Precision):
         # None leaves it as it is: a trace switches it off.
         cache = None if self._keeps else False
         return torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=cache)
-
-    def let_go(self) -> None:
-        torch.clear_autocast_cache()
 
     @contextmanager
     def window(self) -> Iterator[None]:

@@ -2,10 +2,10 @@
 
 A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
-plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
-are looked for between two backwards: every write to a tensor in place moves its version, and
-reading that costs nothing. A write to `.data` moves no version; windows 1, 2, 4, 8, … compare the
-norms too. A model that is put into evaluation mode, and not back again, is refused.
+plain `loss.backward()` adds what the window does not count. None of them raises an error, so they
+are searched for between two backwards: every in-place write changes a tensor's version, which costs
+nothing to read. A write to `.data` does not change it; windows 1, 2, 4, 8, … compare the norms too.
+A model that is put into evaluation mode, and not back again, is refused.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from wholebatch.window.window import Window, is_tested_window
 _log = logging.getLogger("wholebatch")
 _version = operator.attrgetter("_version")
 _gradient = operator.attrgetter("grad")
+_trains = operator.attrgetter("requires_grad")
 _training = operator.attrgetter("training")
 
 
@@ -74,18 +75,22 @@ class Watch:
                 )
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
-        """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
+        """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
         if not self._written:
             return None
-        gradients, written = list(map(_gradient, inputs)), list(map(_version, inputs))
-        made = _versions_of(gradients)
-        for i, one in enumerate(inputs):
-            if not one.requires_grad:
-                return one, "frozen"
-            if gradients[i] is not self._gradients[i] or made[i] != self._made[i]:
-                return one, "gradient"
-            if written[i] != self._written[i]:
-                return one, "value"
+        gradients = list(map(_gradient, inputs))
+        kept = list(map(operator.is_, gradients, self._gradients))
+        made = list(map(operator.eq, _versions_of(gradients), self._made))
+        written = list(map(operator.eq, map(_version, inputs), self._written))
+        trains = list(map(_trains, inputs))
+        if not (all(kept) and all(made) and all(written) and all(trains)):
+            for i, one in enumerate(inputs):
+                if not trains[i]:
+                    return one, "frozen"
+                if not (kept[i] and made[i]):
+                    return one, "gradient"
+                if not written[i]:
+                    return one, "value"
         if self._norms is not None:
             pairs = zip(self._norms, _norms_of(inputs, gradients), strict=True)
             for i, (before, now) in enumerate(pairs):
@@ -129,8 +134,8 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 _WHY = {
     "gradient": (
-        "the gradient of {} has changed since the window's last backward. A window makes its "
-        "gradients itself: remove zero_grad(), loss.backward() and gradient "
+        "the gradient of {} has changed since the window's last backward. The window computes "
+        "the gradients: remove zero_grad(), loss.backward(), scaler.unscale_() and gradient "
         "clipping from {by}{clips}"
     ),
     "value": (
@@ -157,33 +162,34 @@ class Untouched:
         self._watch = Watch(window.target.optimizers)
         modules = [module for model in window.target.models for module in model.modules()]
         self._by_mode = [module for module in modules if _depends_on_mode(module)]
-        self._modes: list[bool] = []  # of those, in this window
+        self._modes: list[bool] | None = None  # of those, in this window
+        self._norms = False  # True if norms are compared in this window
 
     def forget(self) -> None:
         """Forget the window: it is over, or another one has been loaded."""
         self._watch.forget()
-        self._modes = []
+        self._modes = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Check before a backward of the window that nobody has touched it; remember it after."""
-        self.check()
+        """Check before a backward that no other code wrote to the window; note its state after."""
+        self.check(rates=True)
         yield
         self.remember()
 
     def remember(self) -> None:
         """Remember the parameter and its gradient after a backward of the window."""
         modes = list(map(_training, self._by_mode))
-        self._modes = self._modes or modes
+        if self._modes is None:
+            self._modes, self._norms = modes, is_tested_window(self._window.number)
         if modes != self._modes:
-            self._refuse_mode(modes)
+            self._refuse_mode(modes, self._modes)
         if self._looks:
-            norms = is_tested_window(self._window.number)
-            self._watch.remember(self._window.now.inputs, norms=norms)
+            self._watch.remember(self._window.now.inputs, norms=self._norms)
 
-    def _refuse_mode(self, modes: Sequence[bool]) -> None:
+    def _refuse_mode(self, modes: Sequence[bool], before: Sequence[bool]) -> None:
         """Refuse a micro-batch of a model that is in another mode than for those before."""
-        place = list(map(operator.ne, modes, self._modes)).index(True)
+        place = list(map(operator.ne, modes, before)).index(True)
         models = self._window.target.models
         names = {module: name for model in models for name, module in model.named_modules()}
         module = self._by_mode[place]
@@ -191,23 +197,21 @@ class Untouched:
         raise WindowError(
             f"{names.get(module) or 'the model'} ({type(module).__name__}) was put into "
             f"{'training' if modes[place] else 'evaluation'} mode in the middle of the window, so "
-            "that its samples do not see the same model: after an evaluation, call model.train() "
-            "(and put layers that are frozen back into eval()) before the next forward; discard() "
-            "drops what this window holds"
+            "its samples would not see the same model. After an evaluation, call model.train() "
+            "(and eval() on frozen layers) before the next forward; discard() drops what this "
+            "window holds"
         )
 
-    def check(self) -> None:
-        """Refuse to go on with a window that is no longer what its backwards made."""
+    def check(self, *, rates: bool = False) -> None:
+        """Refuse to go on with a window that is no longer what its backwards made.
+
+        With `rates`, warn of a learning rate that has changed since its first backward.
+        """
         window = self._window
-        scale, optimizers = window.target.scale, window.target.optimizers
-        if window.open is not None and scale is not None and scale.is_unscaled(optimizers):
-            raise WindowError(
-                "scaler.unscale_() in the middle of a window, whose close unscales the gradients: "
-                "remove it (clip_norm= clips); discard() drops what this window holds"
-            )
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
-            self._watch.warn_of_rates()
+            if rates:
+                self._watch.warn_of_rates()
             return
         parameter, what = found
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""

@@ -1,4 +1,4 @@
-"""Everything that a forward may change besides gradients, to put back or to compare.
+"""Everything besides gradients that a forward may change, to restore or to compare.
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
 moves BatchNorm's running statistics, buffers and attributes of the user's own modules, and random
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -95,14 +95,24 @@ class ForwardState:
             for module in self._modules
         ]
         self._copies: dict[Key, Kept] = {}
+        buffers_of: dict[Key, Tensor] = {}
         for module, buffers, attributes in self._found:
             for name, value in buffers.items():
-                if value is not None and not nn.parameter.is_lazy(value):
+                if (
+                    type(value) is Tensor
+                    and value.layout is torch.strided
+                    and not value.requires_grad
+                ):
+                    buffers_of[id(module), name] = value
+                elif value is not None and not nn.parameter.is_lazy(value):
                     kept = _kept(value, _DEEP, whole=True, results=results)
                     self._copies[id(module), name] = kept
             for name, value in attributes.items():
                 if type(value) not in _IMMUTABLE and name not in _TORCHS and _is_plain(value):
                     self._copies[id(module), name] = _kept(value, _DEEP, results=results)
+        copies = _copied_together(list(buffers_of.values()))
+        pairs = zip(buffers_of.items(), copies, strict=True)
+        self._copies.update({key: Kept(value, copy) for (key, value), copy in pairs})
         self.random = capture_random(every=every, to_save=False)
 
     @cached_property
@@ -165,6 +175,24 @@ class ForwardState:
         """Return the copy of an item that is no container; None if it is not there."""
         item = self.items.get(key)
         return None if item is None else item.kept.copy
+
+
+@torch.no_grad()
+def _copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of these tensors, with one operation for each dtype and device.
+
+    A model with BatchNorms has hundreds of buffers, and every window copies them.
+    """
+    together: dict[Any, list[int]] = {}
+    for place, one in enumerate(tensors):
+        together.setdefault((one.dtype, one.device), []).append(place)
+    copies = list(tensors)
+    for places in together.values():
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        parts = flat.split([tensors[place].numel() for place in places])
+        for place, part in zip(places, parts, strict=True):
+            copies[place] = part.view(tensors[place].shape)
+    return copies
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -46,8 +46,7 @@ def quantise(matrix: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Ten
     # A fraction above 1.75 carries into the exponent; what is left of the fraction is cut off.
     bits = ((largest.view(torch.int32) + _QUARTER) & _EXPONENT) - _448
     scales = torch.where(largest.isfinite(), bits.view(torch.float32), torch.nan)
-    wide = matrix if matrix.dtype is torch.float64 else matrix.float()
-    return (wide * (_ONE - bits).view(torch.float32)).to(_FLOAT8), scales
+    return (matrix * (_ONE - bits).view(torch.float32)).to(_FLOAT8), scales
 
 
 class Quantised(NamedTuple):

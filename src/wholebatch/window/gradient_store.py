@@ -1,7 +1,7 @@
-"""Gradient stores: where a window's gradients go as they are made, and how they reach the update.
+"""Gradient stores: where the gradients of a window are added, and how they reach the update.
 
-A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
-finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
+The store alone decides where a micro-batch's gradient is added and where the close finds it.
+`DeviceStore` keeps everything on the device; the stores of `wholebatch.offload` need less memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from wholebatch.window.close import (
     Sums,
     close_gradients,
     dense_gradients,
+    local_parts,
     read_scalars,
     user_code_in_step,
 )
@@ -49,9 +50,9 @@ class Store(ABC):
     """The end of the error message for gradients that are not finite."""
 
     stray: str = (
-        "already holds a gradient that this window did not make, and it would be added in. If your "
-        "code calls loss.backward(), remove it: the window makes the backward. After gradient(), "
-        "and for a gradient from before the loop, call optimizer.zero_grad()"
+        "already holds a gradient that this window did not make, and it would be added. If your "
+        "code calls loss.backward(), remove it: the window runs the backward pass. After "
+        "gradient(), or if the gradient is from before the loop, call optimizer.zero_grad()"
     )
     """The end of the error message for gradients that are there before the first backward."""
 
@@ -67,11 +68,12 @@ class Store(ABC):
 
     # Open window
 
-    def refuse_stray(self) -> None:
+    def refuse_stray(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse gradients that the window has not made, and would add to."""
-        holders = [p for p in self.target.trained() if p.grad is not None]
-        local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
-        dirty = read_scalars([gradient.any() for gradient in local])
+        holders = [parameter for parameter in parameters if parameter.grad is not None]
+        if not holders:
+            return
+        dirty = read_scalars([one.any() for one in local_parts(dense_gradients(holders))])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
             if is_dirty:
                 raise WindowError(f"{self.target.name_of(parameter)} {self.stray}")
@@ -79,12 +81,11 @@ class Store(ABC):
             parameter.grad = None
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Begin a window, none of whose parameters holds a gradient."""
+        """Begin a window; no parameter may hold a gradient."""
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
-                "an earlier window failed after some of its parameters had been updated, or may "
-                "have been: load the model and the optimizer from the last checkpoint before going "
-                "on"
+                "an earlier window failed when some of its parameters may have been updated: load "
+                "the model and the optimizer from the last checkpoint before going on"
             )
         self.spoiled = []
         self.dropped = set()
@@ -97,7 +98,7 @@ class Store(ABC):
     # Close
 
     def reduce_now(self) -> None:
-        """Reduce what is in `.grad` over the ranks: no backward has."""
+        """Reduce `.grad` over the ranks, if no backward has done it."""
         self.sync.reduce_now(self.parameters)
 
     def absent(self) -> set[int]:
@@ -110,16 +111,16 @@ class Store(ABC):
         self.dropped.add(id(parameter))
 
     def refuse_nothing(self) -> None:
-        """Refuse a window that has made no gradient at all, if the store can tell."""
+        """Refuse a window without any gradient, if the store knows it."""
         return
 
     def can_step_unread(self, hooks: DeferredHooks) -> bool:
-        """True if the optimizers can be told by a tensor if they are to step."""
+        """True if the optimizers read from a tensor (`found_inf`) whether to step."""
         return False
 
     @abstractmethod
     def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
-        """Bring the gradients to what the optimizer must see (see `close_gradients`)."""
+        """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
 
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if a step of theirs could not use them."""
@@ -132,9 +133,9 @@ class Store(ABC):
     # Update
 
     def update(self, found_inf: Tensor | None = None) -> None:
-        """Step the optimizers; if memory runs out, refuse to go on with what is left.
+        """Step the optimizers; if memory runs out, raise an error that says what to do.
 
-        Those that can step unread leave everything as it is where `found_inf` is 1.
+        Optimizers that read `found_inf` on the device change nothing if it is 1.
         """
         try:
             self.step(found_inf)
@@ -153,10 +154,10 @@ class Store(ABC):
         reason = failure.strip().partition("\n")[0] or "no reason given"
         raise torch.OutOfMemoryError(
             f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
-            "or optimizer state already: load the model and the optimizer from the last checkpoint "
-            "before going on. fused=True makes no copies of the gradients, "
-            'wb.Memory(optimizer_state="host") keeps the state off the device, and a smaller '
-            "micro-batch leaves less scattered memory"
+            "or optimizer state already: load the model and the optimizer from the last "
+            "checkpoint before going on. fused=True makes no copies of the gradients, "
+            'wb.Memory(optimizer_state="host") keeps the state in host memory, and a smaller '
+            "micro-batch leaves more free memory"
         )
 
     def discard(self) -> None:
@@ -218,9 +219,11 @@ class DeviceStore(Store):
     def step(self, found_inf: Tensor | None) -> None:
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.round_once()
-        told = {} if found_inf is None else {"found_inf": found_inf}
         for optimizer in self.target.optimizers:
-            with replaced_attributes(optimizer, **told):
+            if found_inf is None:
+                optimizer.step()
+                continue
+            with replaced_attributes(optimizer, found_inf=found_inf):
                 optimizer.step()
 
     def check_hand_over(self) -> None:

@@ -111,19 +111,19 @@ class Target:
             if parameter.dtype in SIXTEEN_BIT and id(parameter) not in known:
                 raise WindowError(
                     f"{self.name_of(parameter)} was cast to {parameter.dtype} after the window's "
-                    "object was made (by model.half(), or by a forward), so that sums of its "
+                    "object was made (by model.half(), or by a forward), so the sums of its "
                     "gradients would be rounded: cast the model before, or use precision="
                 )
 
-    def refuse_hooks(self) -> None:
+    def refuse_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
-        for parameter in self.trained():
+        for parameter in parameters:
             if parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
-                    f"{self.name_of(parameter)} has a post-accumulate-grad hook: it fires at every "
-                    "micro-batch, before the window's gradient is complete (optimizer-in-backward "
-                    "would step on each slice); remove it. close=wb.Close(on_gradient=...) gets "
-                    "the whole gradient"
+                    f"{self.name_of(parameter)} has a post-accumulate-grad hook: it runs in every "
+                    "micro-batch, before the window's gradient is complete (an "
+                    "optimizer-in-backward would step on each micro-batch). Remove it; "
+                    "close=wb.Close(on_gradient=...) gets the whole gradient"
                 )
 
 
@@ -146,8 +146,8 @@ def build_target(
         for name, value in (("scheduler", scheduler), ("ema", ema)):
             if value is not None:
                 raise OptionError(
-                    f"{name}= with optimizer=None: the step is yours, and what follows it too; "
-                    "call it after your step"
+                    f"{name}= with optimizer=None: you make the step, so call it yourself after "
+                    "your step"
                 )
         given = stand_in(models)
     optimizers = tuple(
@@ -189,7 +189,7 @@ def build_target(
         steps=optimizer is not None,
     )
     if not sync.owns_hooks:
-        target.refuse_hooks()
+        target.refuse_hooks(target.trained())
     return target
 
 
@@ -213,7 +213,7 @@ class Schedules:
         self._left_at = []
 
     def refuse_moved(self) -> None:
-        """Refuse a scheduler that somebody else has stepped since the last update."""
+        """Refuse a scheduler that the loop has stepped since the last update."""
         now = [_position_of(scheduler) for scheduler in self._schedulers]
         for scheduler, before, after in zip(self._schedulers, self._left_at, now, strict=False):
             if after != before and not _is_put_back(before, after):
@@ -251,14 +251,14 @@ def check_device(device: torch.device) -> None:
     """Refuse devices on which no test of ours has ever run."""
     if device.type == "meta":
         raise UnsupportedError(
-            "parameters on the meta device hold no numbers: call model.to_empty(device=...) and "
+            "parameters on the meta device have no values: call model.to_empty(device=...) and "
             "load or initialise the weights first"
         )
     if device.type not in _TESTED_DEVICES and os.environ.get(UNTESTED_DEVICE) != "1":
         raise UnsupportedError(
             f"parameters on device {device.type!r}: wholebatch is tested on "
-            f"{' and '.join(_TESTED_DEVICES)} only, so its promise is not proven there; move the "
-            f"model, or set {UNTESTED_DEVICE}=1 and verify the update on your model"
+            f"{' and '.join(_TESTED_DEVICES)} only; move the model, or set {UNTESTED_DEVICE}=1 and "
+            "verify the update on your model"
         )
 
 
@@ -292,7 +292,7 @@ def _check_parameters(
 
 
 def _check_belongs(parameters: Sequence[nn.Parameter], models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer of another model; one of parameters beside a frozen model is left be."""
+    """Refuse an optimizer of another model; allow other parameters beside a frozen model."""
     theirs = {id(p) for model in models for p in model.parameters() if p.requires_grad}
     if theirs and not any(id(parameter) in theirs for parameter in parameters):
         raise UnsupportedError(
@@ -309,9 +309,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} needs a closure that evaluates the loss again within its "
-            "step; give optimizer=None and let the closure return train.gradient(batch).loss, or "
-            "use an optimizer whose step() takes none"
+            f"{type(optimizer).__name__} needs a closure that evaluates the loss again in its "
+            "step; pass optimizer=None and let the closure return train.gradient(batch).loss, or "
+            "use an optimizer whose step() needs no closure"
         )
 
 

@@ -1,10 +1,10 @@
-"""The ledger of a window: begin, add, close. The whole story of one update is in this file.
+"""The window: begin, add, close. One update from its first micro-batch to its step.
 
-Every micro-batch's backward starts from a *seed*, the same number for the whole window and for
-all ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before
-(`known`), the seed is exactly `1 / units`. In a stream it is provisional: a power of two near
-that, from the window before or from the first micro-batch, so that it rounds nothing. The close
-knows the units and multiplies by the one number that makes the difference.
+Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
+ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before (`known`),
+the seed is exactly `1 / units`. In your own loop they are not known yet, so the seed is a power of
+two near that, from the window before or from the first micro-batch; multiplying by it does not
+round. The close knows the units and corrects with one factor.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
 _SECOND_BACKWARD = (
-    "an earlier backward has freed a part of this loss's graph. If the loop calls loss.backward(), "
-    "remove it: the window makes the backward. Several losses of one forward: add them up, and "
-    "make one backward of the sum. A state that is carried from one micro-batch into the next: "
-    "detach() it. What all micro-batches use (an encoder's output): compute it in each"
+    "an earlier backward has freed a part of this loss's graph. If the loop calls "
+    "loss.backward(), remove it: the window runs the backward pass. Add several losses of one "
+    "forward, and call backward once, on the sum. detach() a state that goes from one micro-batch "
+    "into the next, and compute what all micro-batches use (an encoder's output) in each"
 )
 _OTHER_UNITS = (
-    "two backwards of one micro-batch with different units ({first} and {again}): give all of them "
-    "the same units, which are counted once, and more=True on all but the last. A loss that is a "
-    "mean over other units is a term of its own: wb.Loss.terms(...), after announce()"
+    "two backwards of one micro-batch with different units ({first} and {again}): pass the "
+    "same units to all of them (they are counted once), and more=True to all but the last. For a "
+    "loss over other units, use wb.Loss.terms(...) after announce()"
 )
 _CLAMPED = (
-    "the loss of a micro-batch is exactly 0 over 1 unit, where another one has %g. If its units "
-    "are clamped because nothing in it counts, as in max(count, 1), the window is divided by too "
-    "many: give the count itself (close=wb.Close(zero_units='skip') skips a window without any)"
+    "the loss of a micro-batch is exactly 0 over 1 unit, and another micro-batch has %g units. If "
+    "the units are clamped, as in max(count, 1), the window is divided by too many: pass the "
+    "count itself (close=wb.Close(zero_units='skip') skips a window without units)"
 )
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
 observers: list[Any] = []
-"""Told when a window begins, closes and ends (`wb.watch` reads the ledger at its close)."""
+"""Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -100,8 +100,8 @@ def refuse_reentrant(totals: Iterable[Tensor]) -> None:
     """
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(totals)):
         raise UnsupportedError(
-            "torch.utils.checkpoint with use_reentrant=True: its backward adds into every "
-            "parameter, and cannot be kept to those of the window; pass use_reentrant=False "
+            "torch.utils.checkpoint with use_reentrant=True: its backward adds to the gradients "
+            "of all parameters, not only to those of the window; pass use_reentrant=False "
             '(Transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
         )
 
@@ -209,17 +209,17 @@ class Turn:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise WindowError(
-                f"{self._call} is running already, and was called again from another thread, or "
-                "from inside (its loss function, a hook, a callback): a window is made by one call "
-                "after the other; give each thread a model and a wholebatch object of its own"
+                f"{self._call} is running already, and was called again from another thread or "
+                "from inside itself (its loss function, a hook, a callback). Calls must come one "
+                "after the other; give each thread its own model and its own wholebatch object"
             )
 
     def __reduce__(self) -> NoReturn:
         owner = self._call.partition(".")[0]
         raise UnsupportedError(
             f"{owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
-            "process. Save its state_dict() with those of the model and the optimizer, and make a "
-            f"new {owner} to load them into"
+            "process. Save its state_dict() with those of the model and the optimizer, create a "
+            f"new {owner}, and load them into it"
         )
 
     def __exit__(self, *error: object) -> None:
@@ -231,7 +231,7 @@ _SINGLE_WEIGHT = {SINGLE: 1.0}
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """One update: its exact mean loss, and what happened on the way.
+    """The report of one update: its exact mean loss, its units and its gradient norm.
 
     `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
     the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
@@ -279,7 +279,7 @@ class OpenWindow:
     repeated: set[int] = field(default_factory=set)
     """The places in `units` of such backwards."""
     broken: bool = False
-    """True if a backward failed half way, so that a part of a micro-batch is in."""
+    """True if a backward failed half way and added a part of a micro-batch."""
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
@@ -294,7 +294,7 @@ class OpenWindow:
             self.loss_scale = self._scaling if self.scale.is_undone_at_close else 1.0
 
     def refuse_broken(self) -> None:
-        """Refuse to go on with a window that holds a part of a micro-batch."""
+        """Refuse to continue a window that holds a part of a micro-batch."""
         if self.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
@@ -309,7 +309,7 @@ class OpenWindow:
         *,
         counts: bool = True,
     ) -> None:
-        """Record a loss whose gradient is in, or comes next; one that does not count is 0.
+        """Record the loss of a backward; one that does not count is 0.
 
         The units of a micro-batch count once, however many backwards it has: its first backward
         records them, and the others must have the same.
@@ -416,7 +416,6 @@ class Window:
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
-        self.ranks_with_more = 0  # how many ranks did, at the last close
         self._last_weights: dict[str, float] = {SINGLE: 1.0}
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
@@ -429,15 +428,14 @@ class Window:
         """Open the window. `known`: all units by term, counted over the window and all ranks."""
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
-        self.store.refuse_stray()
+        groups = self.target.groups()
+        self.store.refuse_stray([parameter for group in groups for parameter in group])
         self._schedules.refuse_moved()
-        if not self.sync.owns_hooks:
-            self.target.refuse_hooks()
-        window = OpenWindow(
-            self.target.groups(), known, 1.0, self.sync.averaged_by, self.target.scale
-        )
+        window = OpenWindow(groups, known, 1.0, self.sync.averaged_by, self.target.scale)
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks(window.inputs)
         if not self.sync.owns_step:
             self.target.refuse_cast(window.inputs)
         self._refuse_other_ranks()
@@ -527,7 +525,8 @@ class Window:
                 f"units= counts the terms {sorted(window.known)}, but the loss has no named terms: "
                 "return wb.Loss.terms({...}) with the same names"
             )
-        window.round_seed(total)
+        if window.known is not None:
+            window.round_seed(total)
         window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
         self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
 
@@ -576,9 +575,10 @@ class Window:
         window.reduced = last
 
     def micro_batch_done(self) -> None:
-        """Count a micro-batch whose backwards are all made."""
-        self.current.micro_batches += 1
-        self.current.more_of_micro_batch = False
+        """Count a micro-batch after its last backward."""
+        window = self.current
+        window.micro_batches += 1
+        window.more_of_micro_batch = False
 
     # ------------------------------------------------------------------ close
 
@@ -586,28 +586,27 @@ class Window:
         self,
         *,
         steps: bool = True,
-        has_more: bool = False,
         while_waiting: Callable[[], object] | None = None,
     ) -> Step:
         """Reduce, rescale, clip, step, schedule, clear. The window is over in any case.
 
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
-        `has_more`: this rank has data for another window; the ranks count those that have.
         `while_waiting()` is called where the host waits for the device.
         """
         for observer in observers:
             observer.window_closes(self)
         try:
             self.leaves_gradients = not (steps and self.target.steps)
-            return self._close(self.current, not self.leaves_gradients, has_more, while_waiting)
+            return self._close(self.current, not self.leaves_gradients, while_waiting)
         finally:
             self.discard()
+            # An autocast around the whole loop would go on with casts of the old weights.
+            torch.clear_autocast_cache()
 
     def _close(
         self,
         window: OpenWindow,
         steps: bool,
-        has_more: bool,
         while_waiting: Callable[[], object] | None,
     ) -> Step:
         window.refuse_broken()
@@ -621,7 +620,7 @@ class Window:
         device = self.target.device
         totals = [column(window.totals.get(name, ()), device) for name in names]
         units = [column(window.units.get(name, ()), device) for name in names]
-        sums = self._sums(window, names, totals, units, has_more)
+        sums = self._sums(window, names, totals, units)
         unread = steps and bool(window.totals) and self.store.can_step_unread(self.hooks)
         closed = self.store.close(window.groups, sums, self.hooks, waits=not unread)
         reading = Reading(*closed, sums.totals, sums.units, *totals, *units)
@@ -680,28 +679,24 @@ class Window:
         names: Sequence[str],
         totals: Sequence[Tensor],
         units: Sequence[Tensor],
-        has_more: bool,
     ) -> Sums:
         """Return totals and units of each term over the window and all ranks (one collective).
 
-        With them go whether this rank has more data, a digest of its settings, and which
-        parameters have a gradient here: one that has none on any rank keeps none, as for the
-        undivided batch.
+        With them go a digest of this rank's settings, and which parameters have a gradient here:
+        one that has none on any rank keeps none, as for the undivided batch.
         """
         total = torch.stack([one.sum() for one in totals])
         # Units that are not valid on this rank must stop the update of every rank.
         count = torch.stack([torch.where(one >= 0, one, math.nan).sum() for one in units])
-        self.ranks_with_more = int(has_more)
         if self.sync.ranks > 1:
             absent = self.store.absent()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
             ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
             local = [*total.tolist(), *count.tolist()]
-            values = self.sync.sum([*local, float(has_more), ours, ours * ours, *present])
+            values = self.sync.sum([*local, ours, ours * ours, *present])
             total, count = column(values[: len(local)], total.device).chunk(2)
-            more, digests, squares, *counts = values[len(local) :]
-            self.ranks_with_more = int(more)
+            digests, squares, *counts = values[len(local) :]
             if squares * self.sync.ranks != digests * digests:  # equal only of equal numbers
                 raise RankError(OTHER_SETTINGS)
             for parameter, made in zip(shared, counts, strict=True):
@@ -717,7 +712,7 @@ class Window:
         return Sums(total, count, is_valid, normalise, is_one)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
-        """Warn of a micro-batch in which nothing counts, and whose units are 1 all the same."""
+        """Warn of a micro-batch whose loss is exactly 0 over 1 unit: its units may be clamped."""
         pairs = zip(totals, units, strict=False)
         if self._warns_of_clamped and (0.0, 1.0) in pairs and max(units) > 1:
             self._warns_of_clamped = False
@@ -738,7 +733,7 @@ class Window:
         if not math.isclose(most, -least, rel_tol=1e-6):
             raise RankError(
                 f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "
-                "another, so their models would drift apart: it must do the same on every rank "
+                "another, so the models would drift apart: it must do the same on every rank "
                 "(draw noise from a torch.Generator with one seed for all)"
             )
 

@@ -2,7 +2,8 @@
 
 The order of a dataset in epoch e is a permutation made from (seed, e), and random numbers that its
 samples draw are seeded by (seed, epoch, batch, rank). So a batch is always the same, whatever ran
-before it: resuming goes straight there. A stream is read again from its start.
+before it: resuming goes straight there. A stream is read again from its start, or its state is
+loaded if it can save one (a `StatefulDataLoader` of torchdata over a dataset with a `state_dict`).
 
 With several ranks, each takes its share of every batch. Of a dataset a rank reads only its own
 samples; a stream is read by every rank, which takes its slice.
@@ -15,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -79,6 +81,8 @@ class Batches:
         self._stream: Iterator[Any] | None = None  # of this epoch
         self._in_stream = 0  # batches taken from it
         self._peeked: tuple[Any] | None = None
+        self._saves_stream = self.kind == "loader" and _saves_state(self._data)
+        self._stream_state: Any = None  # before the last batch that was read
 
     @property
     def loader_batch_size(self) -> int | None:
@@ -100,9 +104,15 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with the kind and length that identify the data."""
+        """Return the position, with the kind and length that identify the data.
+
+        The state of a stream is that before a batch that was peeked at.
+        """
         position = {"epoch": self.position.epoch, "batch": self.position.batch}
-        return {"kind": self.kind, "length": self.length, **position}
+        stream = self._stream_state
+        if self._saves_stream and self._stream is not None and self._peeked is None:
+            stream = self._data.state_dict()
+        return {"kind": self.kind, "length": self.length, **position, "stream": stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
@@ -113,6 +123,7 @@ class Batches:
             )
         self.position = Position(state["epoch"], state["batch"])
         self._ahead = self._stream = self._peeked = None
+        self._stream_state = state["stream"]
 
     # ---------------------------------------------------------------- datasets
 
@@ -154,7 +165,7 @@ class Batches:
             if self._next() is None:
                 raise StateError(
                     f"the data has changed: epoch {self.position.epoch} ended after "
-                    f"{self._in_stream} batches, and the run had taken {self.position.batch}"
+                    f"{self._in_stream} batches, but the run had used {self.position.batch}"
                 )
         batch = self._next()
         if batch is None and self.position.batch:
@@ -175,14 +186,21 @@ class Batches:
 
     def _begin_epoch(self) -> None:
         with seeded(self._seed, self._name, self.position.epoch):
-            if self.position.epoch and iter(self._data) is self._data:
+            if self.position.epoch and isinstance(self._data, Iterator):
                 self._data = self._build()  # a generator is exhausted after one epoch
+            for generator in _generators_of(self._data):  # that continue from epoch to epoch
+                generator.manual_seed(_mixed(self._seed, self._name, self.position.epoch))
+            resumes = self._stream is None and self._saves_stream and self._stream_state is not None
+            if resumes:
+                self._data.load_state_dict(self._stream_state)
             self._stream = iter(self._data)
-        self._in_stream = 0
+        self._in_stream = self.position.batch if resumes else 0
 
     def _next(self) -> tuple[Any] | None:
         """Return the stream's next batch, or None at its end."""
         assert self._stream is not None
+        if self._saves_stream:
+            self._stream_state = deepcopy(self._data.state_dict())
         with seeded(self._seed, self._name, self.position.epoch, self._in_stream):
             if self.kind == "loader":
                 found = [*islice(self._stream, 1)]
@@ -300,6 +318,27 @@ def _kind_of(data: Any) -> str:
     raise RecipeError(
         f"the recipe's data() returned a {type(data).__name__}; return a dataset (a length and an "
         "index), an iterable of samples, or a DataLoader"
+    )
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a DataLoader and its samplers were given."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler]
+    owners.append(getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _saves_state(loader: Any) -> bool:
+    """True for a loader whose state says where its stream is.
+
+    A loader of a dataset without a state skips batches itself when it resumes, with other random
+    numbers than those that were drawn for them: such a stream is read again from its start.
+    """
+    stream = loader.dataset
+    return isinstance(stream, IterableDataset) and all(
+        hasattr(it, name) for it in (loader, stream) for name in ("state_dict", "load_state_dict")
     )
 
 

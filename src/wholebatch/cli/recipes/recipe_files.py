@@ -1,4 +1,4 @@
-"""Where a recipe is: a file, or one of those embedded here. Nothing here imports torch."""
+"""Find the file of a recipe: the user's, or an embedded one. Imports no torch."""
 
 from __future__ import annotations
 

@@ -21,15 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from wholebatch.coupled.normalisation_layers import replace_forward, uses_batch_statistics
+from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
+    replace_forward,
+    uses_batch_statistics,
+)
 from wholebatch.errors import UnsupportedError
 
 Reduce = Callable[[Tensor], Tensor]
 """A function that returns the sum of a tensor over the data-parallel ranks."""
 
-_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_PLAIN = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 """Forwards that normalise, and do nothing else."""
 
 
@@ -38,18 +41,18 @@ def norms_over_ranks(norms: Sequence[tuple[str, nn.Module]], summed: Reduce) -> 
     """Let BatchNorms in training mode use the statistics of all ranks within this context."""
     with ExitStack() as restored:
         for name, module in norms:
-            if not isinstance(module, _BatchNorm):
+            if not isinstance(module, BatchNorm):
                 if module.training:
                     raise UnsupportedError(
-                        f"{name!r} ({type(module).__name__}) keeps running statistics, and each "
-                        "rank would keep other ones: create it with track_running_stats=False"
+                        f"{name!r} ({type(module).__name__}) keeps running statistics, which would "
+                        "differ between ranks: create it with track_running_stats=False"
                     )
                 continue
             if not uses_batch_statistics(module):
                 continue
             if type(module).forward not in _PLAIN or "forward" in vars(module):
                 raise UnsupportedError(
-                    f"{name!r} ({type(module).__name__}) is a BatchNorm with a forward of its own, "
+                    f"{name!r} ({type(module).__name__}) is a BatchNorm with a custom forward, "
                     "which uses the statistics of one rank: use nn.BatchNorm1d to 3d, or "
                     'batchnorm="freeze"'
                 )
@@ -57,9 +60,8 @@ def norms_over_ranks(norms: Sequence[tuple[str, nn.Module]], summed: Reduce) -> 
         yield
 
 
-def _forward(module: _BatchNorm, summed: Reduce, input: Tensor) -> Tensor:
+def _forward(module: Any, summed: Reduce, input: Tensor) -> Tensor:
     """Run the training-mode forward of `module` with the statistics of all ranks."""
-    module._check_input_dim(input)
     made: Any = _Normalise.apply(input, module.weight, module.bias, module.eps, summed)  # type: ignore[no-untyped-call]
     y, mean, var, count = made
     if module.track_running_stats:
@@ -69,7 +71,7 @@ def _forward(module: _BatchNorm, summed: Reduce, input: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _update_running(module: _BatchNorm, mean: Tensor, unbiased_var: Tensor) -> None:
+def _update_running(module: Any, mean: Tensor, unbiased_var: Tensor) -> None:
     """Set running = (1 - momentum) · running + momentum · batch, as one forward of torch's does."""
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)

@@ -88,8 +88,8 @@ class Freeze(Policy):
         without = [name for name, module in norms if getattr(module, "running_mean", None) is None]
         if without:
             raise UnsupportedError(
-                f'batchnorm="freeze": {", ".join(map(repr, without))} keep no running statistics '
-                'to be frozen with: use "exact", or GroupNorm layers'
+                f'batchnorm="freeze": {", ".join(map(repr, without))} have no running statistics '
+                'to freeze: use "exact", or GroupNorm layers'
             )
         self._replaced = ExitStack()
         for _, module in norms:

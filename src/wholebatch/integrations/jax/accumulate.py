@@ -1,4 +1,4 @@
-"""`accumulate`: the value and gradient of the whole batch, one micro-batch after the other.
+"""`accumulate`: the value and gradient of the whole batch, computed in micro-batches.
 
 It does the same as this loop:
 
@@ -144,7 +144,7 @@ class _Accumulation:
         why = untested_because(totals, args, self.batched, size, self.wanted)
         self.must_check = why is not None
         if why is not None and not self.logged:
-            _log.warning("not tested if micro-batches add up to the whole batch: %s", why)
+            _log.warning("the loss was not tested to add up over micro-batches: %s", why)
             self.logged = True
 
     def _sums(
@@ -214,7 +214,7 @@ class _Accumulation:
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise LossError(
                     f"loss_fn returned {_shape(returned)}, which may be a sum or a mean: return "
-                    "(sum, units), or say what it is a mean over: units="
+                    "(sum, units), or pass units= for a mean"
                 )
             loss, counted = map(jnp.asarray, returned)
         else:
@@ -251,8 +251,8 @@ def _batch_size(args: Sequence[Any], batched: Sequence[int]) -> int:
             name = f"argument {number}{jax.tree_util.keystr(path)}"
             if not shape:
                 raise SplitError(
-                    f"{name} has no first axis to split: pass what is not part of the batch in an "
-                    "argument of its own, or repeat it for every sample"
+                    f"{name} has no first axis to split: pass what is not part of the batch in a "
+                    "separate argument, or repeat it for every sample"
                 )
             sizes.setdefault(shape[0], name)
     if len(sizes) != 1:

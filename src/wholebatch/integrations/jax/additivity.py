@@ -1,4 +1,4 @@
-"""The test before a loss is split: do the losses of a few samples add up?
+"""Test on a few samples that a loss adds up, before it is split.
 
     L(a, b, c, d) = L(a) + L(b) + L(c) + L(d)     without random numbers
     L(a, b) + L(c, d) = L(c, b) + L(a, d)         with them: runs of the same shape draw alike
@@ -70,16 +70,16 @@ def untested_because(
 
 
 _MESSAGE = (
-    "the {what} of {few} samples sums to {one:.6g}, and to {other:.6g} when they are split "
-    "otherwise: the loss compares samples (a contrastive loss, a statistic of the batch), or it is "
-    "a mean over other units than those counted. No sum over micro-batches is the loss of their "
-    "batch. If only the gradient differs, a statistic of the batch is in stop_gradient, or a "
-    "custom gradient depends on the batch or is not linear; audit=False turns this test off"
+    "the {what} of {few} samples sums to {one:.6g}, and to {other:.6g} with another "
+    "split: the loss compares samples (a contrastive loss, a statistic of the batch), or it is a "
+    "mean over other units than those counted. If only the gradient differs, a statistic of the "
+    "batch is in stop_gradient, or a custom gradient depends on the batch or is not linear. "
+    "audit=False turns this test off"
 )
 _LEARNT = (
-    "the units depend on the parameters: the gradient of the mean goes through the sum of all "
-    "units, which no micro-batch knows. If they are constants, give jax.lax.stop_gradient(units); "
-    "audit=False turns this test off"
+    "the units depend on the parameters: the gradient of the mean then needs the units of the "
+    "whole batch, which a micro-batch does not have. If they are constants, pass "
+    "jax.lax.stop_gradient(units); audit=False turns this test off"
 )
 
 

@@ -43,7 +43,7 @@ def multi_steps(
     *,
     of: Literal["mean", "sum"] = "mean",
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` once per window of `every_k` micro-batches, on their whole batch's gradient.
+    """Apply `inner` once per `every_k` micro-batches, to the gradient of their whole batch.
 
     >>> import jax.numpy as jnp, optax
     >>> from wholebatch.integrations.jax import multi_steps
@@ -111,8 +111,8 @@ class _Windows:
         """Add the gradient of a micro-batch; return the inner update if the window closes."""
         if units is None:
             raise WindowError(
-                "update() without units=: say how many samples or tokens this micro-batch's "
-                "gradient is a mean over; without them no window is exact"
+                "update() without units=: pass the number of samples or tokens that this "
+                "micro-batch's gradient is a mean over"
             )
         counted = jnp.asarray(units).astype(state.units.dtype)
         if counted.shape:

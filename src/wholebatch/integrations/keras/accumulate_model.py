@@ -108,8 +108,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
             own = getattr(type(self), name) is not getattr(GradientAccumulateModel, name)
             if own and (name == "train_step" or self.count_units is None):
                 raise UnsupportedError(
-                    f"{type(self).__name__} overrides {name}, so that what its loss is a mean over "
-                    "is not known: "
+                    f"{type(self).__name__} overrides {name}, so wholebatch does not know what its "
+                    "loss is a mean over: "
                     + (
                         "use keras.Model, and examples/integrations/keras_tape.py in it"
                         if name == "train_step"

@@ -44,7 +44,7 @@ def check_nonfinite(nonfinite: Any) -> NonFinite:
 
 @keras.saving.register_keras_serializable(package="wholebatch")
 class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """`optimizer`, once per `accum_steps` micro-batches, on the gradient of their whole batch.
+    """Apply `optimizer` once per `accum_steps` micro-batches, with their whole batch's gradient.
 
     Clipping, weight decay, moving averages, constraints and the learning rate's schedule belong to
     `optimizer` and so happen once per update.
@@ -77,12 +77,12 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         if base.gradient_accumulation_steps:
             raise OptionError(
                 f"the optimizer has gradient_accumulation_steps={base.gradient_accumulation_steps} "
-                "of its own: leave that away, windows would be accumulated twice"
+                "already: leave that out, or windows would be accumulated twice"
             )
         if keras.backend.backend() == "jax" and isinstance(base, keras.optimizers.Nadam):
             raise UnsupportedError(
-                "Nadam on the JAX backend keeps a number outside of its variables, which a "
-                "compiled step loses (in Keras's own training too): use Adam, or another backend"
+                "Nadam on the JAX backend keeps a number outside of its variables, and a compiled "
+                "step loses it (in Keras's own training too): use Adam, or another backend"
             )
         super().__init__(learning_rate=0.0, name=name or "gradient_accumulate_optimizer")
         self.inner_optimizer = inner
@@ -315,8 +315,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             self._noted = ops.ones((), wide())
         if self._noted is None:
             raise WindowError(
-                "nobody has counted the units of this micro-batch: use GradientAccumulateModel, or "
-                'units="equal" where every micro-batch has as many'
+                "the units of this micro-batch are not known: use GradientAccumulateModel, or "
+                'units="equal" if every micro-batch has the same number'
             )
         self._counted, self._noted = (self._noted, loss), None
         return self.inner_optimizer.scale_loss(loss)

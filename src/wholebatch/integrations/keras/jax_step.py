@@ -1,4 +1,4 @@
-"""The train step on the JAX backend, where a loss cannot hand its units to the optimizer."""
+"""The train step on the JAX backend, where a loss cannot pass its units to the optimizer."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class ObservedLoss:
         if len(seen) != 1 or len(seen[0].shape) == 0:
             raise LossError(
                 f"the loss {self.name!r} returns one number, which may be a sum or a mean: let it "
-                "return one value per sample, or say what it is a mean over: "
-                "GradientAccumulateModel(..., units=function)"
+                "return one value per sample, or pass GradientAccumulateModel(..., units=), a "
+                "function that counts what it is a mean over"
             )
         values = seen[0]
         mask = None if tree.is_nested(y_pred) else backend.get_keras_mask(y_pred)
@@ -193,8 +193,9 @@ def units_of(model: Any, inputs: Inputs) -> Any:
         return units
     raise LossError(
         "the model's losses are over different units (a mask on one of several outputs, a mean "
-        "beside a sum, or a loss that a layer adds beside a masked one), and a window has one: "
-        "give all outputs the same mask and reduction, or train them in models of their own"
+        "beside a sum, or a loss that a layer adds beside a masked one), and a window can divide "
+        "by one count only: give all outputs the same mask and reduction, or train them in "
+        "separate models"
     )
 
 
@@ -235,11 +236,10 @@ def check_halves(found: Sequence[tuple[Any, Any]]) -> None:
         )
     if not _adds_up(total, totals, units):
         raise LossError(
-            f"the loss of a micro-batch (mean × units) is {total:.6g}, and those of its halves "
-            f"are {totals[0]:.6g} and {totals[1]:.6g}: the loss, or the model under it, "
-            "compares samples (a contrastive loss, a statistic of the batch), or it is a mean "
-            "over other units than those counted. No window of micro-batches gives the update "
-            "of its whole batch; audit=False turns this test off"
+            f"the loss of a micro-batch (mean × units) is {total:.6g}, and those of its halves are "
+            f"{totals[0]:.6g} and {totals[1]:.6g}: the loss, or the model under it, compares "
+            "samples (a contrastive loss, a statistic of the batch), or it is a mean over other "
+            "units than those counted. audit=False turns this test off"
         )
 
 

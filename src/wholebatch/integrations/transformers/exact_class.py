@@ -1,4 +1,4 @@
-"""`exact`: the class of a trainer with exact windows, Transformers' own or one of TRL's.
+"""`exact`: make the class of a trainer exact, for Transformers' Trainer or one of TRL's.
 
 | trainer | mean over | what its windows need |
 |---|---|---|
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile import Execute
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactTrainerMixin,
@@ -25,6 +24,7 @@ from wholebatch.integrations.transformers.exact_trainer import (
     refuse_own_batches,
 )
 from wholebatch.integrations.transformers.weighted_loss import engine_of
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
@@ -118,9 +118,9 @@ class ExactKTO(ExactTrainerMixin):
             return
         if engine_of(trainer.model_wrapped) != "replicated":
             raise UnsupportedError(
-                f"exact(KTOTrainer) on {type(trainer.model_wrapped).__name__}: its forwards run "
-                "collectives, in which a pass before the window is not shown to be in step; use "
-                "one process or DDP"
+                f"exact(KTOTrainer) on {type(trainer.model_wrapped).__name__}: its forward runs "
+                "collectives, and the pass before the window is not tested with them; use one "
+                "process or DDP"
             )
         trl: Any = super()
         model, reference = trainer.model.train(), trainer.ref_model or trainer.model
@@ -217,8 +217,8 @@ def _completion_mask(inputs: Mapping[str, Any]) -> Tensor:
 def _refuse_vision(trainer: Any) -> None:
     if getattr(trainer, "_is_vision_dataset", False):
         raise UnsupportedError(
-            "exact(...) of TRL's preference trainers with images, whose tensors have rows of their "
-            "own: train on text, or write the loss with wb.losses.dpo_loss"
+            "exact(...) of TRL's preference trainers with images, whose tensors do not have one "
+            "row per sample: train on text, or write the loss with wb.losses.dpo_loss"
         )
 
 
@@ -244,23 +244,24 @@ def exact(
     close: Close | None = None,
     audit: bool = True,
 ) -> type[Any]:
-    """Return the class of trainer whose every update is that of the undivided global batch.
+    """Return a subclass of `trainer` whose updates are those of the undivided global batch.
 
-    The trainer's loss stays a mean, which is what Transformers calls the loss. `units(inputs)`
-    counts what it is a mean over, on the inputs that the loss is given; the default counts the
-    labels that are not -100 (from the second one on, where the model's loss shifts them). A loss
-    that compares samples is `loss=wb.Coupled(encode, loss)`; it takes the place of `compute_loss`
-    in training.
+    The trainer's loss stays a mean. `units(inputs)` counts what it is a mean over, from the inputs
+    of the loss; the default counts the labels that are not -100 (from the second one on, if the
+    model's loss shifts them). For a loss that compares samples, pass `loss=wb.Coupled(encode,
+    loss)`; in training it replaces `compute_loss`.
 
-    The other options are those of `wb.WholeBatch`. `execute="auto"` compiles and records
-    micro-steps on a GPU once that pays ("graph", with `torch_compile=True` too: at once; "eager":
-    never). `precision="fp8"` computes linear layers in 8 bits and the rest in bf16; without it the
-    trainer's arguments decide (`bf16=True`). `micro_batch` cuts every batch of the loader further:
-    a number of samples, "auto" (the most that are predicted to fit into `memory`: "20GiB", a
-    fraction, or what is free), or `wb.tokens(4096)`. A batch that does not fit is cut by itself.
-    The update stays the same. A loss or gradient that is not finite raises `NonFiniteError` before
-    the step; with `close=wb.Close(nonfinite="skip")` such a window makes no update (the scheduler
-    is stepped all the same).
+    The other options are those of `wb.WholeBatch`:
+
+    - `execute="auto"` compiles and records micro-steps on a GPU when this saves time, "graph" (or
+      `torch_compile=True`) at once, "eager" never.
+    - `precision="fp8"` computes linear layers in 8 bits and the rest in bf16. Without it, the
+      trainer's arguments decide (`bf16=True`).
+    - `micro_batch` splits every batch of the loader further: a number of samples,
+      `wb.tokens(4096)`, or "auto" for the most that fit into `memory` ("20GiB", a fraction, or the
+      free memory). A batch that runs out of memory is split too. The update stays the same.
+    - A loss or gradient that is not finite raises `NonFiniteError` before the step. With
+      `close=wb.Close(nonfinite="skip")` such a window makes no update, but the scheduler steps.
     """
     if not isinstance(trainer, type) or not hasattr(trainer, "training_step"):
         raise OptionError(
@@ -284,8 +285,8 @@ def exact(
         raise OptionError(f"units={units!r}: must be a function of a batch's inputs")
     if loss is not None and (units is not None or not isinstance(loss, Coupled)):
         raise OptionError(
-            f"loss={loss!r}: must be wb.Coupled(encode, loss), which brings its units; another "
-            "loss is the trainer's compute_loss or compute_loss_func"
+            f"loss={loss!r}: must be wb.Coupled(encode, loss), which has its own units; pass "
+            "another loss as the trainer's compute_loss or compute_loss_func"
         )
     if precision not in (None, "fp8"):
         raise OptionError(
@@ -296,7 +297,8 @@ def exact(
         Samples.of(micro_batch)
     elif memory is not None:
         raise OptionError(
-            f'memory={memory!r} without micro_batch="auto" or another: it would not be used'
+            f"memory={memory!r} without micro_batch=: it would not be used; pass "
+            'micro_batch="auto" too'
         )
     options = {
         **({} if units is None else {"units_of": staticmethod(units)}),

@@ -22,8 +22,8 @@ def count_labels(inputs: Mapping[str, Any], shifts: Callable[[], bool]) -> int |
     labels = inputs.get("shift_labels", inputs.get("labels"))
     if not isinstance(labels, Tensor):
         raise LossError(
-            "nothing says what the loss is a mean over: the batch has no tensor of 'labels'; pass "
-            "exact(Trainer, units=a function of the batch's inputs) that counts it"
+            "wholebatch does not know what the loss is a mean over: the batch has no tensor of "
+            "'labels'; pass exact(Trainer, units=a function of the batch's inputs) that counts it"
         )
     if labels.is_floating_point():  # a regression, or several labels at once
         return labels.numel()
@@ -58,7 +58,7 @@ def shifts_labels(trainer: Any) -> bool:
     whose = "compute_loss_func" if trainer.compute_loss_func is not None else "compute_loss"
     raise LossError(
         f"the loss is not one of Transformers' own ({whose} of {home or type(trainer).__name__} "
-        f"with {type(model).__name__}), and its labels have two dimensions: say what it is a mean "
-        'over. exact(Trainer, units=lambda inputs: (inputs["labels"] != -100).sum()), or '
-        'inputs["labels"][:, 1:] if it compares place t with label t + 1'
+        f"with {type(model).__name__}), and its labels have two dimensions. Pass what it is a mean "
+        'over: exact(Trainer, units=lambda inputs: (inputs["labels"] != -100).sum()), or '
+        'inputs["labels"][:, 1:] if position t predicts label t + 1'
     )

@@ -1,4 +1,4 @@
-"""Windows by the Trainer's own steps (FSDP, DeepSpeed, fp16, an own `training_step`).
+"""Exact windows with the Trainer's own steps (FSDP, DeepSpeed, fp16, your `training_step`).
 
 The units of a window are counted before its first forward. So the exact weight of each batch's mean
 is known when the loss is computed: `units × ranks / units of the window`. Every engine that
@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -43,8 +43,6 @@ class TrainerWindow:
     """Its units on this rank."""
     weighted: float | Tensor = 0.0
     """The units of the losses that were weighted, on this rank."""
-    operations: dict[Any, Any] = field(default_factory=dict)
-    """The floating-point operations of a batch, by the shapes of its tensors."""
 
     @property
     def is_last(self) -> bool:
@@ -171,7 +169,7 @@ class WeightedLoss:
         if self._is_deepspeed and not math.isfinite(mean):
             raise NonFiniteError(
                 f"batch {window.place + 1} of {window.size} of this window has a loss of "
-                f"{float(mean):g}: no update is made from it. Mend the batch or the model"
+                f"{float(mean):g}, so there is no update. Fix the batch or the model"
             )
         ranks = self._trainer.accelerator.num_processes
         if not units and (ranks > 1 or window.place >= window.size):
@@ -195,7 +193,7 @@ class WeightedLoss:
 
 def _refuse_options(trainer: Any, why: str) -> None:
     """Refuse the options that need the window's forwards and steps to be ours."""
-    instead = f"is not possible where the Trainer makes the steps ({why})"
+    instead = f"is not possible if the Trainer runs the steps ({why})"
     if trainer.coupled is not None:
         raise OptionError(f"loss=wb.Coupled(...) {instead}: use one process or DDP")
     if trainer.micro_batch is not None:
@@ -218,8 +216,8 @@ def _refuse_not_finite(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     norm: Any = get_total_norm([gradient for gradient in held if gradient is not None])
     if not math.isfinite(norm.full_tensor() if hasattr(norm, "full_tensor") else norm):
         raise NonFiniteError(
-            "the gradient of this window is not finite, although its losses are: no update is made "
-            "from it. Clip, lower the learning rate, or look for a division by zero"
+            "the gradient of this window is not finite, although its losses are, so there is no "
+            "update. Clip, lower the learning rate, or search for a division by zero"
         )
 
 

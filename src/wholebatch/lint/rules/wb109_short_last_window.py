@@ -41,9 +41,9 @@ def check(file: File) -> Iterator[Report]:
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
-                f"micro-batches after the last multiple of {window.count_name} never reach an "
-                f"update of their own: they are {fate} at the end of the loader; step once after "
-                "it, divided by the micro-batches that are left",
+                f"micro-batches after the last multiple of {window.count_name} make no update: at "
+                f"the end of the loader they are {fate}; step once more after the loop, divided "
+                "by the number of micro-batches that are left",
             )
 
 

@@ -21,17 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from wholebatch.batch.samples import flatten
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import Loss, Terms
 
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """A loss of the whole batch.
+    """A loss that compares all samples of the batch, such as a contrastive loss.
 
     `encode` runs twice on every micro-batch, with the same random numbers. Parameters that only
     `loss` uses (a temperature) get their gradient too.
@@ -44,7 +42,7 @@ class Coupled:
         loss: A function of the same structure, with every tensor concatenated over the whole
             batch. It returns a `Loss`.
         tolerance: The largest relative difference between both runs of `encode`.
-        keep: So many of the last micro-batches are encoded only once: their graphs stay in memory.
+        keep: The number of last micro-batches that are encoded only once; their graphs are kept.
         addends: A function `addends(model, micro)`, where `encode` returns sums over the
             micro-batch: it returns a Loss of them, and its totals are compared instead.
     """
@@ -70,10 +68,3 @@ class Coupled:
     def __call__(self, model: Any, batch: Any) -> Loss | Terms | Tensor:
         """Return the loss of an undivided batch, with the graphs of all its samples."""
         return self.loss(self.encode(model, batch))
-
-    def stand_in(self, model: Any, micro: Any) -> Loss:
-        """Return a loss of one micro-batch that needs the same memory, for predictions."""
-        tensors = [leaf.value for leaf in flatten(self.encode(model, micro))[0]]
-        made = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
-        total = sum((t.float().square().sum() for t in made), torch.zeros(()))
-        return Loss(total, 1)

@@ -10,39 +10,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from wholebatch.batch.samples import Structure, flatten
+from wholebatch.compile.captured_state import version_of
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError, WindowError
+from wholebatch.losses.coupled import Coupled
+from wholebatch.losses.loss import Loss
 from wholebatch.window.forward_state import capture_random, restore_random
 
 _OWN_GRADIENT = (
-    "encode takes a gradient of its own (torch.autograd.grad), and the first pass of wb.Coupled "
-    "runs without gradients: put that part of encode into `with torch.enable_grad():`"
+    "encode calls torch.autograd.grad, and the first pass of wb.Coupled runs without gradients: "
+    "put that part of encode into `with torch.enable_grad():`"
 )
 
 
 @dataclass(frozen=True)
 class Representations:
-    """The tensors that `encode` returned for one micro-batch, in order, and their structure."""
+    """The tensors that `encode` returned for one micro-batch, in order."""
 
     tensors: list[Tensor]
-    structure: tuple[pytree.TreeSpec, tuple[bool, ...]]
-    """The containers that `encode` returned, and which of their leaves are None."""
+    names: tuple[tuple[str, bool], ...]
+    """Of each leaf that `encode` returned: its name, and True if it is a tensor, not None."""
+    structure: Structure
+    """The containers that `encode` returned, without the tensors."""
 
     @classmethod
     def of(cls, given: Any) -> Representations:
-        leaves, containers = pytree.tree_flatten(given)
+        leaves, structure = flatten(given)
+        values = [leaf.value for leaf in leaves]
         tensors = [
-            torch.tensor(float(leaf)) if isinstance(leaf, int | float) else leaf
-            for leaf in leaves
-            if leaf is not None
+            torch.tensor(float(value)) if isinstance(value, int | float) else value
+            for value in values
+            if value is not None
         ]
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
@@ -52,10 +58,12 @@ class Representations:
                 )
         if not tensors:
             raise LossError("encode returned no tensor: return the representations of its samples")
-        return cls(tensors, (containers, tuple(leaf is None for leaf in leaves)))
+        names = tuple((leaf.name, leaf.value is not None) for leaf in leaves)
+        empty = flatten(structure.build([None] * len(leaves)))[1]
+        return cls(tensors, names, empty)
 
     def detached(self) -> Representations:
-        return Representations([tensor.detach() for tensor in self.tensors], self.structure)
+        return replace(self, tensors=[tensor.detach() for tensor in self.tensors])
 
     def is_finite(self) -> Tensor:
         """Return True as a tensor if all values are finite, without waiting for the device."""
@@ -65,17 +73,24 @@ class Representations:
         return torch.stack([check.to(checks[0].device) for check in checks]).all()
 
 
+def encoding_loss(coupled: Coupled, model: Any, micro: Any) -> Loss:
+    """Return a loss of one micro-batch that needs the memory of `encode`, to choose a size."""
+    made = Representations.of(coupled.encode(model, micro)).tensors
+    total = sum((t.float().square().sum() for t in made if t.requires_grad), torch.zeros(()))
+    return Loss(total, 1)
+
+
 class WholeRepresentations:
     """The tensors joined over all micro-batches, without their graphs; numbers become vectors."""
 
     def __init__(self, parts: list[Representations]) -> None:
         """Join the parts and empty them on the way, so that representations are held once."""
-        self._structure = parts[0].structure
+        self._structure, self._names = parts[0].structure, parts[0].names
         for part in parts:
-            if part.structure != self._structure:
+            if part.names != self._names:
                 raise LossError(
-                    "encode returned another structure for another micro-batch: all must have the "
-                    "same keys and lengths"
+                    "encode returned another structure for a second micro-batch: every "
+                    "micro-batch must give the same keys and lengths"
                 )
         self.tensors: list[Tensor] = []
         self._ends: list[list[int]] = []
@@ -91,13 +106,12 @@ class WholeRepresentations:
     def for_loss(self, gather: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return the tensors in the structure of `encode`; `gather` adds the rows of all ranks."""
         tensors = iter(self.tensors if gather is None else map(gather, self.tensors))
-        containers, nones = self._structure
-        leaves = [None if is_none else next(tensors) for is_none in nones]
-        return pytree.tree_unflatten(leaves, containers)
+        leaves = [next(tensors) if is_tensor else None for _, is_tensor in self._names]
+        return self._structure.build(leaves)
 
     def distances(self, index: int, again: Representations) -> Iterator[Tensor]:
         """Yield the relative distance of each representation from that of the first pass."""
-        if again.structure != self._structure:
+        if again.names != self._names:
             raise LossError("encode returned another structure the second time")
         for place, tensor in enumerate(again.tensors):
             if tensor.is_floating_point():
@@ -185,7 +199,7 @@ class TwoPasses:
     """For each micro-batch, a flag on the device: True if its representations are finite."""
 
     def __post_init__(self) -> None:
-        self._saved = [(b, b._version, b.detach().clone()) for b in self._buffers()]
+        self._saved = [(b, version_of(b), b.detach().clone()) for b in self._buffers()]
         self._changes_buffers = False
         self._starts: list[dict[str, Any]] = []
 
@@ -255,7 +269,7 @@ class TwoPasses:
     @torch.no_grad()
     def _put_buffers_back(self) -> bool:
         """Restore the buffers of before the first pass; return True if any had changed."""
-        moved = [one for one in self._saved if one[0]._version != one[1]]
+        moved = [one for one in self._saved if version_of(one[0]) != one[1]]
         for buffer, _, before in moved:
             buffer.copy_(before)
         return bool(moved) or [id(b) for b in self._buffers()] != [id(b) for b, *_ in self._saved]
@@ -273,8 +287,8 @@ def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | 
         )
     if not found <= allowed:
         raise WindowError(
-            f"encode gave other representations the second time (relative difference {found:.1e}, "
-            f"allowed {allowed:.1e}), so the gradient would be wrong. It must depend on the model, "
-            "the micro-batch and the global random generators only; Coupled(tolerance=...) allows "
-            "more"
+            "encode returned different representations the second time (relative difference "
+            f"{found:.1e}, allowed {allowed:.1e}), so the gradient would be wrong. It must depend "
+            "on the model, the micro-batch and the global random generators only; "
+            "Coupled(tolerance=...) allows more"
         )

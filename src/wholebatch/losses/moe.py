@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch import batch_size_of
-from wholebatch.coupled.contrastive.losses import Coupled
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss, Term, Terms, as_loss, causal_lm, terms_of
 
 Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
@@ -84,7 +83,7 @@ class _Mixture:
         if not routers:
             raise LossError(
                 "wb.moe_loss found no router logits: a Hugging Face model needs "
-                "config.output_router_logits=True; of another model, let loss(model, micro) "
+                "config.output_router_logits=True; for another model, let loss(model, micro) "
                 "return (loss, router logits of each layer)"
             )
         top_k = self.top_k or int(_setting(model, None, "top_k", ("num_experts_per_tok",)))
@@ -107,7 +106,6 @@ class _Mixture:
         by_name, sums = self._parts(model, micro)
         rows = sums["probability"]
         return {
-            "samples": torch.ones(batch_size_of(micro), dtype=torch.int64, device=rows.device),
             "terms": {
                 name: (term.total[None], torch.as_tensor(term.units, device=rows.device)[None])
                 for name, term in by_name.items()
@@ -161,7 +159,7 @@ def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool =
     }
     if z:
         if isinstance(first, tuple):
-            raise OptionError("z= needs the routers' logits: probabilities alone do not tell them")
+            raise OptionError("z= needs the routers' logits, which probabilities do not determine")
         sums["z"] = (logits.to(wide).logsumexp(-1).square() * kept).sum()
     return sums
 
@@ -226,6 +224,6 @@ def _setting(model: Any, given: float | None, option: str, names: Sequence[str])
             if isinstance(found := getattr(place, name, None), int | float):
                 return found
     raise OptionError(
-        f"wb.moe_loss({option}=None): {type(inner).__name__} has no {' or '.join(names)}; say "
-        f"{option}= yourself"
+        f"wb.moe_loss({option}=None): {type(inner).__name__} has no {' or '.join(names)}; pass "
+        f"{option}="
     )

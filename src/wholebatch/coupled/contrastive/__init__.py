@@ -1,1 +1,0 @@
-"""Losses that compare the samples of a batch, made exact in two passes."""
