@@ -67,7 +67,7 @@ def test_functions_of_torchscript_are_traced_as_their_python() -> None:
     model = Scripted()
     whole = Whole(model)
     train = traced(model)
-    for number in (10, 10, 7):
+    for number in (10, 10, 10):
         whole.step(samples(number))
         train.step(samples(number))
     assert mode_of(train) == "operations"

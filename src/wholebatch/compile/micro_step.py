@@ -607,7 +607,8 @@ class Executor:
             done.before.restore()
             micro = done.inputs.around(done.inputs.tensors)
             made = gradients_of(self._model, self._loss, micro, used, seeds, precision)
-            return [one.to(room_for(made)) for one in made]
+            place = room_for(made)
+            return [one.to(place) for one in made]
 
         with suppress(torch.OutOfMemoryError), without_autocast():
             done.nearness = wanted, gradients(nullcontext())
