@@ -7,7 +7,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
+.PHONY: help setup run test test-fast coverage browser-test compat dist check format docs bench compare kills gpu-test gpu-bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,6 +59,12 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $
 test: $(VENV)/.dev-all ## run all tests (JOBS=2 processes; installs the trainers)
 	EVERY_TEST=1 $(PYTEST) --ignore tests/browser --ignore tests/packages
 
+coverage: $(VENV)/.dev-all ## run all tests and print the branch coverage of src (takes longer)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) -q --timeout 900 --ignore tests/browser --ignore tests/packages
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --sort=cover --skip-covered
+
 test-fast: $(VENV)/.dev ## run the tests of the core promise (under a minute; no trainer needed)
 	$(PYTEST) -q -m "not slow and not distributed" $(CORE_TESTS)
 
@@ -89,7 +95,6 @@ docs: $(VENV)/.dev-all ## build the documentation's site in build/site, warnings
 bench: $(VENV)/.dev-all ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/gpu_speed.py --cpu
 
 compare: $(VENV)/.dev-all ## hold every integration beside its library's own accumulation; writes docs/comparison.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py

@@ -38,11 +38,9 @@ def measured(name: str) -> list[Row]:
     return [Row(**row) for row in json.loads(lines[-1].removeprefix(MARK))]
 
 
-def said(error: float | str | None) -> str:
+def said(error: float | None) -> str:
     if error is None:
         return "none"
-    if isinstance(error, str):
-        return error
     return "0" if error == 0 else f"{error:.0%}" if error >= 0.095 else f"{error:.1e}"
 
 
@@ -51,16 +49,10 @@ def page(rows: list[Row], day: str) -> str:
 
 How far the weights are, after training by accumulation, from what the same library trains on
 undivided batches: the relative L2 distance of the updates, with plain SGD. The cases are those of
-`benchmarks/compare/row.py`; a wholebatch error above {LIMITS["float64"]:.0e} in float64,
-{LIMITS["float32"]:.0e} in float32, {LIMITS["bf16"]:.0e} in bf16 or {LIMITS["bf16 result"]:.0e} in
-a result that is itself in bf16 fails the command. 1% and 100% mean that the update itself is off by
-that much, "NaN" that the weights are lost, "refused" that an error names the cause before the first
-update, "wrong, documented" that it is silently wrong and the page of that adapter says so. This
-remains only in `multi_steps`, which sees gradients but never the loss. Cases that a library does
-not have are left out: SFTTrainer trains language models with its own loss (no
-BatchNorm, no contrastive loss), a pure function of JAX has no running statistics, and
-optax.microbatch keeps nothing that could be resumed. Written by `make compare` on {day}; do not
-edit. In float64, unless another precision is named.
+`benchmarks/compare/row.py`; a wholebatch error above {LIMITS["float64"]:.0e} in float64 or
+{LIMITS["float32"]:.0e} in float32 fails the command. 1% and 100% mean that the update itself is off
+by that much. Written by `make compare` on {day}; do not edit. In float64, unless another precision
+is named.
 """
     body = []
     for library in dict.fromkeys(row.library for row in rows):

@@ -1,179 +1,123 @@
-"""Times wholebatch beside its peers on one device, on the same models and data, in one run.
+"""Time wholebatch beside its peers on one CUDA device, on the same models and data, in one run.
 
-    python benchmarks/gpu_speed.py --main --budget 560    # on CUDA, as far as the time goes
-    python benchmarks/gpu_speed.py --main --merge docs/benchmarks/speed.json   # what is missing
-    python benchmarks/gpu_speed.py --main --plan          # the rows and their seconds, nothing runs
-    python benchmarks/gpu_speed.py --rows "gpt-124m/loop/4" "gpt-124m/whole batch, compiled/0"
-    python benchmarks/gpu_speed.py --cpu                  # a small GPT, on two cores (make bench)
-    python benchmarks/gpu_speed.py --tables --merge FILE  # speed.md again, with another run's rows
+    python benchmarks/gpu_speed.py                        # the rows of docs/benchmarks/speed.md
+    python benchmarks/gpu_speed.py --rows gpt-124m/whole/4 gpt-124m/loop+/64
+    python benchmarks/gpu_speed.py --keep                 # measure what speed.json does not have
+    python benchmarks/gpu_speed.py --rows gpt-tiny/whole/2 gpt-tiny/loop/2 --execute eager --out DIR
 
-Every loop runs in a process of its own, so that device memory is its own. A few get ready (import,
+A row is a model, a loop and a micro-batch size; with the size of the window it is not divided.
+Every row runs in a process of its own, so that device memory is its own. A few get ready (import,
 compile, record) side by side; while one is timed, all others are stopped. Rows come in the order of
 their importance; one that would not end within the budget is not begun. Results are written as they
-come, to docs/benchmarks/speed.json and speed.md (and plots at the end or by --tables); a row that
-fails says why and does not stop the others. `--merge` takes over the rows of other files
-first; those that have a time are not measured again.
+come, to speed.json and speed.md; a row that fails says why and does not stop the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = [
-    "wholebatch graph",
-    "loop",
-    "loop + torch.compile",
-    "whole batch, compiled",
-    "HF Trainer",
-    "Lightning",
-    "Accelerate",
-    "Fabric",
-    "wholebatch compile",
-    "wholebatch eager",
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from speed.together import Child, Expected, Spec, run_rows  # noqa: E402
+
+PEERS = ["loop", "trainer", "lightning", "accelerate"]
+MAIN: list[Spec] = [
+    *(("gpt-124m", "whole", size) for size in (4, 8, 1)),
+    ("gpt-124m", "loop+", 64),
+    *(("gpt-1.3b", "whole", size) for size in (4, 1)),
+    *(("resnet-50", "whole", size) for size in (32, 8)),
+    ("gpt-1.3b", "loop+", 32),
+    *(("encoder", "whole", size) for size in (16, 4)),
+    *(("gpt-124m", loop, size) for size in (4, 1) for loop in PEERS),
+    ("gpt-124m", "loop+", 4),
+    *(("gpt-1.3b", loop, size) for size in (4, 1) for loop in PEERS),
+    *(("resnet-50", loop, size) for size in (32, 8) for loop in PEERS),
+    *(("encoder", loop, size) for size in (16, 4) for loop in PEERS),
+    ("gpt-1.3b", "loop+", 4),
 ]
-CPU_MODES = [
-    "wholebatch eager",
-    "loop",
-    "Accelerate",
-    "Lightning",
-    "HF Trainer",
-]
-CPU_COMPILED = ["wholebatch compile", "loop + torch.compile"]
+# Of earlier runs on an H200, a little rounded up: they decide what is prepared beside what.
+GIB = {"gpt-124m": 9.0, "gpt-1.3b": 38.0, "resnet-50": 8.0, "encoder": 15.0}
+GIB |= {"llama": 9.0, "llama-1b": 35.0, "qwen2": 16.0, "lora": 20.0, "t5": 12.0}
+UNDIVIDED_GIB = {("gpt-124m", 64): 62.0, ("gpt-1.3b", 32): 95.0}
+UNDIVIDED_GIB |= {("llama", 64): 42.0, ("llama-1b", 32): 78.0}
+COMPILING = {"gpt-124m": 45.0, "gpt-1.3b": 80.0, "resnet-50": 75.0, "encoder": 110.0}
 
 
-def child(options: argparse.Namespace) -> None:
-    """One row, in this process."""
-    from speed.measure import row
-
-    row(
-        options.models[0],
-        options.child,
-        options.micro[0],
-        options.windows,
-        options.seconds,
-        profiled=options.profile
-        and options.child.startswith(("wholebatch graph", "loop", "whole")),
+def expected(spec: Spec) -> Expected:
+    """Return the seconds and GiB that a row takes by itself."""
+    model, loop, micro = spec
+    gib = UNDIVIDED_GIB.get((model, micro), GIB.get(model, 0.0))
+    return Expected(
+        15.0 + (COMPILING.get(model, 40.0) if loop in ("whole", "loop+") else 15.0), gib
     )
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    what = parser.add_argument_group("which rows")
-    what.add_argument("--main", action="store_true", help="those of the documentation (CUDA)")
-    what.add_argument("--cpu", action="store_true", help="a small GPT in fp32, taking turns")
-    what.add_argument("--rows", nargs="+", help="model/mode/size each; size 0: the whole batch")
-    what.add_argument("--models", nargs="+", help="all modes and sizes of these models")
-    what.add_argument("--modes", nargs="+", default=MODES)
-    what.add_argument("--micro", nargs="+", type=int)
-    how = parser.add_argument_group("how")
-    how.add_argument("--windows", type=int, default=24, help="timed of a row, at most (in a turn)")
-    how.add_argument("--seconds", type=float, default=3.0, help="of timed windows, at most")
-    how.add_argument("--rounds", type=int, default=1, help="turns that all rows take")
-    how.add_argument("--together", type=int, default=4, help="rows that get ready side by side")
-    how.add_argument("--warm-up", type=float, default=200.0, help="seconds to get ready, at most")
-    how.add_argument("--budget", type=float, default=560.0, help="seconds in all")
-    how.add_argument("--profile", action="store_true", help="and profile one window (ours, loops)")
-    how.add_argument("--plan", action="store_true", help="only say what would be measured")
-    how.add_argument("--tables", action="store_true", help="only write the page from the results")
-    how.add_argument("--merge", nargs="+", type=Path, default=[], help="results to begin from")
-    how.add_argument("--name", default="speed", help="of the files that are written")
-    how.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
-    how.add_argument("--child", help=argparse.SUPPRESS)
+def child(spec: Spec, execute: str) -> None:
+    """Measure one row in this process, print it, and end at once."""
+    from speed.loops import LOOPS, Job
+    from speed.models import CASES
+
+    model, loop, micro = spec
+    found: dict[str, object] = {"model": model, "loop": loop, "micro": micro}
+    job = Job(CASES[model], micro, execute, waits=True)
+    try:
+        LOOPS[loop][1](job)
+        found["ms"], found["gib"] = job.found()
+    except Exception as problem:
+        traceback.print_exc()
+        first = (str(problem).splitlines() or ["no message"])[0]
+        found["error"] = f"{type(problem).__name__}: {first[:300]}"
+    print(f"ROW {json.dumps(found)}", flush=True)
+    os._exit(0)  # Nobody needs the memory to be freed tidily.
+
+
+def spec_of(row: str) -> Spec:
+    model, loop, micro = row.split("/")
+    return model, loop, int(micro)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", nargs="+", help="model/loop/size each; those of the page if none")
+    parser.add_argument("--keep", action="store_true", help="leave out rows that have a time")
+    parser.add_argument("--execute", default="graph", help="of WholeBatch")
+    parser.add_argument("--together", type=int, default=4, help="rows that get ready side by side")
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds in all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cpu:
-        options.name = "speed-cpu" if options.name == "speed" else options.name
-        options.rounds, options.together, options.seconds = max(options.rounds, 9), 2, 0.0
-        options.budget = min(options.budget, 560.0)
-    return options
-
-
-def chosen(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """The rows that were asked for, the most important first."""
-    from speed.plan import MAIN, SIZES, WHOLE
-
-    if options.rows:
-        parts = [row.rsplit("/", 1) for row in options.rows]
-        named = [(*name.split("/", 1), int(size)) for name, size in parts]
-        return [(model, mode, size) for model, mode, size in named]
-    if options.cpu:
-        model = "gpt-cpu"
-        return [
-            *((model, mode, size) for size in SIZES[model] for mode in CPU_MODES),
-            *((model, mode, SIZES[model][-1]) for mode in CPU_COMPILED),
-            (model, "whole batch", 0),
-            (model, WHOLE, 0),
-        ]
-    if options.main or not options.models:
-        return MAIN
-    return [
-        (model, mode, size)
-        for model in options.models
-        for mode in options.modes
-        for size in ([0] if mode == WHOLE else options.micro or SIZES[model])
-    ]
-
-
-def main() -> int:
-    options = read_options()
     if options.child:
-        child(options)
-        return 0
+        child(spec_of(options.child), options.execute)
 
-    from speed.plan import expected
-
-    specs = chosen(options)
-    if options.plan:
-        for spec in specs:
-            what = expected(spec, options.seconds)
-            print(f"{what.seconds:5.0f} s {what.gib:5.0f} GiB  {'/'.join(map(str, spec))}")
-        alone = sum(expected(spec, options.seconds).seconds for spec in specs)
-        timed = len(specs) * (options.seconds + 2.0)
-        print(f"{alone:.0f} s one after the other; with {options.together} together about")
-        print(f"{timed + (alone - timed) / options.together:.0f} s")
-        return 0
-
-    from speed.measure import matmul_peak
     from speed.table import Results
-    from speed.together import Child, run_rows
 
-    began = time.monotonic()
-    results = Results(
-        options.out, name=options.name, measuring=not options.tables, merged=options.merge
-    )
-    if options.tables:
-        results.write()
-        results.plot()
-        return 0
-    results.peak(matmul_peak())
-    specs = [spec for spec in specs if not (options.merge and results.has(spec))]
+    began, results = time.monotonic(), Results(options.out)
+    specs = [spec_of(row) for row in options.rows] if options.rows else MAIN
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    of_children = [
-        *("--windows", str(options.windows), "--seconds", str(options.seconds)),
-        *(["--profile"] if options.profile else []),
-    ]
     run_rows(
-        specs,
+        [spec for spec in specs if not (options.keep and results.has(spec))],
         lambda spec, gib: Child(
-            Path(__file__).resolve(), spec, of_children, os.pathsep.join(paths), gib
+            Path(__file__).resolve(),
+            spec,
+            ["--execute", options.execute],
+            os.pathsep.join(paths),
+            gib,
         ),
-        lambda spec: expected(spec, options.seconds),
+        expected,
         until=began + options.budget,
         together=options.together,
-        warm_up=options.warm_up,
-        rounds=options.rounds,
         report=results.add,
     )
-    results.plot()
     print(results.markdown())
     print(f"{time.monotonic() - began:.0f} s")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "src"))
-    sys.exit(main())
+    main()

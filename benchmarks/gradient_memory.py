@@ -31,7 +31,7 @@ from wholebatch.options import grouped
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
-from speed.models import CASES, GPT, Case, _tokens, summed  # noqa: E402
+from speed.models import CASES, Case, gpt_of, summed  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
 from wholebatch.memory.activation_checkpointing import with_checkpoints  # noqa: E402
@@ -49,14 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "accumulation, optimizer state on the host": {"micro_batch": 1, "optimizer_state": "host"},
     "one sample, plain": {"samples": 1},
 }
-SMALL = Case(
-    build=lambda: GPT(4, 128, 4, 512, 64),
-    sample=lambda index: _tokens(index, 64, 512),
-    window=8,
-    units="tokens",
-    units_per_sample=64,
-    flops_per_unit=0.0,
-)
+SMALL = gpt_of(4, 128, 4, 512, 64, window=8)
 """A size that a CPU can train."""
 
 

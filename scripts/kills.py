@@ -23,10 +23,10 @@ from tests.cli.helpers import NOISY, assert_same_bits, metrics_of, newest_checkp
 from tests.processes import ENVIRONMENT, Started  # noqa: E402
 
 
-def start(folder: Path, out: str, *, ranks: int) -> Started:
+def start(folder: Path, out: str, *, ranks: int, updates: int) -> Started:
     """Begin or continue the run in a process group of its own."""
     options = ["train", "mine.py", "--resume", "--out", out]
-    options += ["--updates", "60", "--checkpoint-every", "4"]
+    options += ["--updates", str(updates), "--checkpoint-every", "4"]
     options += ["--parallel", "fsdp2"] if ranks > 1 else []
     # Slow enough that a moment inside a window can be hit.
     environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "SECONDS": "0.01"}
@@ -45,23 +45,26 @@ def windows_of(run: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def run_with_kills(folder: Path, out: str, *, ranks: int, kills: int, seed: int) -> int:
+def run_with_kills(
+    folder: Path, out: str, *, ranks: int, updates: int, kills: int, seed: int
+) -> int:
     """Return how many kills struck; then let the run end."""
     chance, struck = random.Random(seed), 0
+    apart = max(1, 5 * updates // (3 * max(1, kills)))
     for number in range(kills):
-        running = start(folder, out, ranks=ranks)
-        wanted = windows_of(folder / out) + chance.randint(0, max(1, 100 // max(1, kills)))
+        running = start(folder, out, ranks=ranks, updates=updates)
+        wanted = windows_of(folder / out) + chance.randint(0, apart)
         until = time.monotonic() + 120
         if number % 5 == 4:  # while it starts, reads the checkpoint or joins
             time.sleep(chance.uniform(0.1, 3.0))
         else:
             while running.status is None and windows_of(folder / out) < wanted:
                 assert time.monotonic() < until, (folder / "stderr").read_text()[-3000:]
-                time.sleep(0.002)
+                time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.05))
         struck += running.status is None
         running.kill()
-    ended = start(folder, out, ranks=ranks).wait(timeout=300)
+    ended = start(folder, out, ranks=ranks, updates=updates).wait(timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return struck
 
@@ -77,12 +80,12 @@ def is_same(one: Path, other: Path) -> bool:
     return True
 
 
-def kill(folder: Path, *, ranks: int, kills: int, seed: int) -> bool:
+def kill(folder: Path, *, ranks: int, kills: int, seed: int, updates: int = 60) -> bool:
     """Train once alone and once with kills; print what came of it, and return if it is right."""
     (folder / "mine.py").write_text(NOISY, encoding="utf-8")
-    alone = start(folder, "straight", ranks=ranks).wait(timeout=300)
+    alone = start(folder, "straight", ranks=ranks, updates=updates).wait(timeout=300)
     assert alone.returncode == 0, alone.stderr[-3000:]
-    struck = run_with_kills(folder, "killed", ranks=ranks, kills=kills, seed=seed)
+    struck = run_with_kills(folder, "killed", ranks=ranks, updates=updates, kills=kills, seed=seed)
     equal = is_same(folder / "straight", folder / "killed")
     how = "one process" if ranks == 1 else f"{ranks} ranks, FSDP2"
     bits = "the same bits" if equal else "DIFFERENT BITS"

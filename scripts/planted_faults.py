@@ -81,6 +81,10 @@ FAULTS = (
         (
             ("torch._foreach_clamp_min_(_local(flat), -clip_value)", "pass"),
             ("torch._foreach_clamp_min_(local, -options.clip_value)", "pass"),
+            (
+                "gradient.clamp_(-options.clip_value, options.clip_value)",
+                "gradient.clamp_(max=options.clip_value)",
+            ),
         ),
         WINDOW,
     ),
@@ -231,6 +235,7 @@ FAULTS = (
                 "self._enter_place(is_last=full or not feed.has_next(), has_more=more)",
                 "self._enter_place(is_last=full, has_more=more)",
             ),
+            ("one._places + 1 >= one.steps or not feed.has_next()", "one._places + 1 >= one.steps"),
         ),
         LOOP,
     ),
@@ -246,7 +251,10 @@ FAULTS = (
     ),
     Fault(
         "size-one-too-large",
-        (("full = self._places + 1 >= self._size", "full = self._places >= self._size"),),
+        (
+            ("full = self._places + 1 >= self._size", "full = self._places >= self._size"),
+            ("is_last=one._places + 1 >= one.steps", "is_last=one._places >= one.steps"),
+        ),
         LOOP,
     ),
     # Splitting.

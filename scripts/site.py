@@ -80,7 +80,6 @@ ORDER: dict[str, tuple[str, ...]] = {
 TITLES = {
     "index.md": "Home",
     "benchmarks/speed.md": "Speed on an H200",
-    "benchmarks/speed-cpu.md": "Speed on a CPU",
     "benchmarks/gradient_memory.md": "Memory by category",
     "reference/memory.md": "Memory prediction",
     "reference/tools.md": "Tuning",

@@ -9,12 +9,12 @@ updates of all windows together: final parameters minus initial ones) to the sam
 training on undivided batches, with plain SGD, so that a wrong gradient cannot hide.
 `benchmarks/comparison.py` starts every module that `LIBRARIES` names in a process of its own, with
 the environment given there, and writes docs/comparison.md and docs/benchmarks/comparison.json. It
-fails if wholebatch is above `LIMITS` in any row where it has not refused and is not DOCUMENTED.
+fails if wholebatch is above `LIMITS` in any row.
 
 A module imports its library itself, at the top. `own=None` says that the library has no
 accumulation of its own for the case; `note` says in a few words what else a reader must know.
 """
 
-from compare.row import CASES, DOCUMENTED, LAWS, LIBRARIES, LIMITS, SPLITS, Row
+from compare.row import CASES, LIBRARIES, LIMITS, Row
 
-__all__ = ["CASES", "DOCUMENTED", "LAWS", "LIBRARIES", "LIMITS", "SPLITS", "Row"]
+__all__ = ["CASES", "LIBRARIES", "LIMITS", "Row"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
-from typing import Any
+from functools import partial
 
 import torch
 from lightning import __version__
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from compare import laws
 from compare.problem import (
     LEARNING_RATE,
     Mode,
@@ -58,60 +56,7 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     return flat(inner)
 
 
-def steps_of(loop: Any, micros: Any, places: range, steps: int, loss: Any) -> None:
-    """The loop's body, for these micro-batches of an epoch."""
-    fabric, model, optimizer, windows = loop
-    for place in places:
-        micro, last = micros[place], (place + 1) % steps == 0 or place + 1 == len(micros)
-        if windows is not None:
-            windows.backward(mean=loss(model, micro), units=len(micro["y"]), last=last)
-        else:
-            fabric.backward(loss(model, micro) / steps)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def loop_of(inner: Any, optimizer: Any, mode: str, **options: Any) -> Any:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    model, optimizer = fabric.setup(inner, optimizer)
-    windows = FabricAccumulator(fabric, model, optimizer, **options) if mode == "ours" else None
-    return fabric, model, optimizer, windows
-
-
-def run(
-    model: Any, optimizer: Any, micros: Any, steps: int, loss: Any, mode: str, **o: Any
-) -> None:
-    """One epoch over these micro-batches."""
-    loop = loop_of(model, optimizer, mode, **o)
-    steps_of(loop, micros, range(len(micros)), steps, loss)
-
-
-def resume(mode: str) -> nn.Module:
-    """Two windows, left and gone on with in the middle of the second."""
-    micros = laws.windows_of()[0]
-
-    def begun() -> tuple[nn.Module, Any, dict[str, Any]]:
-        inner = laws.model_of()
-        loop = loop_of(inner, laws.sgd(inner), mode)
-        windows = {} if loop[3] is None else {"windows": loop[3]}
-        return inner, loop, {"model": loop[1], "optimizer": loop[2], **windows}
-
-    with tempfile.TemporaryDirectory() as folder:
-        _, loop, state = begun()
-        steps_of(loop, micros, range(6), laws.STEPS, laws.mean)
-        loop[0].save(f"{folder}/state", state)
-        inner, loop, state = begun()
-        loop[0].load(f"{folder}/state", state)
-    steps_of(loop, micros, range(6, 8), laws.STEPS, laws.mean)
-    return inner
-
-
-def in_two(mode: Mode) -> Tensor:
-    return from_two_processes("fabric", mode)
-
-
 def rows() -> list[Row]:
     library = f"Fabric {__version__}"
-    split = rows_of(library, train, flat(Reader()), in_two=in_two)
-    return [*split, *laws.law_rows(library, run, resume)]
+    in_two = partial(from_two_processes, "fabric")
+    return rows_of(library, train, flat(Reader()), in_two=in_two)

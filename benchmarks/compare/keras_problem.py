@@ -24,6 +24,7 @@ __all__ = [
     "model_of",
     "rows_of",
     "squared",
+    "train_in",
 ]
 
 Mode = Literal["whole", "own", "ours"]
@@ -129,6 +130,20 @@ def train(case: Case, mode: Mode) -> Any:
     model.compile(optimizer, squared, run_eagerly=mode == "whole" and quick_eagerly())
     sizes = case.windows if mode == "whole" else case.sizes
     model.fit(Slices(data(sum(case.sizes)), sizes), epochs=1, shuffle=False, verbose=0)
+    return flat(model) - start
+
+
+def train_in(placed: Any, mode: Mode) -> Any:
+    """Return how far the weights of the masked case moved, with the model made in this context."""
+    case, ours = CASES["masked tokens"], mode == "ours"
+    own = {} if ours else {"gradient_accumulation_steps": STEPS}
+    steps = {"accum_steps": STEPS} if ours else {}
+    with placed:
+        model = model_of(GradientAccumulateModel if ours else keras.Model, masked=True, **steps)
+        model.compile(keras.optimizers.SGD(0.01, **own), squared)
+    start = flat(model)
+    x, y = data(sum(case.sizes))
+    model.fit(x, y, batch_size=case.sizes[0], epochs=1, shuffle=False, verbose=0)
     return flat(model) - start
 
 

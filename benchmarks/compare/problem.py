@@ -162,12 +162,10 @@ def rows_of(
     return rows
 
 
-def from_two_processes(
-    module: str, mode: Mode, *, launcher: tuple[str, ...] = (), function: str = "train"
-) -> Tensor:
+def from_two_processes(module: str, mode: Mode, *, function: str = "train") -> Tensor:
     """What `compare.<module>.<function>` gives on two processes on this machine."""
     worker = ROOT / "benchmarks" / "compare_worker.py"
-    start = launcher or ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.pt"
         command = [sys.executable, "-m", *start, str(worker), module, function, mode, str(result)]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CASES", "DOCUMENTED", "LAWS", "LIBRARIES", "LIMITS", "SPLITS", "Row"]
+__all__ = ["CASES", "LIBRARIES", "LIMITS", "Row"]
 
-SPLITS = ("equal", "uneven", "short tail", "masked tokens", "clipped", "two processes")
-LAWS = ("BatchNorm statistics", "bf16 × 256", "contrastive", "NaN", "resume")
-CASES = (*SPLITS, *LAWS)
+CASES = ("equal", "uneven", "short tail", "masked tokens", "clipped", "two processes")
 """The cases every library is held to, in the order of the table.
 
 equal: micro-batches of one size, full windows. uneven: micro-batches of different sizes. short
@@ -17,21 +15,10 @@ tail: an epoch whose last window has fewer micro-batches than the others. masked
 that is a mean over tokens, of which each micro-batch has another number. clipped: masked tokens,
 with clipping by norm at a norm that always binds. two processes: masked tokens on two data-parallel
 processes (or two devices of one process) with different numbers of tokens.
-
-BatchNorm statistics: running mean and variance of a BatchNorm. bf16 × 256: the gradient of 256
-micro-batches in bf16. contrastive: a plain loss that compares all samples. NaN: one in the second
-of two windows. resume: after a checkpoint in the middle of a window.
 """
 
-LIMITS = {"float64": 1e-12, "float32": 1e-6, "bf16": 1e-5, "bf16 result": 2.0**-8}
-"""What wholebatch's error may be, by precision.
-
-"bf16": summed and looked at in float32. "bf16 result": the gradient itself is given in bf16, and
-rounding it once is up to 2⁻⁹ of it; sums in bf16 are further off.
-"""
-
-DOCUMENTED = "wrong, documented"
-"""Where the loss is never seen, so that it can neither be exact nor refused; the page says so."""
+LIMITS = {"float64": 1e-12, "float32": 1e-6}
+"""What wholebatch's error may be, by precision."""
 
 LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "accelerate": {},
@@ -55,19 +42,17 @@ class Row:
     """As a reader knows it, with its version: "Lightning 2.6.6"."""
     case: str
     """One of CASES."""
-    own: float | str | None
-    """Error of the library's own accumulation ("NaN": the weights are lost); None: it has none."""
-    ours: float | str
-    """Error of wholebatch in it, "refused", or DOCUMENTED."""
+    own: float | None
+    """Error of the library's own accumulation; None: it has none."""
+    ours: float
+    """Error of wholebatch in it."""
     precision: str
     """A key of LIMITS: what the model, the data and the gradients were in."""
     note: str = ""
 
     @property
     def keeps(self) -> bool:
-        """True if wholebatch is within its limit, has refused, or its page says it is wrong."""
-        if isinstance(self.ours, str):
-            return self.ours in ("refused", DOCUMENTED)
+        """True if wholebatch is within its limit."""
         return self.ours <= LIMITS[self.precision]
 
     def __post_init__(self) -> None:

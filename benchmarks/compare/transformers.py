@@ -7,13 +7,11 @@ write do not, and a Llama in float32, which does: there the Trainer's own counti
 from __future__ import annotations
 
 import functools
-import itertools
 import tempfile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +23,6 @@ from transformers import (
     __version__,
 )
 
-from compare import laws
 from compare.problem import (
     LEARNING_RATE,
     LENGTH,
@@ -111,17 +108,6 @@ def train_llama(problem: Problem, mode: Mode) -> Tensor:
     return train_model(llama(), problem, mode)
 
 
-class WithLoss(nn.Module):
-    """A model that returns its loss."""
-
-    def __init__(self, model: nn.Module, loss: Any) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.loss(self.model, {"x": x, "y": y})}
-
-
 class Stop(TrainerCallback):
     """Leaves in the middle of the second window, with a checkpoint."""
 
@@ -131,58 +117,6 @@ class Stop(TrainerCallback):
         self.seen += 1
         if self.seen == 5:  # of three in every window
             control.should_save = control.should_training_stop = True
-
-
-def trainer_of(
-    model: Any, optimizer: Any, micros: Any, steps: int, loss: Any, mode: str, folder: str, **o: Any
-) -> Any:
-    samples = [
-        {n: micro[n][at] for n in micro} for micro in micros for at in range(len(micro["y"]))
-    ]
-    ends = list(itertools.accumulate((len(micro["y"]) for micro in micros), initial=0))
-    places = [list(range(*pair)) for pair in itertools.pairwise(ends)]
-
-    class Given(Trainer):
-        def get_train_dataloader(self) -> Any:
-            data: Any = samples  # a list, so that a resumed run can skip to its place
-            return DataLoader(data, batch_sampler=places)
-
-    def units(inputs: Any) -> int:
-        return len(inputs["y"])
-
-    saves = o.pop("saves", False)
-    kind = exact(Given, units=units, **o) if mode == "ours" else Given
-    options = arguments(Problem(1, steps=steps), "own", folder)
-    options["save_strategy"] = "steps" if saves else "no"
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    return kind(
-        model=WithLoss(model, loss),
-        args=TrainingArguments(**options),
-        train_dataset=micros,
-        optimizers=(optimizer, constant),
-    )
-
-
-def run(
-    model: Any, optimizer: Any, micros: Any, steps: int, loss: Any, mode: str, **o: Any
-) -> None:
-    """One epoch over these micro-batches."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer_of(model, optimizer, micros, steps, loss, mode, folder, **o).train()
-
-
-def resume(mode: str) -> nn.Module:
-    """Two windows, left and gone on with in the middle of the second."""
-    micros = laws.windows_of()[0]
-    with tempfile.TemporaryDirectory() as folder:
-        for checkpoint in (None, f"{folder}/checkpoint-1"):
-            model = laws.model_of()
-            given = (model, laws.sgd(model), micros, laws.STEPS, laws.mean, mode, folder)
-            trainer = trainer_of(*given, saves=True)
-            if checkpoint is None:
-                trainer.add_callback(Stop())
-            trainer.train(resume_from_checkpoint=checkpoint)
-    return model
 
 
 def rows() -> list[Row]:
@@ -202,4 +136,4 @@ def rows() -> list[Row]:
         precision="float32",
         note="a Llama, which takes num_items_in_batch",
     )
-    return [*own_model, *with_count, *laws.law_rows(library, run, resume)]
+    return [*own_model, *with_count]

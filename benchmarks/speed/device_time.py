@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Profile", "mark", "milliseconds", "profiled_windows", "shown"]
+__all__ = ["mark", "milliseconds", "profiled_windows", "shown"]
 
 
 def mark() -> Any:

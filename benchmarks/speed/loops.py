@@ -1,299 +1,339 @@
-"""The loops that are timed: ours, the hand-written one, and four frameworks by their manuals.
+"""The loops that are timed: wholebatch, a loop by hand and four trainers, each by its own manual.
 
-Each is a generator that makes one update with every `next()`, from a window of micro-batches that
-a DataLoader reads on the host, and yields what it knows of the loss.
+A loop trains `job.model()` and tells `job.window_done()` of every window, until that is True. A
+model takes its batch by name and returns an output with the `loss`, a mean.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import queue
+import gc
+import statistics
+import sys
 import tempfile
-import threading
-import warnings
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import wholebatch as wb
-from speed.models import DEVICE, Case, Micro, mean, summed
+from speed.device_time import mark, milliseconds
+from speed.models import DEVICE, Case
 
-__all__ = ["LOOPS", "Loop", "synchronize"]
+__all__ = ["LOOPS", "MEASURED", "WARM", "Job"]
 
-AMP = DEVICE == "cuda"  # many a CPU has no bf16 unit, and there only the program itself is tried
-
-Loop = Callable[[Case, nn.Module, int], Iterator[float]]
-
-
-def _loader(case: Case, size: int) -> DataLoader[Any]:
-    """By samples, padded to the longest of them: what a micro-batch is to everybody else."""
-    return DataLoader(
-        case.samples(), batch_size=size, pin_memory=DEVICE == "cuda", collate_fn=case.collate
-    )
+WARM = 4  # windows that are not counted
+MEASURED = 8
+CUDA = DEVICE == "cuda"
 
 
-def synchronize() -> None:
-    """Wait until the device has done everything."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+@dataclass
+class Job:
+    """One model and split, and the clock of its windows."""
 
+    case: Case
+    micro: int
+    execute: str = "graph"
+    seconds: float = 60.0
+    """After which two measured windows are enough."""
+    waits: bool = False
+    """True if another process says when to begin with the windows that count."""
+    fp8: bool = False
+    """True if the entry points of wholebatch compute linear layers in 8 bits."""
+    times: list[Any] = field(default_factory=list)
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    @property
+    def steps(self) -> int:
+        return self.case.window // self.micro
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """The options by which micro-steps of ours run."""
+        return {"execute": self.execute, "precision": "fp8" if self.fp8 else None}
 
-def _wholebatch(execute: Any) -> Loop:
-    def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-        logging.getLogger("wholebatch.compile").setLevel(logging.INFO)
-        train = wb.WholeBatch(
-            model,
-            _adamw(model),
-            loss=summed,
-            micro_batch=case.split(micro),
-            precision="bf16" if AMP else "full",
-            execute=execute,
-        )
-        for batch in train.over(_loader(case, case.window), ahead=True):
-            yield train.step(batch).loss
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            made = self.case.build()
+        made.train()
+        return made
 
-    return loop
+    def adamw(self, model: Any) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=5e-5, fused=CUDA)
 
-
-def _manual(*, compiled: bool) -> Loop:
-    def loop(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-        optimizer = _adamw(model)
-        loss_of: Any = torch.compile(mean) if compiled else mean  # the loss is in the graph too
-        steps = case.window // micro
-        total = torch.zeros((), device=DEVICE)
-        for index, batch in enumerate(_loader(case, micro), start=1):
-            moved = {name: leaf.to(DEVICE, non_blocking=True) for name, leaf in batch.items()}
-            with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=AMP):
-                loss = loss_of(model, moved) / steps
-            loss.backward()
-            total += loss.detach()
-            if index % steps == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                yield total.item()
-                total.zero_()
-
-    return loop
-
-
-def _accelerate(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-    from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    steps = case.window // micro
-    accelerator = Accelerator(
-        gradient_accumulation_steps=steps,
-        mixed_precision="bf16" if AMP else "no",
-        cpu=DEVICE == "cpu",
-    )
-    model, optimizer, loader = accelerator.prepare(model, _adamw(model), _loader(case, micro))
-    total = torch.zeros((), device=DEVICE)
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = mean(model, batch)
-            accelerator.backward(loss)
-            total += loss.detach() / steps
-            optimizer.step()
-            optimizer.zero_grad()
-        if accelerator.sync_gradients:
-            yield total.item()
-            total.zero_()
-
-
-def _fabric(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-    with _either("lightning.fabric", "lightning_fabric") as fabric_module:
-        fabric = fabric_module.Fabric(
-            accelerator=DEVICE, devices=1, precision="bf16-mixed" if AMP else "32-true"
-        )
-    fabric.launch()
-    model, optimizer = fabric.setup(model, _adamw(model))
-    loader = fabric.setup_dataloaders(_loader(case, micro))
-    steps = case.window // micro
-    total = torch.zeros((), device=DEVICE)
-    for index, batch in enumerate(loader, start=1):
-        accumulating = index % steps != 0
-        with fabric.no_backward_sync(model, enabled=accumulating):
-            loss = mean(model, batch) / steps
-            fabric.backward(loss)
-        total += loss.detach()
-        if not accumulating:
-            optimizer.step()
-            optimizer.zero_grad()
-            yield total.item()
-            total.zero_()
-
-
-@contextlib.contextmanager
-def _either(*names: str) -> Iterator[Any]:
-    import importlib
-
-    for name in names:
-        with contextlib.suppress(ImportError):
-            yield importlib.import_module(name)
-            return
-    raise ImportError(f"none of {', '.join(names)} is installed")
-
-
-class _Done(Exception):
-    """Raised to end a framework's own loop."""
-
-
-def _driven(run: Callable[[Callable[[], None]], None]) -> Iterator[float]:
-    """Turn a framework with callbacks into a generator that makes one update at a time.
-
-    The framework runs in a thread.
-    """
-    updates: queue.Queue[BaseException | None] = queue.Queue(maxsize=1)
-    go = threading.Semaphore(0)
-    stop = threading.Event()
-
-    def updated() -> None:
-        updates.put(None)
-        go.acquire()
-        if stop.is_set():
-            raise _Done
-
-    def body() -> None:
-        go.acquire()
-        try:
-            run(updated)
-            problem: BaseException = RuntimeError("its loop ended by itself")
-        except _Done:
-            return
-        except BaseException as raised:
-            problem = raised
-        updates.put(problem)
-
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    try:
+    def batches(self, size: int) -> Iterator[Any]:
+        """Yield batches of this many samples on the device, again and again."""
+        made = self.case.samples()
+        number = self.case.window * self.case.windows
+        parts = [range(at, at + size) for at in range(0, number, size)]
+        batches = [self.case.collate([made[index] for index in part]) for part in parts]
+        moved = [{name: leaf.to(DEVICE) for name, leaf in batch.items()} for batch in batches]
         while True:
-            go.release()
-            update = updates.get()
-            if update is not None:
-                raise update
-            yield float("nan")  # its losses are its own affair
-    finally:
-        stop.set()
-        go.release()
-        thread.join(timeout=20)
+            yield from moved
+
+    def loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self.case.samples(), self.micro, collate_fn=self.case.collate, pin_memory=CUDA
+        )
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+        self.times = []
+
+    def window_done(self) -> bool:
+        """Note the time after a window; return True if enough were measured."""
+        made = len(self.times) + 1 - self.warm
+        if made == 0:
+            self._settle()
+        self.times.append(mark())
+        if self.waits:
+            sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")
+        late = time.perf_counter() - self.began > self.seconds
+        return made >= MEASURED or (late and made >= 2)
+
+    @property
+    def warm(self) -> int:
+        """The windows before those that count: every shape twice, where shapes differ."""
+        return max(WARM, 2 * self.case.windows + 1)
+
+    def _settle(self) -> None:
+        """Wait for the device, and for the word if there is one; count memory from here on."""
+        if CUDA:
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if self.waits:
+            print("READY", flush=True)
+            sys.stdin.readline()
+
+    def found(self) -> tuple[float, float]:
+        """Return ms per window, and GiB that the process has reserved."""
+        ms = statistics.median(milliseconds(self.times[self.warm - 1 :]))
+        return ms, (torch.cuda.memory_reserved() if CUDA else 0) / 2**30
 
 
-def _lightning(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-    with _either("lightning.pytorch", "pytorch_lightning") as pl:
-        pass
-    steps = case.window // micro
+def by_hand(job: Job, *, compiled: bool = False) -> None:
+    model = job.model()
+    forward = torch.compile(model) if compiled else model
+    optimizer = job.adamw(model)
+    job.start()
+    for place, batch in enumerate(job.batches(job.micro), start=1):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
+            loss = forward(**batch).loss
+        (loss / job.steps).backward()
+        if place % job.steps == 0:
+            if job.case.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.case.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.window_done():
+                return
 
-    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+
+def whole_batch(job: Job) -> None:
+    model = job.model()
+    train = wb.WholeBatch(
+        model,
+        job.adamw(model),
+        loss=job.case.loss,
+        micro_batch=job.case.split(job.micro),
+        precision="fp8" if job.fp8 else "bf16" if CUDA else "full",
+        clip_norm=job.case.clip_norm,
+        execute=job.execute,  # type: ignore[arg-type]
+    )
+    job.start()
+    for batch in job.batches(job.case.window):
+        train.step(batch)
+        if job.window_done():
+            return
+
+
+def accumulator_run(job: Job) -> None:
+    model = job.model()
+    acc = wb.Accumulator(
+        model, job.adamw(model), steps=job.steps, clip_norm=job.case.clip_norm, **job.how
+    )
+    loss = partial(job.case.loss, model)
+    job.start()
+    for batch in job.batches(job.micro):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
+            step = acc.run(loss, batch)
+        if step is not None and job.window_done():
+            return
+
+
+def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from wholebatch.integrations.accelerate import AccelerateAccumulator
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=not CUDA,
+        mixed_precision="bf16" if CUDA else "no",
+        gradient_accumulation_steps=job.steps,
+        **options,
+    )
+    model = job.model()
+    model, optimizer = accelerator.prepare(model, job.adamw(model))
+    windows = AccelerateAccumulator(accelerator, model, optimizer, **job.how) if ours else None
+    loss = partial(job.case.loss, model)
+    job.start()
+    for batch in job.batches(job.micro):
+        with accelerator.accumulate(model):
+            if windows is None:
+                accelerator.backward(model(**batch).loss)
+            else:
+                windows.run(loss, batch)
+            if accelerator.sync_gradients and job.case.clip_norm is not None:
+                accelerator.clip_grad_norm_(model.parameters(), job.case.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and job.window_done():
+            return
+
+
+def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
+    from lightning.fabric import Fabric
+
+    from wholebatch.integrations.lightning import FabricAccumulator
+
+    host = Fabric(accelerator=DEVICE, devices=1, precision="bf16-mixed" if CUDA else "32-true")
+    plain = job.model()
+    given: Any = torch.compile(plain) if compiled else plain
+    model, optimizer = host.setup(given, job.adamw(plain))
+    windows = FabricAccumulator(host, model, optimizer, **job.how) if ours else None
+    loss = partial(job.case.loss, model)
+    job.start()
+    for place, batch in enumerate(job.batches(job.micro), start=1):
+        last = place % job.steps == 0
+        if windows is None:
+            host.backward(model(**batch).loss / job.steps)
+        else:
+            windows.run(loss, batch, last=last)
+        if last:
+            if job.case.clip_norm is not None:
+                norm = job.case.clip_norm
+                host.clip_gradients(model, optimizer, max_norm=norm, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            if job.window_done():
+                return
+
+
+def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from wholebatch.integrations.lightning import ExactAccumulation
+
+    class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = job.model()
+            self.call = torch.compile(self.model) if compiled else self.model
 
-        def training_step(self, batch: Micro, _: int) -> Tensor:
-            return mean(self.model, batch)
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.call(**batch).loss
 
         def configure_optimizers(self) -> Any:
-            return _adamw(self.model)
+            return job.adamw(self.model)
 
-    def run(updated: Callable[[], None]) -> None:
-        class Watch(pl.Callback):  # type: ignore[misc, name-defined]
-            seen = 0
+    class Clock(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            job.start()
 
-            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-                if trainer.global_step > self.seen:
-                    self.seen = trainer.global_step
-                    synchronize()
-                    updated()
+        def on_train_batch_end(self, trainer: Any, _: Any, *given: Any) -> None:
+            number = given[-1] + 1
+            if number % trainer.accumulate_grad_batches == 0 and job.window_done():
+                trainer.should_stop = True
 
-        trainer = pl.Trainer(
-            accelerator=DEVICE,
-            devices=1,
-            precision="bf16-mixed" if AMP else "32-true",
-            accumulate_grad_batches=steps,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[Watch()],
+    callbacks: list[Any] = [Clock()]
+    if ours:
+        callbacks.append(ExactAccumulation(units=job.case.units, **job.how))
+    host = Trainer(
+        max_epochs=1,
+        accelerator=DEVICE,
+        devices=1,
+        precision="bf16-mixed" if CUDA else "32-true",
+        accumulate_grad_batches=job.steps,
+        # Lightning does not clip the gradients of a fused AdamW under bf16.
+        gradient_clip_val=None if CUDA else job.case.clip_norm,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    host.fit(Module(), job.loader())
+
+
+def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from wholebatch.integrations.transformers import exact
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            job.start()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = job.window_done()
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=job.micro,
+            gradient_accumulation_steps=job.steps,
+            max_steps=100_000,
+            max_grad_norm=job.case.clip_norm or 0.0,
+            bf16=CUDA,
+            use_cpu=not CUDA,
+            optim="adamw_torch_fused" if CUDA else "adamw_torch",
+            lr_scheduler_type="constant",
+            dataloader_pin_memory=CUDA,
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            **options,
         )
-        trainer.fit(Module(), _loader(case, micro))
-
-    return _driven(run)
-
-
-def _hf_trainer(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-    import transformers  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-            return {"loss": mean(self.model, {"x": x, "y": y})}
-
-    def run(updated: Callable[[], None]) -> None:
-        class Watch(transformers.TrainerCallback):
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                synchronize()
-                updated()
-
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = transformers.TrainingArguments(
-                output_dir=folder,
-                per_device_train_batch_size=micro,
-                gradient_accumulation_steps=case.window // micro,
-                max_steps=100_000,
-                bf16=AMP,
-                use_cpu=DEVICE == "cpu",
-                optim="adamw_torch_fused",
-                learning_rate=1e-4,
-                lr_scheduler_type="constant",
-                max_grad_norm=0.0,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                remove_unused_columns=False,
-            )
-            transformers.Trainer(
-                model=WithLoss(),
-                args=arguments,
-                train_dataset=case.samples(),
-                data_collator=case.collate,
-                callbacks=[Watch()],
-            ).train()
-
-    return _driven(run)
+        kind: Any = exact(Trainer, **job.how) if ours else Trainer
+        host = kind(
+            model=job.model(),
+            args=args,
+            train_dataset=job.case.samples(),
+            data_collator=job.case.collate,
+            callbacks=[Clock()],
+        )
+        host.train()
+    if ours and host._whole is not None:
+        print("   " + "; ".join(host._whole._runner.executor.notes.history), flush=True)
 
 
-def _quiet(loop: Loop) -> Loop:
-    def quietly(case: Case, model: nn.Module, micro: int) -> Iterator[float]:
-        warnings.simplefilter("ignore")
-        return loop(case, model, micro)
-
-    return quietly
-
-
-LOOPS: dict[str, Loop] = {
-    "wholebatch graph": _wholebatch("graph" if DEVICE == "cuda" else "compile"),
-    "wholebatch compile": _wholebatch("compile"),
-    "wholebatch auto": _wholebatch("auto"),
-    "wholebatch eager": _wholebatch("eager"),
-    "loop": _manual(compiled=False),
-    "loop + torch.compile": _manual(compiled=True),
-    "whole batch, compiled": _manual(compiled=True),
-    "whole batch": _manual(compiled=False),
-    "Accelerate": _quiet(_accelerate),
-    "Lightning": _quiet(_lightning),
-    "Fabric": _quiet(_fabric),
-    "HF Trainer": _quiet(_hf_trainer),
+LOOPS: dict[str, tuple[str, Callable[[Job], None]]] = {
+    "loop": ("own loop", by_hand),
+    "loop+": ("own loop, torch.compile", partial(by_hand, compiled=True)),
+    "trainer": ("Trainer", trainer),
+    "trainer+": ("Trainer, torch_compile", partial(trainer, torch_compile=True)),
+    "exact": ("exact(Trainer)", partial(trainer, ours=True)),
+    "acc": ("Accumulator.run", accumulator_run),
+    "accelerate": ("Accelerate", accelerate),
+    "accelerate+": ("Accelerate, dynamo", partial(accelerate, dynamo_backend="inductor")),
+    "accelerate*": ("Accelerate, windows.run", partial(accelerate, ours=True)),
+    "fabric": ("Fabric", fabric),
+    "fabric+": ("Fabric, torch.compile", partial(fabric, compiled=True)),
+    "fabric*": ("Fabric, windows.run", partial(fabric, ours=True)),
+    "lightning": ("Lightning", lightning),
+    "lightning+": ("Lightning, torch.compile", partial(lightning, compiled=True)),
+    "lightning*": ("Lightning, ExactAccumulation", partial(lightning, ours=True)),
+    "whole": ("WholeBatch", whole_batch),
 }
+"""By the name on the command line: the name on the page, and the loop."""

@@ -1,10 +1,14 @@
-"""The models that are timed, with data for them: two GPTs, a ResNet-50 and an encoder."""
+"""The models that are timed, with data for them: GPTs, a ResNet-50, an encoder, a Llama family.
+
+Every model takes its batch by name and returns an output with its loss, the mean.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 import wholebatch as wb
 
-__all__ = ["CASES", "DEVICE", "Case", "Micro", "Samples", "mean", "summed"]
+__all__ = ["CASES", "DEVICE", "GPT", "Case", "Micro", "gpt_of", "summed"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU serves to try the program itself
 
@@ -142,28 +146,58 @@ def _image(index: int) -> Sample:
 class Samples(Dataset[Sample]):
     """A fixed number of samples, made once and drawn again and again."""
 
-    def __init__(self, make: Callable[[int], Sample], number: int, repeat: int = 10_000) -> None:
+    def __init__(self, make: Callable[[int], Sample], number: int) -> None:
         self._made = [make(index) for index in range(number)]
-        self._length = number * repeat
 
     def __len__(self) -> int:
-        return self._length
+        return 10_000 * len(self._made)
 
     def __getitem__(self, index: int) -> Sample:
         return self._made[index % len(self._made)]
 
 
+class Output(NamedTuple):
+    """What a model returns."""
+
+    loss: Tensor
+
+
+class WithLoss(nn.Module):
+    """A model that returns its mean loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        logits = self.model(x)
+        return Output(functional.cross_entropy(logits.flatten(0, -2).float(), y.flatten()))
+
+
+def summed(model: Any, micro: Micro) -> wb.Loss:
+    """Return the loss of a model of ours as wholebatch takes it."""
+    return wb.cross_entropy(model.model(micro["x"]), micro["y"])
+
+
+def counted(batch: Micro) -> Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def of_transformers(model: Any, batch: Micro) -> wb.Loss:
+    """Return the loss of a model of Transformers as wholebatch takes it."""
+    return wb.mean_loss(model(**batch).loss, counted(batch))
+
+
 @dataclass(frozen=True)
 class Case:
-    """One model, the batch that an update is made from, and what a unit of it costs."""
+    """One model, and the batch that an update is made from."""
 
     build: Callable[[], nn.Module]
     sample: Callable[[int], Sample]
     window: int
-    units: str
-    units_per_sample: float
-    flops_per_unit: float
-    """Forward and backward, of the matrix products and convolutions; 0 where not counted."""
+    loss: Callable[[Any, Micro], wb.Loss] = summed
+    units: Callable[[Micro], Tensor] = counted
+    clip_norm: float | None = None
     windows: int = 1
     """How many different windows there are; more where lengths differ from window to window."""
     collate: Callable[[list[Sample]], Micro] = default_collate
@@ -171,7 +205,7 @@ class Case:
     """Tokens of the longest sample, where samples are padded to the longest of a micro-batch."""
 
     def split(self, micro: int) -> Any:
-        """The micro-batches of wholebatch: by samples, or by as many padded tokens."""
+        """Return the micro-batches of wholebatch: by samples, or by as many padded tokens."""
         if not self.longest:
             return micro
         return wb.tokens(micro * self.longest, mask="x", multiple=64)
@@ -180,67 +214,74 @@ class Case:
         return Samples(self.sample, self.window * self.windows)
 
 
-def summed(model: Any, micro: Micro) -> wb.Loss:
-    """The loss as wholebatch takes it."""
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
-
-
-def mean(model: Any, micro: Micro) -> Tensor:
-    """The loss as everybody else takes it."""
-    logits = model(micro["x"])
-    return functional.cross_entropy(logits.flatten(0, -2).float(), micro["y"].flatten())
-
-
-def _gpt(layers: int, width: int, heads: int, window: int) -> Case:
-    vocabulary, length = 50304, 1024
-    parameters = 12 * layers * width**2 + vocabulary * width
-    attention = 6 * layers * width * length  # causal: half of 12 · layers · width · length
+def gpt_of(layers: int, width: int, heads: int, vocabulary: int, length: int, window: int) -> Case:
     return Case(
-        build=lambda: GPT(layers, width, heads, vocabulary, length),
+        build=lambda: WithLoss(GPT(layers, width, heads, vocabulary, length)),
         sample=lambda index: _tokens(index, length, vocabulary),
         window=window,
-        units="tokens",
-        units_per_sample=length,
-        flops_per_unit=6.0 * parameters + attention,
     )
 
 
+def transformer_of(kind: str, sizes: dict[str, Any], window: int, length: int = 1024) -> Case:
+    """Return a language model of Transformers on sequences of one length, clipped by norm."""
+    vocabulary = sizes["vocab_size"]
+
+    def build() -> Any:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(use_cache=False, **sizes)
+        if kind == "T5":
+            config.decoder_start_token_id = config.pad_token_id = 0
+            return transformers.T5ForConditionalGeneration(config)
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+    def sample(index: int) -> Sample:
+        row = _tokens(index, length, vocabulary)["x"]
+        return {"input_ids": row, "labels": row}
+
+    return Case(build, sample, window, of_transformers, clip_norm=1.0)
+
+
+def llama_of(width: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": 32_000,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **more,
+    }
+
+
+def _with_lora() -> Any:
+    """Return the large Llama with LoRA of rank 16 on every projection of attention (PEFT)."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    large = CASES["llama-1b"].build()
+    return get_peft_model(large, LoraConfig(r=16, target_modules=targets))
+
+
+_LARGE = llama_of(2048, 5632, 22, 32)
+_QWEN2 = llama_of(896, 4864, 24, 14, num_key_value_heads=2, tie_word_embeddings=True)
+_T5 = {"vocab_size": 32_128, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
 CASES: dict[str, Case] = {
-    "gpt-124m": _gpt(12, 768, 12, window=64),
-    "gpt-1.3b": _gpt(24, 2048, 16, window=32),
-    "gpt-cpu": Case(
-        build=lambda: GPT(2, 128, 4, 1024, 128),
-        sample=lambda index: _tokens(index, 128, 1024),
-        window=16,
-        units="tokens",
-        units_per_sample=128,
-        flops_per_unit=6.0 * (12 * 2 * 128**2 + 1024 * 128),
-    ),
-    "gpt-tiny": Case(
-        build=lambda: GPT(2, 64, 2, 512, 64),
-        sample=lambda index: _tokens(index, 64, 512),
-        window=8,
-        units="tokens",
-        units_per_sample=64,
-        flops_per_unit=6.0 * (12 * 2 * 64**2 + 512 * 64),
-    ),
-    "resnet-50": Case(
-        build=_resnet,
-        sample=_image,
-        window=128,
-        units="images",
-        units_per_sample=1,
-        flops_per_unit=3 * 2 * 4.09e9,
-    ),
+    "gpt-124m": gpt_of(12, 768, 12, 50304, 1024, window=64),
+    "gpt-1.3b": gpt_of(24, 2048, 16, 50304, 1024, window=32),
+    "gpt-tiny": gpt_of(2, 64, 2, 512, 64, window=8),
+    "resnet-50": Case(build=lambda: WithLoss(_resnet()), sample=_image, window=128),
     "encoder": Case(
-        build=lambda: Encoder(12, 768, 12, 30522, 512),
+        build=lambda: WithLoss(Encoder(12, 768, 12, 30522, 512)),
         sample=lambda index: _masked(index, 512, 30522),
         window=128,
-        units="sequences",
-        units_per_sample=1,
-        flops_per_unit=0.0,
         windows=8,
         collate=_trimmed,
         longest=512,
     ),
+    "llama": transformer_of("Llama", llama_of(768, 2048, 12, 12), 64),
+    "llama-1b": transformer_of("Llama", _LARGE, 32),
+    "lora": dataclasses.replace(transformer_of("Llama", _LARGE, 32), build=_with_lora),
+    "qwen2": transformer_of("Qwen2", _QWEN2 | {"vocab_size": 151_936}, 32),
+    "t5": transformer_of("T5", _T5, 64, length=512),
+    "tiny": transformer_of("Llama", llama_of(32, 64, 2, 2, vocab_size=64), 8, length=16),
 }

@@ -17,14 +17,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speed.plan import Expected, Spec
+__all__ = ["Child", "Expected", "Spec", "run_rows", "signal_group", "stopped"]
 
-__all__ = ["Child", "run_rows", "signal_group", "stopped"]
+Spec = tuple[str, str, int]
+"""Model, loop, micro-batch size."""
 
 DEVICE_GIB = 125.0
+WARM_UP = 200.0  # seconds that a row may take to get ready
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a row takes by itself: seconds from its start to its end, and GiB of the device."""
+
+    seconds: float
+    gib: float
 
 
 def signal_group(leader: int, number: signal.Signals) -> None:
@@ -66,8 +77,7 @@ class Child:
             "TOKENIZERS_PARALLELISM": "false",
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(4, (os.cpu_count() or 1) // 4))),
         }
-        model, mode, micro = spec
-        child = ["--child", mode, "--models", model, "--micro", str(micro), *options]
+        child = ["--child", "/".join(map(str, spec)), *options]
         self.process = subprocess.Popen(
             [sys.executable, str(script), *child],
             stdin=subprocess.PIPE,
@@ -91,7 +101,7 @@ class Child:
         self.settled.set()
 
     def say(self, word: str) -> None:
-        """Tell it to go on ("go": time some windows, "end": that was all)."""
+        """Tell it to go on: its windows count from here."""
         assert self.process.stdin is not None
         self.settled.clear()
         try:
@@ -104,7 +114,7 @@ class Child:
 
     def named(self, error: str) -> dict[str, Any]:
         """A row that says why there is none."""
-        return {**dict(zip(("model", "mode", "micro"), self.spec, strict=True)), "error": error}
+        return {**dict(zip(("model", "loop", "micro"), self.spec, strict=True)), "error": error}
 
     def end(self) -> None:
         """Kill what is left of it."""
@@ -121,23 +131,6 @@ class Child:
         self._errors.seek(0)
         return "\n".join(self._errors.read().splitlines()[-15:])
 
-    def driver_gib(self) -> float | None:
-        """What the driver says that this process holds."""
-        query = [
-            "nvidia-smi",
-            "--query-compute-apps=pid,used_memory",
-            "--format=csv,noheader,nounits",
-        ]
-        try:
-            told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-            for line in told.stdout.splitlines():
-                pid, used = line.split(",")
-                if int(pid) == self.process.pid:
-                    return float(used) / 1024
-        except (OSError, ValueError, subprocess.SubprocessError):
-            return None
-        return None
-
 
 def run_rows(
     specs: Sequence[Spec],
@@ -146,46 +139,29 @@ def run_rows(
     *,
     until: float,
     together: int,
-    warm_up: float,
-    rounds: int,
     report: Callable[[dict[str, Any]], None],
 ) -> None:
     """Report a row for every spec, in their order as far as they get ready in it.
 
-    `until` is by time.monotonic(); `warm_up`, in seconds, is what one row may take to get ready.
-    With more than one of `rounds`, all rows are made ready first and take turns: what disturbs the
-    machine for a while disturbs them all.
+    `until` is by time.monotonic().
     """
-    pending, active, ready = list(specs), list[Child](), list[Child]()
+    pending, active = list(specs), list[Child]()
     try:
         while pending or active:
             pending = _start(pending, active, start, expect, until, together)
             if not active:
                 break
-            child = _next(active, until, warm_up)
+            child = _next(active, until)
             active.remove(child)
-            if not child.settled.is_set() or child.row is not None or child.ended:
-                report(_result(child))
-            elif rounds > 1:
-                signal_group(child.process.pid, signal.SIGSTOP)
-                ready.append(child)
-            else:
+            if child.settled.is_set() and child.row is None and not child.ended:
                 with _waiting(active):
-                    _turn(child, until)
-                    row = _result(child, wait=until)
-                report(row)
-        for _ in range(rounds if ready else 0):
-            for child in ready:
-                signal_group(child.process.pid, signal.SIGCONT)
-                _turn(child, until)
-                signal_group(child.process.pid, signal.SIGSTOP)
-        for child in list(ready):
-            signal_group(child.process.pid, signal.SIGCONT)
-            report(_result(child, wait=until))
+                    child.say("go")
+                    child.settled.wait(timeout=max(1.0, min(90.0, until - time.monotonic())))
+            report(_result(child))
         for spec in pending:
             print(f"no time left for {'/'.join(map(str, spec))}", flush=True)
     finally:
-        for child in (*active, *ready):
+        for child in active:
             child.end()
 
 
@@ -212,7 +188,7 @@ def _start(
     return left
 
 
-def _next(active: Sequence[Child], until: float, warm_up: float) -> Child:
+def _next(active: Sequence[Child], until: float) -> Child:
     """The first that is ready, has failed, or has taken too long."""
     while True:
         for child in active:
@@ -220,7 +196,7 @@ def _next(active: Sequence[Child], until: float, warm_up: float) -> Child:
                 return child
         now = time.monotonic()
         for child in active:
-            if now > until - 3 or now - child.began - child.stopped > warm_up:
+            if now > until - 3 or now - child.began - child.stopped > WARM_UP:
                 return child
         time.sleep(0.05)
 
@@ -235,23 +211,12 @@ def _waiting(children: Sequence[Child]) -> Iterator[None]:
         child.stopped += time.monotonic() - began
 
 
-def _turn(child: Child, until: float) -> None:
-    """Time some windows of it."""
-    child.say("go")
-    child.settled.wait(timeout=max(1.0, min(90.0, until - time.monotonic())))
-
-
-def _result(child: Child, *, wait: float | None = None) -> dict[str, Any]:
-    """Its row; the process is over then."""
-    if wait is not None and child.row is None and child.settled.is_set():
-        child.say("end")
-        child.settled.wait(timeout=max(1.0, min(60.0, wait - time.monotonic())))
+def _result(child: Child) -> dict[str, Any]:
+    """Return the row of a process, and end it."""
     row = child.row or child.named(
         "ended without a result" if child.ended else "did not end in time"
     )
     if "error" in row:
         print(child.errors(), flush=True)
-    else:
-        row["driver_gib"] = child.driver_gib()
     child.end()
     return row

@@ -1,9 +1,9 @@
-"""Train on the whole batch in the memory of a slice: the same update.
+"""Exact gradient accumulation: the update of the whole batch in the memory of a micro-batch.
 
 ```python
 import wholebatch as wb
 
-# You have the whole batch: give it, get the update.
+# You have the whole batch: pass it, get the update.
 train = wb.WholeBatch(model, optimizer, loss=loss_fn, micro_batch=8, clip_norm=1.0)
 for batch in loader:
     step = train.step(batch)

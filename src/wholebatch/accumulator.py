@@ -165,8 +165,8 @@ class Accumulator(HasWindow):
         close: `wb.Close(...)`, how a window ends.
     """
 
-    by: ClassVar[str] = "the loop"
-    """Who writes what an open window must be left alone with."""
+    _written_by: ClassVar[str] = "the loop"
+    """Who must not write to an open window, for messages."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Accumulator(HasWindow):
         self._window = window
         self._execute = check_execute(execute, window.target.device)
         self._precision = precision_of(precision, window)
-        self._untouched = Untouched(window, self.by)
+        self._untouched = Untouched(window, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for one in models:
             warn_of_spectral_norms(one)
@@ -237,9 +237,9 @@ class Accumulator(HasWindow):
         failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
         if window is not None and window.micro_batches and not failed:
             _log.warning(
-                "%s was deleted with an open window: its %d micro-batches made no update. Close a "
-                "short last window with flush(), or loop with over(loader), which closes it (with "
-                "Accelerate: prepare the loader)",
+                "%s was deleted with an open window of %d micro-batch(es), which made no update. "
+                "Close a short last window with flush(), or loop with over(loader), which closes "
+                "it (with Accelerate: prepare the loader)",
                 type(self).__name__,
                 window.micro_batches,
             )
@@ -302,7 +302,7 @@ class Accumulator(HasWindow):
             )
         with self._turn:
             is_last = self._begin_backward(last)
-            if not self._window.now.owners:
+            if self._checks.active and not self._window.now.owners:
                 self._watch(self._size)
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
@@ -312,7 +312,8 @@ class Accumulator(HasWindow):
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                given.check(self._checks, in_parts=self._in_parts, steps=self._size)
+                if self._checks.active or given.whole is not None:
+                    given.check(self._checks, in_parts=self._in_parts, steps=self._size)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
             return self._end_backward(is_last, more)
 
@@ -425,12 +426,13 @@ class Accumulator(HasWindow):
         return last
 
     def _end_backward(self, is_last: bool, more: bool) -> Step | None:
-        """Count a micro-batch whose backwards are made; the last one closes the window."""
+        """Count a micro-batch after its backwards; the last one closes the window."""
         self._untouched.remember()
         if more:
             self._window.now.more_of_micro_batch = True
             return None
-        self._checks.end_micro_batch()
+        if self._checks.active:
+            self._checks.end_micro_batch()
         if self._counts:
             self._window.micro_batch_done()
         self._places += 1
@@ -460,7 +462,7 @@ class Accumulator(HasWindow):
         )
 
     def _guard(self) -> None:
-        """Refuse calls of the updated models in this body that a window beside it may use."""
+        """Refuse to call updated models again while another open window uses them."""
         waiting = [one for one in self._beside if one._places and not one._place_done]
 
         def refuse(model: nn.Module, _: Any) -> None:
@@ -584,7 +586,8 @@ class Accumulator(HasWindow):
         """Begin a micro-batch of `over`, and with the first one a window."""
         if self._places == 0:
             self._open_place()
-        self._unguard()
+        if self._guards:
+            self._unguard()
         self._is_last = is_last
         self._place_done = False
 
@@ -608,7 +611,7 @@ class Accumulator(HasWindow):
         self._before = None
 
     def _leave_place(self) -> None:
-        """End the loop's body. One without a backward has used its place all the same."""
+        """End the body of the loop. A body without a backward counts as a micro-batch too."""
         if self._place_done:
             return
         self._places += 1
@@ -638,7 +641,7 @@ class Accumulator(HasWindow):
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from beside the model and the optimizer.
+        """Return the state to resume from; save it with those of the model and the optimizer.
 
         Call it between windows: inside `over`, after the backward that returned a Step.
         """
@@ -654,10 +657,10 @@ class Accumulator(HasWindow):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded.
+        """Resume from a `state_dict`; call it after the model and optimizer are loaded.
 
-        The next `over(loader)` gets a loader of the same data from its start, and is brought to
-        the saved position; the random generators are put back as they were.
+        Pass the next `over(loader)` the same data from its start: it continues at the saved
+        position. The random generators are restored.
         """
         if self._driver is not None:
             raise WindowError("load_state_dict() inside over(): leave the loop first")

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from operator import mul
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -157,99 +156,74 @@ class NoiseScale:
 
 
 class Estimator:
-    """Averages observations, and bounds the ratio of the averages.
+    """Running averages of both estimates, and an interval for the ratio of the averages.
 
-    Their weights halve every `half_life` measured windows: the scale grows while a model learns.
+    Weights halve every `half_life` measured windows: the scale grows while a model learns. Each
+    window is divided by the size of the window before it. Gradients shrink a hundredfold in the
+    first updates, which would dominate plain averages. The size of another window does not depend
+    on this one's estimate, so the ratio stays unbiased.
     """
 
     def __init__(self, *, half_life: float = 128.0) -> None:
         self._decay = 0.5 ** (1.0 / half_life)
-        self._most = int(min(4 * half_life, 10_000))
-        self.seen: list[Observation] = []
+        self._sums = dict.fromkeys(("1", "weights²", "spread", "signal"), 0.0)
+        self._sums |= dict.fromkeys(("x", "y", "xx", "yy", "xy"), 0.0)  # divided by the size
+        self._recent: list[Observation] = []  # the last five
+        self._samples = 0
 
-    def add(self, observation: Observation) -> None:
-        self.seen = [*self.seen, observation][-self._most :]
+    def add(self, one: Observation) -> None:
+        """Add the estimate of a window."""
+        size = max((self._recent or [one])[-1].square, 1e-300)
+        x, y = one.spread / size, one.signal / size
+        news = {"1": 1.0, "weights²": 1.0, "spread": one.spread, "signal": one.signal}
+        news |= {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
+        for name, new in news.items():
+            decay = self._decay**2 if name == "weights²" else self._decay
+            self._sums[name] = decay * self._sums[name] + new
+        self._recent = [*self._recent, one][-5:]
+        self._samples += 1
 
     def estimate(self) -> NoiseScale | None:
         """Return the estimate from the windows so far; None for fewer than 8."""
-        seen = self.seen
-        if len(seen) < _FEWEST:
+        if self._samples < _FEWEST:
             return None
-        sizes = _sizes([one.square for one in seen])
-        weights = [self._decay**age for age in reversed(range(len(seen)))]
-        averages = Averages.of(
-            [one.spread / size for one, size in zip(seen, sizes, strict=True)],
-            [one.signal / size for one, size in zip(seen, sizes, strict=True)],
-            weights,
-        )
-        low, high = fieller(averages, z=_Z)
-        size = _dot(weights, sizes) / sum(weights)
+        mean = {name: value / self._sums["1"] for name, value in self._sums.items()}
+        x, y = mean["x"], mean["y"]
+        count = self._sums["1"] ** 2 / self._sums["weights²"]  # of equal weights
+        variances = (mean["xx"] - x * x, mean["yy"] - y * y, mean["xy"] - x * y)
+        low, high = fieller(x, y, *(one / (count - 1.0) for one in variances), z=_Z)
+        ratio = x / y if x > 0.0 and y > 0.0 else math.inf
         return NoiseScale(
-            critical=averages.ratio,
+            critical=ratio if x > 0.0 else 0.0,
             low=low,
             high=high,
-            spread=averages.above * size,
-            signal=averages.below * size,
-            samples=len(seen),
+            spread=mean["spread"],
+            signal=mean["signal"],
+            samples=self._samples,
             # The last window alone may be the short one at the end of an epoch.
-            batch=median(one.units for one in seen[-5:]),
-            micro_batches=int(median(one.micro_batches for one in seen[-5:])),
+            batch=median(one.units for one in self._recent),
+            micro_batches=int(median(one.micro_batches for one in self._recent)),
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        recent = [list(astuple(one)) for one in self._recent]
+        return {"sums": self._sums, "samples": self._samples, "recent": recent}
 
-def _dot(some: Iterable[float], others: Iterable[float]) -> float:
-    return float(sum(map(mul, some, others)))
-
-
-@dataclass(frozen=True)
-class Averages:
-    """Averages of tr Σ (above) and |G|² (below), with their variances and covariance."""
-
-    above: float
-    below: float
-    var_above: float
-    var_below: float
-    cov: float
-
-    @staticmethod
-    def of(above: Sequence[float], below: Sequence[float], weights: Sequence[float]) -> Averages:
-        """Return the weighted averages of both."""
-        total = sum(weights)
-        x, y = _dot(weights, above) / total, _dot(weights, below) / total
-        xs = [weight * (one - x) for weight, one in zip(weights, above, strict=True)]
-        ys = [weight * (one - y) for weight, one in zip(weights, below, strict=True)]
-        count = total * total / _dot(weights, weights)  # of equal weights with that information
-        per = (count - 1.0) / count * total * total
-        return Averages(x, y, _dot(xs, xs) / per, _dot(ys, ys) / per, _dot(xs, ys) / per)
-
-    @property
-    def ratio(self) -> float:
-        if self.above > 0.0 and self.below > 0.0:
-            return self.above / self.below
-        return math.inf if self.above > 0.0 else 0.0
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums, self._samples = dict(state["sums"]), state["samples"]
+        self._recent = [Observation(*one) for one in state["recent"]]
 
 
-def _sizes(squares: Sequence[float]) -> list[float]:
-    """Return the size of each window's |gradient|², taken from its neighbours, to divide it by.
-
-    Gradients shrink a hundredfold in the first updates, which would dominate plain averages. A
-    window's own size is correlated with its estimate; its neighbours' sizes are not. So the ratio
-    of the averages stays unbiased.
-    """
-    logs = [math.log(max(square, 1e-300)) for square in squares]
-    before, after = [logs[1], *logs[:-1]], [*logs[1:], logs[-2]]  # The ends have one neighbour.
-    return [math.exp((one + other) / 2) for one, other in zip(before, after, strict=True)]
-
-
-def fieller(of: Averages, *, z: float) -> tuple[float, float]:
+def fieller(
+    above: float, below: float, var_above: float, var_below: float, cov: float, *, z: float
+) -> tuple[float, float]:
     """Return the interval of a ratio above/below ≥ 0 of two averages; infinite if below may be 0.
 
     It contains all ratios r with (above − r below)² ≤ z² Var(above − r below): a quadratic in r.
     """
-    above, below = of.above, of.below
-    a = below * below - z * z * of.var_below
-    b = above * below - z * z * of.cov
-    c = above * above - z * z * of.var_above
+    a = below * below - z * z * var_below
+    b = above * below - z * z * cov
+    c = above * above - z * z * var_above
     root = math.sqrt(max(0.0, b * b - a * c))
     if a > 0.0 and below > 0.0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
@@ -263,16 +237,10 @@ def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-class Measurements(NamedTuple):
-    """The measurements of a window on this rank, still on the device."""
-
-    norm: Tensor
-    """Of the gradients after the first micro-batch."""
-    scale: Tensor | float
-    """The gradients are those of the summed loss times this."""
-    units: Units
-    """Of the first micro-batch."""
-    micro_batches: int
+Measurements: TypeAlias = tuple[Tensor, Tensor | float, Units, int]
+"""Of a window on this rank, still on the device: the norm after the first micro-batch, the factor
+of the gradients (they are those of the summed loss times this), the units of the first micro-batch,
+and the number of micro-batches."""
 
 
 class Probe:
@@ -328,7 +296,7 @@ class Probe:
             return None
         seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
         scale = seed * window.loss_scale * window.averaged_by
-        return Measurements(self._norm, scale, units[0], window.micro_batches)
+        return self._norm, scale, units[0], window.micro_batches
 
     def closed(self, measured: Measurements | None, step: Step, *, joined: bool) -> None:
         """Add the measurements of a closed window. All ranks call this, or none.
@@ -363,11 +331,11 @@ class Probe:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything measured so far."""
-        return {"seen": [list(astuple(one)) for one in self._estimator.seen]}
+        return self._estimator.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         if state is not None:
-            self._estimator.seen = [Observation(*one) for one in state["seen"]]
+            self._estimator.load_state_dict(state)
 
 
 def _refuse_unmeasurable(window: Window, coupled: bool) -> None:

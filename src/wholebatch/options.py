@@ -80,7 +80,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory options: the budget on the device, and what is kept outside of it.
+    """Memory options: the budget on the device, and the place of the optimizer's state.
 
     Args:
         budget: A size ("20GiB" or a number of bytes), a fraction of the device, or "free".
@@ -139,7 +139,7 @@ _CLOSE = tuple(one.name for one in fields(Close))
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `WholeBatch` with what is in the objects of this module one by one.
+    """Return options of `WholeBatch`, with the fields of `Close` and `Memory` as single options.
 
     >>> memory = Memory("1GiB", optimizer_state="host")
     >>> flattened({"memory": memory, "close": Close(nonfinite="skip")})

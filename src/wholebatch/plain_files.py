@@ -91,12 +91,12 @@ def load_json(path: Path, error: type[WholebatchError], label: str | Path) -> An
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write what a command found where the user wants it, or say why that cannot be."""
+    """Write the result of a command to the user's file, or raise an OptionError."""
     write_atomically(path, json.dumps(data, indent=1) + "\n", OptionError)
 
 
 def write_atomically(path: Path, text: str, error: type[WholebatchError] = StateError) -> None:
-    """Replace a file: a reader, a kill or a full disk finds the old text or the new, never a part.
+    """Replace a file atomically: it holds the old text or the new, never a part.
 
     Missing folders are made. `error` says why it cannot be.
     """

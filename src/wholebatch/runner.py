@@ -1,6 +1,6 @@
 """Runners: run the forward and backward passes of a window's micro-batches.
 
-Which one a `WholeBatch` needs is decided once, when it is made (`choose_runner`):
+`choose_runner` decides once, when a `WholeBatch` is created, which one it needs:
 
 - `Runner` takes one micro-batch after the other. If a BatchNorm trains, there is only one: the
   batch is not split.
@@ -167,7 +167,7 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.look():
+            with self._precision.for_audit():
                 return function(self.model, to_device(few, self._device))
 
         refuse_new_norms([self._root], self._known_norms)
@@ -202,7 +202,8 @@ class Runner:
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
         self._is_guarded = is_tested_window(self._window.number)
-        self._untouched.forget()
+        if self._is_guarded:
+            self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]
@@ -210,7 +211,7 @@ class Runner:
         self._before = [(buffer, buffer.clone()) for buffer in buffers]
 
     def end_window(self) -> None:
-        """Take note that the window's update is made."""
+        """Note that the window has made its update."""
         self._before = []
 
     def discard_window(self) -> None:
@@ -279,7 +280,7 @@ class Runner:
         return None
 
     def frees_memory(self) -> bool:
-        """Give up what is only kept for speed, after running out of memory; True if there was."""
+        """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
 
     # ---------------------------------------------------------- a micro-batch
@@ -299,10 +300,14 @@ class Runner:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
         # A graph may have added to the gradients since the last eager micro-step.
-        guards = self._is_guarded and (self._is_plain or self.executor.is_eager)
-        with self._untouched.backward() if guards else nullcontext():
+        is_eager = self._is_plain or self.executor.is_eager
+        with self._guarded() if is_eager else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Refuse writes by the loss function before this backward, in windows 1, 2, 4, 8, ..."""
+        return self._untouched.backward() if self._is_guarded else nullcontext()
 
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
         assert not isinstance(loss_function, Coupled)
@@ -313,10 +318,6 @@ class Runner:
             refuse_in_parts(loss)
         self._test.read(loss)
         return loss
-
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        """Return the micro-batch that is not finite, and a sentence about it, if it is known."""
-        return None
 
 
 class TwoPassRunner(Runner):
@@ -340,7 +341,6 @@ class TwoPassRunner(Runner):
             )
         self._coupled = loss
         self._keep = loss.keep
-        self._finite: list[Tensor] = []
 
     def needs_every_rank(self) -> str | None:
         return "a loss of the whole batch (wb.Coupled) needs the representations of every rank"
@@ -368,7 +368,7 @@ class TwoPassRunner(Runner):
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = how.reduces and window.current.micro_batches == len(micros) - 1
             if outputs:
-                with self._untouched.backward():
+                with self._guarded():
                     window.backward(outputs, gradients, last=last)
             window.micro_batch_done()
             how.after_micro(window.current.micro_batches, len(micros))
@@ -384,7 +384,6 @@ class TwoPassRunner(Runner):
         torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
         self._add_loss(whole, may_retry=bool(passes.kept))
         passes.second(whole, inject, self._coupled.tolerance)
-        self._finite = passes.finite
 
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
@@ -423,7 +422,7 @@ class TwoPassRunner(Runner):
             {name: term.weight for name, term in terms.items()},
         )
         window.owners.clear()  # The loss belongs to no single micro-batch.
-        with self._untouched.backward():
+        with self._guarded():
             self._window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
@@ -447,18 +446,6 @@ class TwoPassRunner(Runner):
                     )
         return dict(zip(terms, read, strict=False))
 
-    def find_nonfinite(self) -> tuple[int | None, str] | None:
-        finite = [bool(flag) for flag in self._finite]
-        if all(finite):
-            return None, (
-                "The representations are finite, so the loss or its backward is the cause"
-            )
-        index = finite.index(False)
-        return index, (
-            f"Micro-batch {index + 1} of {len(finite)} is the first whose representations are not "
-            "finite"
-        )
-
 
 def choose_runner(
     model: Any,
@@ -478,7 +465,7 @@ def choose_runner(
 
 
 def check_functions(loss: object, units: object) -> None:
-    """Refuse what cannot be called, and units where the loss brings its own."""
+    """Refuse a loss that is not callable, and `units=` with a loss that has its own units."""
     if isinstance(loss, Coupled):
         if units is not None:
             raise OptionError(

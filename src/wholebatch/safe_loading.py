@@ -34,11 +34,11 @@ _ASKED_FOR = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message
 
 
 def load_tensors(path: Path, *, also: Sequence[type] = ()) -> Any:
-    """Return what a `torch.save` archive of tensors and plain values holds, on the CPU.
+    """Load a `torch.save` archive of tensors and plain values, on the CPU.
 
-    No code of the file is run: one that asks for a function or a class (other than those of
-    `also`) is refused, and the StateError says what for. Every byte is checked against the
-    checksums of the archive first.
+    No code of the file is run: a file that needs a function or a class (other than those of `also`)
+    is refused, and the StateError names it. Every byte is checked against the checksums of the
+    archive first.
     """
     try:
         with open_file(path) as file:

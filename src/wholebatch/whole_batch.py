@@ -13,7 +13,7 @@ from wholebatch.batch import Batches, Tokens
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
-from wholebatch.errors import NonFiniteError, RankError, StateError, WindowError
+from wholebatch.errors import RankError, StateError, WindowError
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
@@ -165,7 +165,7 @@ class WholeBatch(HasWindow):
 
     @property
     def compiling(self) -> str | None:
-        """The compilation that goes on beside the run, for a progress line; None if none does."""
+        """The compilation that runs in a thread, for a progress line; None if there is none."""
         return self._runner.executor.progress
 
     @property
@@ -254,7 +254,7 @@ class WholeBatch(HasWindow):
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
         if self._fitting.may_begin_again():
-            attempts = self._fitting.attempts(micros, self._begin_again)
+            attempts = self._fitting.attempts(batch, micros, self._begin_again)
         try:
             with self._precision.window():
                 for attempt in attempts:
@@ -416,25 +416,18 @@ class WholeBatch(HasWindow):
             window.sync.restore()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        try:
-            measured = None if self._probe is None else self._probe.measurements()
-            step = self._window.close(steps=steps, while_waiting=self._while_waiting)
-            if self._probe is not None:
-                self._probe.closed(measured, step, joined=False)
-            if step.skipped is None:
-                self._runner.end_window()
-            return step
-        except NonFiniteError as error:
-            found = self._runner.find_nonfinite()
-            if error.micro_batch is not None or found is None:
-                raise
-            index, where = found
-            raise NonFiniteError(f"{error}. {where}", micro_batch=index) from None
+        measured = None if self._probe is None else self._probe.measurements()
+        step = self._window.close(steps=steps, while_waiting=self._while_waiting)
+        if self._probe is not None:
+            self._probe.closed(measured, step, joined=False)
+        if step.skipped is None:
+            self._runner.end_window()
+        return step
 
     # ----------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to resume from beside the model and the optimizer; call it between steps."""
+        """Return the state to resume from; save it between steps, with model and optimizer."""
         if self._turn.taken:
             raise StateError(
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
@@ -448,7 +441,7 @@ class WholeBatch(HasWindow):
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; call it after the model and optimizer are loaded."""
+        """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
         self._window.load_state_dict("WholeBatch", saved)

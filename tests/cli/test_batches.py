@@ -227,5 +227,5 @@ def test_other_data_is_noticed_when_resuming() -> None:
         stream.take()
     shorter = Batches(lambda: iter(range(5)), batch_size=4, seed=0)
     shorter.load_state_dict(stream.state_dict())
-    with pytest.raises(StateError, match="epoch 0 ended after 2 batches, and the run had taken 3"):
+    with pytest.raises(StateError, match="epoch 0 ended after 2 batches, but the run had used 3"):
         shorter.take()

@@ -23,7 +23,7 @@ def test_plan_leaves_the_bars_out(command: Callable[..., Ran], recipe: Callable[
     assert "…" not in ran.out
 
 
-def test_recipes_are_lines(command: Callable[..., Ran]) -> None:
-    said = " ".join(command("recipes").out.split())
-    assert "A small CNN with BatchNorm on scikit-learn's 1,797 handwritten digits." in said
-    assert "batch: 256 · micro-batch: 48 · updates: 80" in said
+def test_recipes_are_wrapped(command: Callable[..., Ran]) -> None:
+    said = command("recipes").out
+    assert {"256", "48", "80"} <= set(said.split())
+    assert "…" not in said

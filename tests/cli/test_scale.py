@@ -83,10 +83,11 @@ def test_a_rule_without_a_rate_shows_the_factor(
     assert f"16 → 64: ×{factor} ({rule or 'linear'}: " in ran.out
 
 
-def test_a_narrow_terminal_gets_lines(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cut_on_a_narrow_terminal(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     ran = command("scale", "--batch-size", 100, "--micro-batch", 8)
-    assert "(8 × 1 + 5) × 4 ranks + (8 × 1 + 4) × 4 ranks = 100" in " ".join(ran.out.split())
     assert "…" not in ran.out
     assert max(map(len, ran.out.splitlines())) <= 40
 
@@ -108,7 +109,7 @@ def test_a_narrow_terminal_gets_lines(command: Command, monkeypatch: pytest.Monk
         ),
         (
             ["--batch-size", 64, "--steps", 2, "--base-batch", 8, "--warmup", "5ep"],
-            "epochs beside --samples",
+            "--warmup 5ep: give --samples too",
         ),
         (
             ["--batch-size", 64, "--steps", 2, "--base-batch", 8, "--betas", "0.9"],

@@ -47,9 +47,14 @@ from pathlib import Path
 import wholebatch.cli as cli
 from wholebatch.memory.meter import MemoryMeter
 
+class Meter(MemoryMeter):
+    def __torch_dispatch__(self, *call):
+        self.watch_resized()  # FSDP2 has emptied parameters since the last operation
+        return super().__torch_dispatch__(*call)
+
 folder = Path(__file__).parent
 arguments = ["train", str(folder / "mine.py"), "--parallel", "fsdp2", "--out", str(folder / "run")]
-with MemoryMeter() as meter:
+with Meter() as meter:
     status = cli.main(arguments)
 (folder / f"peak-{os.environ['RANK']}").write_text(json.dumps(meter.peak))
 sys.exit(status)

@@ -129,20 +129,20 @@ KINDS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_are_alike_are_compiled_once(kind: str, compilations: list[int]) -> None:
     build, distinct = KINDS[kind]
-    train = trained(build(6).double())
+    train = trained(build(6 if kind == "one layer is wider" else 4).double())
     program = blocks_of(train)
     assert compiled(program) <= distinct, compilations
-    assert len(program.calls) > 12
+    assert len(program.calls) > 8
     # The graph of open sizes too.
     joints = {id(step.joint): step.joint for step in steps_of(train).values()}
     assert [one.sizes is not None for one in joints.values()] == [False, True]
-    assert all(len(one._run.calls) > 12 for one in joints.values())  # type: ignore[attr-defined]
+    assert all(len(one._run.calls) > 8 for one in joints.values())  # type: ignore[attr-defined]
 
 
 def test_layers_with_different_constants_are_not_taken_for_each_other(
     compilations: list[int],
 ) -> None:
-    trained(Deep(6, scale=lambda i: 1.0 / (i + 1)).double())
+    trained(Deep(4, scale=lambda i: 1.0 / (i + 1)).double())
     assert compilations
 
 
@@ -162,18 +162,18 @@ class Drop(nn.Module):
 
 def spread(model: nn.Module, micro: Tensor) -> wb.Loss:
     """The variance of the mean of all layers: 1 if all drop the same, 1 / layers if not."""
-    mean = model(micro) / 16 - 1.0
+    mean = model(micro) / 8 - 1.0
     return wb.Loss((mean**2).sum(), mean.numel())
 
 
 def drops_fresh_numbers() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Drop() for _ in range(16)))
+    model = nn.Sequential(*(Drop() for _ in range(8)))
     train = wb.WholeBatch(model, sgd(model), loss=spread, micro_batch=4, execute="compile")
     losses = [train.step(torch.zeros(8, 64, dtype=torch.float64)).loss for _ in range(4)]
-    assert len(blocks_of(train).calls) > 16
+    assert len(blocks_of(train).calls) > 8
     assert mode_of(train) == "compile"
-    assert all(0.03 < float(one) < 0.1 for one in losses)  # 1 / 16 on average.
+    assert all(0.06 < float(one) < 0.2 for one in losses)  # 1 / 8 on average.
     assert len({float(one) for one in losses}) == 4
 
 
@@ -193,7 +193,7 @@ def test_every_layer_drops_other_numbers_when_compiled() -> None:
 def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        train = trained(Deep(5).double())
+        train = trained(Deep(4).double())
     program = blocks_of(train)
     assert compiled(program) == 5
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-import wholebatch as wb
 from tests.compile.nets import Tagger, loss, run_rewritten, tagged
 from tests.support import distance
 from wholebatch.compile.fused_weight_grad import add_product, can_add_products
@@ -201,41 +200,3 @@ def test_a_concatenation_with_nothing_is_a_contiguous_copy() -> None:
     assert torch.ops.aten.cat.default not in targets
     assert torch.ops.aten.clone.default in targets
     assert all(bool(one.abs().sum() > 0) for one in found)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_tiny_phi_3_is_compiled() -> None:
-    """By Inductor: a layer's attention has the strides that the next piece expects."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Phi3Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    models = [transformers.Phi3ForCausalLM(config) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    batch = {"input_ids": torch.randint(2, 128, (4, 32))}
-    modes = []
-    for model, execute in zip(models, ("compile", "eager"), strict=True):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train = wb.WholeBatch(
-            model,
-            optimizer,
-            loss=wb.causal_lm,
-            micro_batch=2,
-            execute=execute,  # type: ignore[arg-type]
-        )
-        for _ in range(3):
-            train.step(batch)
-        modes.append(train._runner.executor.mode)
-    assert modes == ["compile", "eager"]
-    assert distance(models[0].parameters(), models[1].parameters()) <= 1e-5

@@ -34,9 +34,8 @@ def test_a_window_reduces_the_bytes_of_one_micro_batch(engine: str, ranks: Any) 
     for rank in ranks:
         by_steps = rank["bytes"][engine]
         assert by_steps["1"]["gradients"] > 5000
-        assert by_steps["4"] == by_steps["1"]
-        assert by_steps["9"] == by_steps["1"]
-        assert by_steps["9"]["small"] < 512
+        assert by_steps["5"] == by_steps["1"]
+        assert by_steps["5"]["small"] < 512
 
 
 def test_fp16_skipping_is_agreed(ranks: Any) -> None:
@@ -61,7 +60,7 @@ def test_exact_batchnorm_over_the_global_batch(ranks: Any) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_memory_of_a_sharded_window_was_predicted(name: str, ranks: Any) -> None:
     precision, sync = SHARDED[name]
-    model, batch = sharded_gpt(), tokens(6)
+    model, batch = sharded_gpt(), tokens(2)
     found = predict_peak(
         model,
         gpt_loss,

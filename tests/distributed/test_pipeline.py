@@ -53,7 +53,7 @@ def test_every_case_of(report: dict[str, Any], kind: str, cases: int) -> None:
         ("module", "stage=Part: must be a torch.distributed.pipelining.PipelineStage"),
         ("two stages", "schedule='1f1b' with 2 stages on a rank: it runs one"),
         ("clip by group", "clip_norm=[1.0] in a pipeline: stages have parameter groups"),
-        ("ddp", "stage 0 is wrapped in DistributedDataParallel: its reduction would run"),
+        ("ddp", "stage 0 is wrapped in DistributedDataParallel: it would reduce"),
         ("batchnorm", "BatchNorm1d '1' in a pipeline: it would normalise with each"),
         ("no target", "step() without target= on the rank of the last stage"),
         ("no inputs", "step() without inputs on the rank of the first stage"),

@@ -69,7 +69,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: {**BATCH, "x": torch.nested.nested_tensor([torch.ones(3, 5), torch.ones(2, 5)])},
         r"'x' is a nested \(jagged\) tensor",
     ),
-    "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "zero samples"),
+    "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "has no samples"),
     "nothing": (dict, "has no tensor with a first dimension"),
     "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no tensor"),
     "None": (lambda: None, r"the batch \(a NoneType\) has no tensor"),
@@ -340,7 +340,7 @@ def test_a_graph_that_is_used_twice_says_what_to_do() -> None:
     acc = wb.Accumulator(model, sgd(model), steps=2)
     logits = model(BATCH["x"])
     acc.backward(nn.functional.cross_entropy(logits, BATCH["y"], reduction="sum"), 12, more=True)
-    with pytest.raises(LossError, match="call backward once, on the sum"):
+    with pytest.raises(LossError, match="add them and call backward once"):
         acc.backward(logits.square().sum(), units=12)
     acc.discard()
 

@@ -211,9 +211,11 @@ def test_the_chosen_micro_batch_runs_and_nearly_fills_the_limit() -> None:
             execute="eager",
         )
         said = train.choose(batch)
-        for _ in range(3):
+        print(said, f"{torch.cuda.memory_allocated() / MIB:.0f} MiB allocated", flush=True)
+        for _ in range(5):
             train.step(batch)
-        print(said, flush=True)
+            reserved = torch.cuda.max_memory_reserved() / MIB
+            print(f"{train.recoveries} recoveries, {reserved:.0f} MiB reserved", flush=True)
     assert train.recoveries == 0
     assert train.micro_batch_size is not None
     assert 4 <= train.micro_batch_size < len(batch["x"])

@@ -41,7 +41,9 @@ from wholebatch.integrations.keras import (
 )
 
 BACKEND = keras.backend.backend()
-JAX = BACKEND == "jax"  # where every new shape is compiled: fewer cases
+JAX = BACKEND == "jax"
+# The others spend their time compiling: they run the cases that pass through their own code.
+on_torch = pytest.mark.skipif(BACKEND != "torch", reason="runs on the torch backend")
 # Keras itself rounds the mean loss to float32 on torch, and masks, tanh and means on JAX.
 LIMIT = {"tensorflow": 1e-12, "jax": 1e-12, "torch": 1e-6}[BACKEND]
 ROUNDED = {"tensorflow": 1e-12, "jax": 1e-6, "torch": 1e-6}[BACKEND]
@@ -68,7 +70,8 @@ def test_torch_is_not_needed() -> None:
 def test_the_undivided_batch(name: str) -> None:
     whole = train(CASES[name], "whole")
     assert distance(train(CASES[name], "ours"), whole) <= LIMIT
-    assert distance(train(CASES[name], "own"), whole) > 1e-2
+    if BACKEND == "torch":
+        assert distance(train(CASES[name], "own"), whole) > 1e-2
 
 
 def fit(model: Any, arrays: Any, sizes: Any, epochs: int = 2, **options: Any) -> Any:
@@ -109,6 +112,7 @@ class Pairs(Slices):
         return x, (y, labels)
 
 
+@on_torch
 def test_several_outputs() -> None:
     """Weights of losses, regularisers of weights and activities."""
     x, y = data(sum(SIZES))
@@ -121,8 +125,6 @@ def test_several_outputs() -> None:
             else two_outputs(keras.Model, masks=False)
         )
         model.compile(keras.optimizers.SGD(0.003), [squared, "mse"], loss_weights=[0.5, 0.1])
-        if not ours:
-            model.run_eagerly = quick_eagerly()
         start = flat(model)
         pairs = Pairs((x, y, y[:, 0, :2]), SIZES if ours else WINDOWS)
         model.fit(pairs, epochs=2, shuffle=False, verbose=0)
@@ -130,6 +132,7 @@ def test_several_outputs() -> None:
     assert distance(moved[1], moved[0]) <= ROUNDED
 
 
+@on_torch
 @pytest.mark.parametrize("masks", [True, False])
 def test_outputs_with_units_of_their_own_are_refused(masks: bool) -> None:
     """A mean over tokens beside one over samples, and a mean beside a sum."""
@@ -218,7 +221,7 @@ def test_half_precision_skips_whole_windows() -> None:
         keras.optimizers.SGD(0.01), initial_scale=2.0**12
     )
     model = model_of(GradientAccumulateModel, masked=False, accum_steps=4)
-    model.compile(scaler, squared)
+    model.compile(scaler, squared, run_eagerly=quick_eagerly())
     broken = x.copy()
     broken[5] = np.inf
     assert not np.any(fit(model, (broken, y), (2, 2, 2, 2), epochs=1))
@@ -236,11 +239,12 @@ def test_half_precision_skips_whole_windows() -> None:
     assert distance(got, exact) <= 1.25 * distance(want, exact)
 
 
+@on_torch
 def test_bfloat16_gradients_are_added_in_float32() -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("bfloat16")
     model = model_of(GradientAccumulateModel, masked=False, accum_steps=2)
-    model.compile("sgd", squared, run_eagerly=quick_eagerly())
+    model.compile("sgd", squared)
     model.optimizer.build(model.trainable_variables)
     assert {str(each.dtype) for each in model.optimizer._sums} == {"float32"}
     assert str(model.trainable_variables[0].dtype) == "bfloat16"
@@ -248,6 +252,7 @@ def test_bfloat16_gradients_are_added_in_float32() -> None:
     assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 2
 
 
+@on_torch
 def test_batchnorm_is_audited() -> None:
     def model(batchnorm: str) -> Any:
         inputs = keras.Input((4,))
@@ -286,13 +291,14 @@ def test_refusals_and_units_of_ones_own() -> None:
 
     x, y = data(sum(SIZES))
     model = model_of(GradientAccumulateModel, masked=False, accum_steps=4)
-    model.compile("sgd", scalar)
+    model.compile("sgd", scalar, run_eagerly=quick_eagerly())
     with pytest.raises(LossError, match="units=function"):
         fit(model, (x, y), SIZES)
 
     if JAX:
         with pytest.raises(UnsupportedError, match="Nadam on the JAX backend"):
             GradientAccumulateOptimizer("nadam", 4)
+    if BACKEND != "torch":
         return
 
     def build(cls: Any, **options: Any) -> Any:
@@ -304,7 +310,7 @@ def test_refusals_and_units_of_ones_own() -> None:
     assert error <= ROUNDED
 
 
-@pytest.mark.parametrize("value", [np.nan] if JAX else [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf] if BACKEND == "torch" else [np.nan])
 def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
     """With Adam and weight decay, which move weights even at a gradient of zero."""
     x, y = data(24)
@@ -315,7 +321,7 @@ def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
     def fresh(cls: Any, **options: Any) -> Any:
         model = model_of(cls, masked=False, **options)
         model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), squared)
-        model.run_eagerly = quick_eagerly() and (cls is keras.Model or value == np.inf)
+        model.run_eagerly = quick_eagerly() and cls is keras.Model
         return model
 
     want = fit(fresh(keras.Model), (x[kept], y[kept]), (8, 8), epochs=1)
@@ -324,6 +330,8 @@ def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
     assert skips.optimizer.skipped == 1
     assert int(ops.convert_to_numpy(skips.optimizer.iterations)) == 2
 
+    if BACKEND == "tensorflow":
+        return
     raises = fresh(GradientAccumulateModel, accum_steps=4)
     start = flat(raises)
     with pytest.raises(NonFiniteError, match=r"in 1 windows.*no update.*nonfinite='skip'"):
@@ -356,10 +364,10 @@ def test_a_loss_that_is_not_finite_where_gradients_are() -> None:
         def call(self, y_true: Any, y_pred: Any) -> Any:
             return squared(y_true, y_pred) + float("inf")
 
-    for reduction in ("sum_over_batch_size", "sum"):
+    for reduction in ("sum_over_batch_size", "sum") if BACKEND == "torch" else ("sum",):
         model = model_of(GradientAccumulateModel, masked=False, accum_steps=2, nonfinite="skip")
         model.compile(keras.optimizers.SGD(0.01), Infinite(reduction=reduction))
-        model.run_eagerly = quick_eagerly() and reduction == "sum"
+        model.run_eagerly = quick_eagerly()
         assert not np.any(fit(model, (x, y), (2, 2), epochs=1))
         assert model.optimizer.skipped == 1
 
@@ -368,12 +376,12 @@ def test_the_optimizer_alone_skips_or_raises() -> None:
     x, y = data(8)
     spoiled = y.copy()
     spoiled[5, 0, 0] = np.nan
-    for nonfinite in ("skip", "raise"):
+    for nonfinite in ("skip", "raise") if BACKEND == "torch" else ("raise",):
         optimizer = GradientAccumulateOptimizer(
             keras.optimizers.SGD(0.01), 2, units="equal", nonfinite=nonfinite
         )
         model = model_of(masked=False)
-        model.compile(optimizer, squared)
+        model.compile(optimizer, squared, run_eagerly=quick_eagerly())
         start = flat(model)
         if nonfinite == "raise":
             with pytest.raises(NonFiniteError, match="made no update"):
@@ -398,7 +406,7 @@ def test_a_loss_that_compares_samples_is_refused() -> None:
 
     def fresh(**options: Any) -> Any:
         model = model_of(GradientAccumulateModel, masked=False, accum_steps=2, **options)
-        model.compile(keras.optimizers.SGD(0.01), Contrastive())
+        model.compile(keras.optimizers.SGD(0.01), Contrastive(), run_eagerly=quick_eagerly())
         return model
 
     model = fresh()
@@ -406,11 +414,12 @@ def test_a_loss_that_compares_samples_is_refused() -> None:
     with pytest.raises(LossError, match=r"compares samples.*audit=False"):
         fit(model, (x, y), (4, 4), epochs=1)
     np.testing.assert_array_equal(flat(model), start)  # nothing moved, and nothing is lost
-    assert np.any(fit(fresh(audit=False), (x, y), (4, 4), epochs=1))
+    if not JAX:
+        assert np.any(fit(fresh(audit=False), (x, y), (4, 4), epochs=1))
     counts = model_of(
         GradientAccumulateModel, masked=False, accum_steps=2, units=lambda x, y, weight: 5
     )
-    counts.compile("sgd", scalar)
+    counts.compile("sgd", scalar, run_eagerly=quick_eagerly())
     with pytest.raises(LossError, match="units of a micro-batch are 5"):
         fit(counts, (x, y), (4, 4), epochs=1)
 
@@ -427,7 +436,7 @@ def test_the_test_of_the_loss_leaves_no_trace() -> None:
             inputs=inputs, outputs=layers.Dense(7)(hidden), accum_steps=2, audit=audit
         )
         model.compile(keras.optimizers.SGD(0.01), squared, metrics=["mae"])
-        model.run_eagerly = quick_eagerly() and not audit
+        model.run_eagerly = quick_eagerly()
         history = model.fit(Slices((x, y), (1, 3, 2, 2)), shuffle=False, verbose=0).history
         seen.append((flat(model), history))
         assert not model.must_test

@@ -53,8 +53,8 @@ def weights_here(
     return _flat(saved)
 
 
-def weights(script: Path, folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Tensor:
-    """What two ranks of the script trained, as one vector; under torchrun, or that launcher."""
+def weights(script: Path, folder: Path, *arguments: str) -> Tensor:
+    """Return the weights that two ranks of the script trained, as one vector."""
     saved = folder / f"{script.stem}-{len(list(folder.iterdir()))}.pt"
     environment = {
         **os.environ,
@@ -63,14 +63,15 @@ def weights(script: Path, folder: Path, *arguments: str, launcher: tuple[str, ..
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
     }
-    program, *given = *launcher, str(script), *arguments, "--save", str(saved)
     done = processes.run(
-        program if launcher else script,
-        *given,
+        script,
+        *arguments,
+        "--save",
+        str(saved),
         cwd=folder,
         environment=environment,
         timeout=240,
-        ranks=None if launcher else 2,
+        ranks=2,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return _flat(saved)

@@ -60,13 +60,12 @@ def windows(
     return params, state
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "clipped"])
+@pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
 def test_multi_steps_are_the_undivided_windows(optimizer: str) -> None:
     """Windows of three uneven micro-batches, and a tail of one."""
     inner = {
-        "sgd": optax.sgd(0.3, momentum=0.9),
         "adamw": optax.adamw(0.1, weight_decay=0.1),
-        "clipped": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.3)),
+        "clipped": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.3, momentum=0.9)),
     }[optimizer]
     params, batch = problem()
     parts = cut(batch, (2, 3, 5, 6, 8, 10, 11))
@@ -84,7 +83,7 @@ def test_multi_steps_are_the_undivided_windows(optimizer: str) -> None:
     moved = minus(want, params)
     assert distance(minus(got, params), moved) <= 1e-12
     assert distance((got, state.inner), (want, inner_state)) <= 1e-12
-    if optimizer == "sgd":
+    if optimizer == "clipped":
         assert distance(minus(windows_of_optax(inner, params, parts), params), moved) > 1e-2
 
 
@@ -159,12 +158,10 @@ def test_wide_gradients_of_16_bit_parameters() -> None:
     units, inner = np.array([3, 1, 4, 1, 5, 9, 2]), optax.adam(0.1, b1=0.5)
     for how in ("last", "flush"):
         tx = multi_steps(inner, every_k=3)
-        state, moved = tx.init(params), []
+        state, moved, update = tx.init(params), [], jax.jit(tx.update)
         for index in range(7):
             closing = how == "last" and index == 6
-            made, state = tx.update(
-                gradients[index], state, params, units=units[index], last=closing
-            )
+            made, state = update(gradients[index], state, params, units=units[index], last=closing)
             moved.append(made)
         if how == "flush":
             made, state = flush(tx, state, params)

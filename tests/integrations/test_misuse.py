@@ -376,5 +376,5 @@ def test_deepspeed_must_add_in_fp32() -> None:
     Host.model_wrapped = _Engine(torch.float32)
     WeightedLoss(Host, "DeepSpeed")
     Host.window_close = wb.Close(nonfinite="skip")
-    with pytest.raises(OptionError, match=r"Trainer makes the steps \(DeepSpeed\)"):
+    with pytest.raises(OptionError, match=r"Trainer runs the steps \(DeepSpeed\)"):
         WeightedLoss(Host, "DeepSpeed")

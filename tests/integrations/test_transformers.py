@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
@@ -114,7 +115,7 @@ def test_a_loss_of_ones_own_must_say_its_units(hosts: Any, problem: Any, tmp_pat
             return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
     arguments = {"folder": str(tmp_path)}
-    message = r"not one of Transformers' own \(compute_loss of .*: say what it is a mean over"
+    message = r"not one of Transformers' own \(compute_loss of .* Pass what it is a mean over"
     with pytest.raises(LossError, match=message):
         trained(hosts, problem, exact(PerSample), "ours", arguments=arguments)
     with pytest.raises(LossError, match=r"not one of Transformers' own \(compute_loss_func"):
@@ -253,6 +254,32 @@ def test_a_checkpoint_in_a_window_begins_it_again(hosts: Any, problem: Any, tmp_
         hosts, problem, kind, "ours", arguments=arguments("b"), resume=str(checkpoint)
     )
     assert distance(problem, resumed, straight) <= EXACT
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a number from a tensor: it would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def test_the_trainer_does_not_read_every_loss(hosts: Any, problem: Any, tmp_path: Path) -> None:
+    """Where one that is not finite raises, its `logging_nan_inf_filter` has nothing to do."""
+    found = {}
+    for nonfinite in ("raise", "skip"):
+        kind = exact(Trainer, execute="eager", audit=False, close=Close(nonfinite=nonfinite))
+        for steps in (2, 8):
+            arguments = {"folder": str(tmp_path), "gradient_accumulation_steps": steps}
+            arguments |= {"per_device_train_batch_size": 1, "max_steps": 4}
+            with Reads() as reads:
+                made = trained(hosts, problem, kind, "ours", arguments=arguments)
+            assert made.args.logging_nan_inf_filter
+            found[nonfinite, steps] = reads.count
+    for steps in (2, 8):  # two reads for each batch, in 4 windows
+        assert found["skip", steps] - found["raise", steps] == 2 * 4 * steps
 
 
 class OwnStep(Trainer):

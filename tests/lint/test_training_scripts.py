@@ -7,26 +7,12 @@ import textwrap
 import pytest
 
 from wholebatch.lint import Settings, lint_source
-from wholebatch.lint.model import read
 
 RULES_ONLY = Settings(select=("WB1",))
 
 
 def codes(source: str) -> set[str]:
     return {f.code for f in lint_source(textwrap.dedent(source), settings=RULES_ONLY)}
-
-
-def test_clearing_at_the_start_of_a_window_loses_the_tail() -> None:
-    source = """
-        def train(model, optimizer, loader, accum):
-            for i, x in enumerate(loader):
-                if i % accum == 0:
-                    optimizer.zero_grad()
-                (model(x).mean() / accum).backward()
-                if (i + 1) % accum == 0:
-                    optimizer.step()
-    """
-    assert codes(source) == {"WB109"}
 
 
 def test_two_optimizers_in_turn_are_no_window() -> None:
@@ -89,27 +75,6 @@ def test_nothing_and_a_loss() -> None:
     assert codes(source) == {"WB105", "WB115"}
 
 
-def test_a_flush_after_the_outer_loop() -> None:
-    source = """
-        def train(model, optimizer, groups, accum):
-            done = 0
-            for group in groups:
-                for x in group:
-                    (model(x).mean() / accum).backward()
-                    done += 1
-                    if done % accum == 0:
-                        optimizer.step()
-                        optimizer.zero_grad()
-            if done % accum != 0:
-                optimizer.step()
-    """
-    assert codes(source) == {"WB109"}
-    assert (
-        codes(source.replace("if done % accum != 0:\n                optimizer.step()", ""))
-        == set()
-    )
-
-
 @pytest.mark.parametrize("labels", ["torch.arange(x.size(0))", "y"])
 def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
     source = f"""
@@ -128,45 +93,6 @@ def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
     assert codes(source) == ({"WB114"} if "arange" in labels else set())
 
 
-@pytest.mark.parametrize("length", ["len(loader) * epochs", "len(loader) // accum * epochs"])
-def test_a_schedule_of_what_had_its_name_before(length: str) -> None:
-    found = codes(f"""
-        def train(model, optimizer, loader, accum, epochs, warm):
-            scheduler = CosineAnnealingLR(optimizer, T_max={length})
-            if warm:
-                first = LinearLR(optimizer, total_iters=100)
-                scheduler = SequentialLR(optimizer, schedulers=[first, scheduler], milestones=[100])
-            for i, batch in enumerate(loader):
-                (model(batch).mean() / accum).backward()
-                if (i + 1) % accum == 0 or i + 1 == len(loader):
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-    """)
-    assert ("WB116" in found) is ("//" not in length)
-
-
-def test_an_attribute_is_made_from_the_names_of_its_method() -> None:
-    source = """
-        class Trainer:
-            def __init__(self, model, loader, optimizer, epochs, accum):
-                self.model, self.loader, self.optimizer = model, loader, optimizer
-                self.accum = accum
-                total = LENGTH
-                self.scheduler = CosineAnnealingLR(optimizer, T_max=total)
-
-            def train(self):
-                for i, batch in enumerate(self.loader):
-                    (self.model(batch).mean() / self.accum).backward()
-                    if (i + 1) % self.accum == 0:
-                        self.optimizer.step()
-                        self.scheduler.step()
-                        self.optimizer.zero_grad()
-    """
-    assert "WB116" in codes(source.replace("LENGTH", "len(loader) * epochs"))
-    assert "WB116" not in codes(source.replace("LENGTH", "len(loader) * epochs // accum"))
-
-
 @pytest.mark.parametrize("index", ["mask", "~mask", "target > 0", "0", "order"])
 def test_a_mean_over_selected_elements_is_a_masked_mean(index: str) -> None:
     found = codes(f"""
@@ -179,21 +105,6 @@ def test_a_mean_over_selected_elements_is_a_masked_mean(index: str) -> None:
                     optimizer.zero_grad()
     """)
     assert ("WB103" in found) is (index in {"mask", "~mask", "target > 0"})
-
-
-@pytest.mark.parametrize(("name", "found"), [("sample", False), ("chunk", True)])
-def test_the_mean_of_one_sample_is_its_own(name: str, found: bool) -> None:
-    source = f"""
-        def train(model, optimizer, loader, accum):
-            for batch in loader:
-                for {name} in batch:
-                    each, mask = model({name})
-                    loss = (each * mask).sum() / mask.sum() / accum
-                    loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    """
-    assert ("WB103" in codes(source)) is found
 
 
 def test_a_counter_starts_anew_although_a_run_can_be_resumed() -> None:
@@ -219,37 +130,6 @@ def test_a_counter_starts_anew_although_a_run_can_be_resumed() -> None:
                         self.global_step += 1
     """)
     assert "WB110" in found
-
-
-@pytest.mark.parametrize(("loop", "found"), [("rollouts", False), ("batches", True)])
-def test_a_backward_of_its_own_for_each_sample(loop: str, found: bool) -> None:
-    source = f"""
-        def train(actor, optimizer, accum, prompts):
-            for prompt in prompts:
-                for _ in range(accum):
-                    {loop} = play(actor, prompt)
-                    for i, (ids, mask) in enumerate({loop}):
-                        loss = (actor(ids) * mask).sum() / mask.sum()
-                        (loss / (len({loop}) * accum)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    """
-    assert ("WB103" in codes(source)) is found
-
-
-@pytest.mark.parametrize("plugin", [", deepspeed_plugin=plugin", ""])
-def test_deepspeed_counts_its_windows_over_epochs(plugin: str) -> None:
-    source = f"""
-        plugin = DeepSpeedPlugin(gradient_accumulation_steps=accum)
-        accelerator = Accelerator(mixed_precision="bf16"{plugin})
-        for epoch in range(epochs):
-            for step, batch in enumerate(loader):
-                accelerator.backward(model(batch).mean() / accum)
-                if (step + 1) % accum == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    """
-    assert ("WB109" in codes(source)) is (plugin == "")
 
 
 @pytest.mark.parametrize("accum", ["gradient_accumulation_steps=k", ""])
@@ -328,33 +208,6 @@ def test_an_error_is_no_boundary() -> None:
             optimizer.zero_grad()
     """
     assert codes(source) == {"WB119"}
-
-
-def test_two_optimizers_that_both_step_always_accumulate_nothing() -> None:
-    source = """
-        def train(G, D, g_opt, d_opt, loader):
-            for x in loader:
-                g_opt.zero_grad()
-                G(x).mean().backward()
-                g_opt.step()
-                d_opt.zero_grad()
-                D(x).mean().backward()
-                d_opt.step()
-    """
-    assert read(textwrap.dedent(source)).accumulating == []
-
-
-def test_a_number_of_steps_that_the_loop_changes_ends_windows() -> None:
-    source = """
-        def train(model, optimizer, loader, every):
-            for i, x in enumerate(loader):
-                model(x).mean().backward()
-                if i % every == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                every = max(1, i // 32)
-    """
-    assert "WB110" in codes(source)
 
 
 def test_a_tail_by_a_limit_is_a_tail() -> None:

@@ -15,7 +15,6 @@ from tests.support import EXACT, Seen, distance
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-KINDS = ("Mixtral", "Qwen2Moe", "Qwen3Moe")
 
 
 def stepped(model: Any, batch: Any, micro_batch: Any, **options: Any) -> tuple[Any, list[Tensor]]:
@@ -28,9 +27,15 @@ def stepped(model: Any, batch: Any, micro_batch: Any, **options: Any) -> tuple[A
     return step, seen.gradients[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("micro_batch", [1, 2, 4, 9])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "micro_batch", "checkpointing"),
+    [
+        ("Mixtral", 1, True),
+        ("Mixtral", 9, False),
+        ("Qwen2Moe", 2, True),
+        ("Qwen3Moe", 4, False),
+    ],
+)
 def test_the_update_of_the_undivided_batch(
     kind: str, micro_batch: int, checkpointing: bool
 ) -> None:

@@ -239,24 +239,27 @@ def test_ledger_remembers_who_was_alive_at_the_peak() -> None:
     assert at_peak["temporaries"] == 0
 
 
-def test_sees_a_storage_that_gets_another_size() -> None:
-    before = torch.UntypedStorage.resize_
+def test_watches_storages_that_are_emptied_and_filled_again() -> None:
+    """As FSDP2 does with gathered parameters, by resizing their storages."""
     with MemoryMeter() as meter:
         held = kib(8)
-        held.untyped_storage().resize_(0)  # as FSDP2 frees a gathered parameter
+        held.untyped_storage().resize_(0)
+        assert meter.current == 8 * KIB, "a resize is not an operation"
+        meter.watch_resized()
         assert meter.current == 0
         assert meter.peak_by_category["temporaries"] == meter.peak == 8 * KIB
-        other = kib(4)
-        with MemoryMeter() as inner:
-            held.untyped_storage().resize_(2 * KIB)
-            assert inner.current == 0, "it was never seen there"
-        assert meter.current == 6 * KIB
+        meter.reset_peak()
         held.untyped_storage().resize_(8 * KIB)
+        held.zero_()
+        other = kib(4)
+        assert meter.current == 12 * KIB
+        assert meter.current_by_category["parameters"] == 8 * KIB
+        held.untyped_storage().resize_(0)
+        third = kib(4)
+        assert meter.current == 8 * KIB
         assert meter.peak == 12 * KIB
-        del held, other
-        assert meter.current == 0
+        del held, other, third
     assert sum(meter.peak_by_category.values()) == meter.peak
-    assert torch.UntypedStorage.resize_ is before
 
 
 def test_costs_little_beside_operations_of_ordinary_size() -> None:

@@ -172,11 +172,8 @@ LLAMA = {
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
 CONFIGURATIONS = {
-    "llama": LLAMA,
-    "qwen2": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 1},
     "mistral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64},
-    "bert": {**SMALL, "intermediate_size": 64, "max_position_embeddings": 64},
     "mixtral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 2},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2},
     # One random number for each layer decides whether it is left out.

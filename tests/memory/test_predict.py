@@ -50,14 +50,16 @@ def measured(
     return meter
 
 
-# Every model with the two usual optimizers, every optimizer on the smallest model.
-RUNS = [(name, kind, "full") for name in CASES for kind in ("adamw", "sgd")]
-RUNS += [(name, "adamw", "bf16") for name in CASES]
-RUNS += [("mlp", kind, precision) for kind in OPTIMIZERS for precision in ("full", "bf16")]
+# Every model in a later window, and in a first one; in bf16 where that is quick. Every optimizer on
+# the smallest model.
+RUNS = [(name, "adamw", "full", False) for name in CASES]
+RUNS += [(name, "sgd", "full", True) for name in CASES]
+RUNS += [(name, "adamw", "bf16", first) for name in ("mlp", "cnn") for first in (False, True)]
+RUNS += [("gpt-checkpointed-dropout", "adamw", "bf16", False), ("gpt-tied", "adamw", "bf16", True)]
+RUNS += [("mlp", kind, "full", first) for kind in OPTIMIZERS for first in (False, True)]
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
-@pytest.mark.parametrize("name, kind, precision", sorted(set(RUNS)))
+@pytest.mark.parametrize("name, kind, precision, first", sorted(set(RUNS)))
 def test_equals_a_real_run_to_the_byte(name: str, kind: str, precision: str, first: bool) -> None:
     case: Case = CASES[name]
     model = case.make()
@@ -84,7 +86,7 @@ def test_equals_a_real_run_with_16_bit_parameters(name: str) -> None:
     assert predicted.by_category["gradients"] == 2 * predicted.by_category["parameters"]
 
 
-@pytest.mark.parametrize("samples", [1, 2, 7, 33])
+@pytest.mark.parametrize("samples", [1, 7])
 def test_equals_a_real_run_at_other_sizes(samples: int) -> None:
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters())

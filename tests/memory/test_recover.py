@@ -17,9 +17,8 @@ import wholebatch as wb
 from tests.memory.inject import OutOfMemoryAt
 from tests.memory.models import loss, mlp, vectors
 from wholebatch.batch import batch_size_of, split
-from wholebatch.errors import OptionError
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.out_of_memory import Recovered, Recovery, within
+from wholebatch.memory.out_of_memory import Attempt, Recovery, within
 from wholebatch.window.precision import LossScale
 
 
@@ -68,18 +67,24 @@ def all_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def halves(attempt: Attempt) -> list[Any]:
+    """Cut every micro-batch in two."""
+    sizes = [batch_size_of(micro) for micro in attempt.micros]
+    parts = (split(m, -(-n // 2)) for m, n in zip(attempt.micros, sizes, strict=True))
+    return [part for both in parts for part in both]
+
+
 def run(recovery: Recovery, micros: Sequence[Any], make: Any, discard: Any) -> tuple[Any, Any]:
     """Make attempts until one goes through; return its result, and its micro-batches."""
     result = None
-    for attempt in recovery.attempts(micros, discard=discard):
+    for attempt in recovery.attempts(micros, discard=discard, smaller=halves):
         with attempt:
             result = make(attempt.micros, partial(setattr, attempt, "place"))
     return result, attempt.micros
 
 
-def recovered_run(n: int | None) -> tuple[list[torch.Tensor], list[int], OutOfMemoryAt, Recovery]:
+def recovered_run(n: int | None) -> tuple[list[torch.Tensor], list[int], OutOfMemoryAt]:
     model = model_with_everything()
-    recovery = Recovery(model)
     micros = split(doubles(12), 4)
     injected = OutOfMemoryAt(n)
     attempt = forwards_and_backwards(model)
@@ -89,8 +94,8 @@ def recovered_run(n: int | None) -> tuple[list[torch.Tensor], list[int], OutOfMe
             return attempt(micros, at)
 
     torch.manual_seed(2)
-    _, parts = run(recovery, micros, failing, discard=model.zero_grad)
-    return everything(model), [batch_size_of(part) for part in parts], injected, recovery
+    _, parts = run(Recovery(model), micros, failing, discard=model.zero_grad)
+    return everything(model), [batch_size_of(part) for part in parts], injected
 
 
 def split_so_from_the_start(sizes: list[int]) -> list[torch.Tensor]:
@@ -107,21 +112,15 @@ def split_so_from_the_start(sizes: list[int]) -> list[torch.Tensor]:
 
 
 def test_a_failure_at_every_operation_ends_in_the_exact_window() -> None:
-    _, sizes, counted, _ = recovered_run(None)
+    _, sizes, counted = recovered_run(None)
     assert sizes == [4, 4, 4]
     assert counted.seen > 60
-    references: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    places = set()
+    reference = split_so_from_the_start([2] * 6)
     for n in range(counted.seen):
-        got, sizes, injected, recovery = recovered_run(n)
+        got, sizes, injected = recovered_run(n)
         assert injected.failed_at is not None
-        (once,) = recovery.recovered
-        places.add(once.micro_batch)
-        assert len(sizes) == 4
-        reference = references.setdefault(tuple(sizes), split_so_from_the_start(sizes))
+        assert sizes == [2] * 6
         assert all_equal(got, reference), f"operation {n}, {injected.failed_at}"
-    assert places == {0, 1, 2}
-    assert set(references) == {(2, 2, 4, 4), (4, 2, 2, 4), (4, 4, 2, 2)}
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -190,14 +189,15 @@ def test_the_loss_scale_is_put_back() -> None:
 def test_one_sample_that_does_not_fit_says_what_would_help() -> None:
     model = mlp()
 
-    def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> None:
-        at(len(micros) - 1)
+    def fails(model: nn.Module, micro: Any) -> wb.Loss:
         raise torch.OutOfMemoryError("full at 3 bytes")
 
+    options: Any = {"loss": fails, "micro_batch": 1, "audit": False}
+    train = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), **options)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"micro-batch 2 of 2 has one sample .*full at 3 bytes.*bf16"
+        torch.OutOfMemoryError, match=r"micro-batch 1 of 2 has one sample .*full at 3 bytes.*bf16"
     ):
-        run(Recovery(model), [vectors(2)], attempt, discard=model.zero_grad)
+        train.step(vectors(2))
 
 
 def test_a_bound_stops_endless_loops() -> None:
@@ -206,12 +206,12 @@ def test_a_bound_stops_endless_loops() -> None:
     def attempt(micros: Sequence[Any], at: Callable[[int], None]) -> None:
         raise torch.OutOfMemoryError("always")
 
-    recovery = Recovery(model, most=3)
-    with pytest.raises(torch.OutOfMemoryError, match="out of memory 4 times in one window"):
-        run(recovery, [vectors(4096)], attempt, discard=model.zero_grad)
-    assert recovery.recovered[0] == Recovered(0, 4096, 2048)
-    with pytest.raises(OptionError, match="most=-1"):
-        Recovery(model, most=-1)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory 64 times in one window"):
+        for one in Recovery(model).attempts(
+            [vectors(4)], discard=model.zero_grad, smaller=lambda attempt: attempt.micros
+        ):
+            with one:
+                attempt(one.micros, lambda index: None)
 
 
 def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
@@ -239,13 +239,10 @@ def test_a_run_on_the_cpu_within_a_budget() -> None:
     batch = {k: v.double() if v.is_floating_point() else v for k, v in vectors(256).items()}
     whole = copy.deepcopy(model)
     loss(whole, batch).total.backward()
-    recovery = Recovery(model)
     with within(300_000, model=model) as meter:
-        _, parts = run(recovery, [batch], forwards_and_backwards(model), discard=model.zero_grad)
+        _, parts = run(Recovery(model), [batch], forwards_and_backwards(model), model.zero_grad)
     assert isinstance(meter, MemoryMeter)
-    assert 1 < len(parts) < 16
-    assert [(r.samples, r.into) for r in recovery.recovered] == [(256, 128), (128, 64)]
-    assert len(parts) == 4  # the second failure has cut both halves
+    assert [batch_size_of(part) for part in parts] == [64] * 4
     for a, b in zip(whole.parameters(), model.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None

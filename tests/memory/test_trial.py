@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import adamw, mlp, samples, sgd, summed
 from wholebatch.memory.predict import state_bytes
-from wholebatch.memory.trial_step import TrialSteps, held_bytes
+from wholebatch.memory.trial_step import held_bytes, state_pieces, trial_peak
 
 
 def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.Loss(summed(model, micro), len(micro["y"]))
 
 
-def trial(budget: int, missing: int = 0) -> TrialSteps:
-    model = mlp()
-    return TrialSteps(model, loss, adamw(model), "full", budget, missing)
+def peak(model: nn.Module, budget: int, missing: int = 0) -> int | None:
+    micros = [samples(8)] * 2
+    options: Any = {"optimizer": adamw(model), "precision": "full", "missing_state": missing}
+    return trial_peak(model, loss, micros, budget=budget, **options)
 
 
 def test_the_state_of_the_first_update_is_known_before_it() -> None:
@@ -34,20 +36,19 @@ def test_the_state_of_the_first_update_is_known_before_it() -> None:
 
 
 def test_a_step_that_does_not_fit_is_none() -> None:
-    free = trial(10**9)
-    used = free.peak(samples(8))
+    model = mlp()
+    used = peak(model, 10**9)
     assert used is not None
-    assert used > held_bytes(free.model)
-    assert trial(used).peak(samples(8)) == used
-    assert trial(used // 2).peak(samples(8)) is None
-    assert trial(used, missing=used // 2).peak(samples(8)) is None
-    assert free.peak(samples(8)) == used  # nothing is left behind
-    assert all(parameter.grad is None for parameter in free.model.parameters())
+    assert used > held_bytes(model)
+    assert peak(model, used) == used
+    assert peak(model, used // 2) is None
+    assert peak(model, used, missing=used // 2) is None
+    assert peak(model, 10**9) == used  # nothing is left behind
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_state_is_taken_in_as_many_pieces_as_an_optimizer_has() -> None:
-    bytes_of = [parameter.nbytes for parameter in mlp().parameters()]
-    one = trial(10**9, missing=2 * sum(bytes_of))
-    one._take_state()
-    assert [piece.numel() for piece in one._state] == [n for n in bytes_of for _ in range(2)]
-    assert isinstance(one._state[0], torch.Tensor)
+    parameters = list(mlp().parameters())
+    bytes_of = [parameter.nbytes for parameter in parameters]
+    pieces = state_pieces(parameters, 2 * sum(bytes_of))
+    assert [piece.numel() for piece in pieces] == [n for n in bytes_of for _ in range(2)]

@@ -47,15 +47,15 @@ def predicted(prediction: Prediction) -> int:
     return without_inputs(prediction.peak, prediction.by_category)
 
 
-@pytest.mark.parametrize("precision", ["full", "bf16"])
 @pytest.mark.parametrize(
-    ("name", "make", "size", "count"),
+    ("name", "make", "size", "count", "precision"),
     [
-        ("mlp", adamw, 4, 3),
-        ("gpt", adamw, 16, 2),
-        ("gpt-tied", sgd, 1, 2),
-        ("gpt-dropout", sgd, 4, 3),
-        ("gpt-checkpointed", adamw, 4, 4),
+        ("mlp", adamw, 4, 3, "full"),
+        ("mlp", adamw, 4, 3, "bf16"),
+        ("gpt", adamw, 16, 2, "full"),
+        ("gpt-tied", sgd, 1, 2, "bf16"),
+        ("gpt-dropout", sgd, 4, 3, "full"),
+        ("gpt-checkpointed", adamw, 4, 4, "full"),
     ],
 )
 def test_one_after_the_other(

@@ -19,8 +19,14 @@ from tests.mistakes.planted import MISTAKES, Mistake
 from tests.mistakes.task import trajectory
 
 pytestmark = pytest.mark.slow
-PAIRS = [(one, interface) for one in MISTAKES for interface in one.interfaces]
 SEEDS = int(os.environ.get("WHOLEBATCH_MISTAKE_SEEDS", "1"))  # more of them look further
+# Each mistake meets the first of its interfaces and every second of the others, which take turns.
+PAIRS = [
+    (one, interface)
+    for number, one in enumerate(MISTAKES)
+    for place, interface in enumerate(one.interfaces)
+    if SEEDS > 1 or place == 0 or (number + place) % 2
+]
 
 
 def test_the_catalogue() -> None:

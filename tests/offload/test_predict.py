@@ -59,9 +59,7 @@ def test_optimizer_state_on_the_host_leaves_a_gpu_and_not_a_cpu() -> None:
 def test_fit_knows_of_it() -> None:
     model = deep()
     optimizer = torch.optim.AdamW(model.parameters())
-    as_is = ladder(
-        model, loss, batch(1), budget=2**40, optimizer=optimizer, device="cuda", lowers=False
-    )
+    as_is = ladder(model, loss, batch(1), budget=2**40, optimizer=optimizer, device="cuda")
     assert as_is[-1].optimizer_state == "host"
     assert as_is[-1].peak < as_is[0].peak
     on_cpu = ladder(model, loss, batch(1), budget=2**40, optimizer=optimizer, device="cpu")

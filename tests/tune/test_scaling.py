@@ -17,7 +17,6 @@ from wholebatch.tune.batch_scaling import (
     epochs_in_updates,
     half_life,
     lr_factor,
-    parse_amount,
     scale_warmup,
     solve,
 )
@@ -204,44 +203,3 @@ def test_warmup_over_the_same_samples() -> None:
 def test_impossible_rules_are_refused(call: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         call()
-
-
-# -------------------------------------------------------------------- schedule
-
-
-@pytest.mark.parametrize(
-    ("text", "number", "by"),
-    [
-        ("1000", 1000, "updates"),
-        ("1k", 1000, "updates"),
-        ("2ep", 2, "epochs"),
-        ("3epochs", 3, "epochs"),
-        ("2Mtok", 2_000_000, "tokens"),
-        ("1.5Btok", 1_500_000_000, "tokens"),
-        ("300e9tokens", 300_000_000_000, "tokens"),
-    ],
-)
-def test_amounts(text: str, number: int, by: str) -> None:
-    amount = parse_amount(text)
-    assert (amount.number, amount.by) == (number, by)
-    assert parse_amount(str(amount)) == amount
-
-
-@pytest.mark.parametrize(
-    "text", ["", "ep", "-1", "1.5", "1.5ep", "2 Mtok", "2Mx", "1e-3tok", "1e400"]
-)
-def test_what_is_no_amount_is_refused(text: str) -> None:
-    with pytest.raises(OptionError):
-        parse_amount(text)
-
-
-@given(thousandths=st.integers(0, 10**9), prefix=st.sampled_from("kMBT"))
-def test_what_is_whole_after_its_prefix_is_an_amount(thousandths: int, prefix: str) -> None:
-    amount = parse_amount(f"{thousandths // 1000}.{thousandths % 1000:03}{prefix}tok")
-    assert amount.number == thousandths * {"k": 1, "M": 10**3, "B": 10**6, "T": 10**9}[prefix]
-
-
-starts = st.lists(st.integers(1, 10**6), max_size=6, unique=True).map(sorted)
-
-
-# ---------------------------------------------------------------------- follow

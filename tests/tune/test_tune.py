@@ -63,7 +63,9 @@ def test_options_reach_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
         "close": wb.Close(clip_value=0.5, sync="hold"),
         "micro_batch": wb.samples(static="w"),
     }
-    found = tune(Task(build, loss, lambda: one, options), memory="1GiB", micro_batches=[12])
+    found = tune(
+        Task(build, loss, lambda: one, options), memory="1GiB", micro_batches=[12], **QUICK
+    )
     assert found.budget == 2**30
     assert given
     for seen in given:
@@ -129,6 +131,15 @@ def test_advises_not_to_accumulate() -> None:
     assert not found.accumulates
     assert found.advice[0].startswith("do not accumulate: the batch fits undivided")
     assert found.settings["micro_batch"] == 8
+
+
+def test_says_how_many_settings_the_time_was_enough_for() -> None:
+    given = {"micro_batches": [12, 6, 3], "checkpointing": (False,), **QUICK}
+    found = tune(task(), seconds=1e-9, **given)
+    assert [trial.status for trial in found.trials] == ["measured", "not reached", "not reached"]
+    said = "only 1 of 3 settings was tried in this time: another may be faster"
+    assert said in found.advice
+    assert "settings" not in " ".join(tune(task(), **given).advice)
 
 
 def test_out_of_memory_is_a_result() -> None:

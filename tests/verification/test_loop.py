@@ -36,11 +36,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-# Each mistake on both models; every second one with AdamW, which hides all scales.
-@pytest.mark.parametrize("case", ZOO)
+# The models take turns, and the second one is trained with AdamW, which hides all scales.
 @pytest.mark.parametrize("loop", PLANTED, ids=lambda loop: loop.__name__)
-def test_planted_mistakes_are_named(loop: Any, case: str) -> None:
-    make = adamw if list(ZOO).index(case) % 2 else None
+def test_planted_mistakes_are_named(loop: Any) -> None:
+    turn = list(PLANTED).index(loop) % len(ZOO)
+    case, make = list(ZOO)[turn], adamw if turn else None
     verdict = verify_loop(loop, case=case, optimizer=make)
     assert not verdict.same
     assert verdict.exit_status == 1
@@ -78,7 +78,9 @@ def _uneven_texts(steps: int, even: bool, rank: int) -> list[dict[str, Tensor]]:
 def test_lbfgs_steps_with_a_closure() -> None:
     """It evaluates the closure several times; the gradient of the first is compared."""
     loop = next(loop for loop in RIGHT if loop.__name__ == "stepped_with_a_closure")
-    verdict = verify_loop(loop, optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+    verdict = verify_loop(
+        loop, case="mlp", optimizer=lambda model: torch.optim.LBFGS(model.parameters())
+    )
     assert verdict.same, str(verdict)
     assert {trial.optimizer_steps for trial in verdict.trials} == {1}
 
@@ -102,12 +104,12 @@ def test_two_mistakes_are_both_told() -> None:
 
 @pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
 def test_right_loops_are_right(loop: Any) -> None:
-    verdict = verify_loop(loop)
+    verdict = verify_loop(loop, case=list(ZOO)[RIGHT.index(loop) % len(ZOO)])
     assert verdict.same, str(verdict)
     assert verdict.exit_status == 0
     assert not verdict.mistakes
     assert not any(trial.notes for trial in verdict.trials)
-    assert len(verdict.trials) >= 8
+    assert len(verdict.trials) >= 4
 
 
 def test_there_are_twenty_right_loops() -> None:
@@ -142,7 +144,7 @@ def _quiet(loop: Callable[..., None]) -> Callable[..., None]:
 def test_right_loops_of_peers(package: str, loop: Any) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    verdict = verify_loop(_quiet(loop), case=("mlp", "lm"))
+    verdict = verify_loop(_quiet(loop), case="lm")
     assert verdict.same, str(verdict)
 
 
@@ -170,8 +172,7 @@ def test_a_mistake_in_bf16_is_named_too() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for case in ZOO:
-        assert verify_loop(loop, case=case).mistakes == ("not-divided",)
+    assert verify_loop(loop, case="mlp").mistakes == ("not-divided",)
 
 
 def test_equal_micro_batches_can_be_promised() -> None:
@@ -327,7 +328,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
         assert verdict["same"], (kind, verdict["line"], verdict["causes"])
         assert verdict["untouched"], kind
         assert verdict["ranks"] == 2
-    assert len(found["loops"]) == 12
+    assert len(found["loops"]) == 8
     for name, verdict in found["loops"].items():
         assert verdict["found"][:1] == verdict["wanted"], (name, verdict["said"])
         assert verdict["same"] == (not verdict["wanted"]), name

@@ -76,7 +76,7 @@ def test_noise_is_the_only_cause(drops: bool) -> None:
     assert "randn_like (test_noise.py:" in evidence
     assert "rand (test_noise.py:" in evidence
     assert not verdict.notes
-    assert "give them with it" in verdict.causes[0].advice
+    assert "pass them in it" in verdict.causes[0].advice
 
 
 def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
@@ -106,7 +106,7 @@ def test_noise_is_named_first(loss: Any, make: Any) -> None:
     """Another cause may be behind it, which a proof with the noise in the batch names."""
     verdict = wb.verify(make(), loss, BATCH, micro_batch=4)
     assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict
-    assert "another cause may be behind this one" in verdict.causes[0].advice
+    assert "another cause may be hidden behind this one" in verdict.causes[0].advice
 
 
 def test_noise_in_a_coupled_loss() -> None:

@@ -1,8 +1,8 @@
 """A loader that knows if another item follows, and that can resume at a saved position.
 
 A window must know *before* a micro-batch's forward whether it is the window's last: its backward
-reduces the gradients. Mid-window that takes a look at the next item; where the count already
-says that the window is full, no item is taken early, so that leaving the loop there loses none.
+reduces the gradients. In the middle of a window, this reads the next item early. At the end of a
+full window it does not, so a loop that stops there loses no item.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> I
 
 
 NOTHING: Any = object()
-"""Stands for an item that is not there."""
+"""Marks a missing item."""
 
 
 class Feed:
@@ -165,8 +165,8 @@ class Feed:
         return True
 
     def has_next(self) -> bool:
-        """Return True if another item follows the current one. Looks one ahead."""
-        return self.look_ahead(1) > 0
+        """Return True if another item follows the current one, by reading it."""
+        return bool(self._held) or self.look_ahead(1) > 0
 
     def look_ahead(self, most: int) -> int:
         """Return how many items follow the current one, up to `most`, and keep them."""

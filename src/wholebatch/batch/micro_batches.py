@@ -32,7 +32,7 @@ from wholebatch.errors import OptionError, SplitError
 
 
 class Batches(tuple[Any, ...]):
-    """A window that is given as several batches."""
+    """A window that consists of several batches."""
 
 
 def split(

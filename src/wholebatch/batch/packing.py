@@ -1,10 +1,10 @@
 """Micro-batches without padding: several sequences in one row, each with its own positions.
 
 A row holds whole sequences, one after the other. `position_ids` begin at 0 with each of them, and
-no `attention_mask` is given: that is how Transformers' models, and others that read `position_ids`,
-know where a sequence ends and attend within it alone. All rows are equally long and nearly all
-micro-batches have equally many of them, so that recorded graphs can be reused. What is left of a
-row is filled with a sequence that has no labels.
+no `attention_mask` is given: from this, models of Transformers and others that read `position_ids`
+know where a sequence ends, and attend only within it. All rows have the same length, and nearly all
+micro-batches the same number of rows, so recorded graphs can be reused. The rest of a row is filled
+with a sequence without labels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The sequences of a batch, its leaves of tokens, and what is passed on unchanged."""
+    """The sequences of a batch, its token leaves, and the leaves that stay unchanged."""
 
     sequences: list[Segment]
     leaves: dict[str, Tensor]

@@ -330,7 +330,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
     """Return the layout of a batch that need not follow the contract; None if it has no samples.
 
-    The first tensor then tells the number of samples, and whatever has other rows is passed on.
+    The first tensor then gives the number of samples, and leaves with other row counts are not
+    split.
     """
     try:
         return layout_of(batch, batch_size=batch_size, static=static)
@@ -382,7 +383,7 @@ def _declared(batch: Any, batch_size: int | Callable[[Any], int]) -> int:
 
 
 def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
-    """Return the number of samples, and the name of the leaf that tells it."""
+    """Return the number of samples, and the name of the leaf it comes from."""
     if isinstance(batch, (list, tuple)) and not batch:
         return 0, ""
     if _is_list_of_samples(batch):

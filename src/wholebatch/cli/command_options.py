@@ -168,9 +168,9 @@ def command(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ").replace(
-            "expected one argument", "needs a value"
-        )
+        message = message.removeprefix("argument ")
+        message = message.replace("expected one argument", "needs a value")
+        message = message.replace("ignored explicit argument", "takes no value, but was given")
         raise OptionError(f"{message} (see --help)")
 
 
@@ -193,7 +193,7 @@ def _add(group: Any, one: Field[Any], kind: type, many: bool) -> None:
     """Add the argument of a field; defaults are filled in after parsing."""
     default, metavar = one.default, one.metadata["metavar"]
     help = one.metadata["help"].replace("%", "%%")
-    is_plain = default not in (None, MISSING) and not isinstance(default, bool)
+    is_plain = default not in (None, (), MISSING) and not isinstance(default, bool)
     if is_plain and "stored" not in one.metadata:
         help += f" [default: {default}]"
     if one.metadata.get("positional"):

@@ -115,7 +115,7 @@ class Metrics:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close everything; what could not be written was told when it was."""
+        """Close all outputs; errors in writing were already reported."""
         with suppress(OSError):
             self._file.close()
         if self._writer is not None:

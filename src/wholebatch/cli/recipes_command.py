@@ -9,7 +9,6 @@ from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
-    fitting,
     plain_table,
     say_command,
 )
@@ -35,10 +34,10 @@ def recipes(options: RecipesOptions) -> None:
         doing("importing torch")
         from wholebatch.cli.recipes.recipe import load_recipe
 
-    table = plain_table("recipe", "~what it trains", ">batch", ">micro-batch", ">updates")
+    table = plain_table("recipe", "what it trains", ">batch", ">micro-batch", ">updates")
     for one in EMBEDDED:
         recipe = load_recipe(one)
         numbers = (recipe.defaults[key] for key in ("batch_size", "micro_batch", "updates"))
         table.add_row(one, recipe.description, *map(str, numbers))
-    console.print(fitting(table, console.width), highlight=False)
+    console.print(table, highlight=False)
     say_command(console, "Train one:", "wholebatch train bytes-gpt")

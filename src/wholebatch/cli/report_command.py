@@ -12,11 +12,12 @@ from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from
 from wholebatch.cli.run_settings import read_config
 from wholebatch.errors import MissingExtraError, OptionError
 from wholebatch.plain_files import open_file, read_json, reason, write_atomically
+from wholebatch.readable_sizes import bytes_said
 
 PLOTS = {
     "loss": ("Loss", "loss"),
     "units_per_second": ("Throughput", "units per second"),
-    "memory": ("Peak memory", "bytes"),
+    "memory": ("Peak memory", "MiB"),
     "grad_norm": ("Gradient norm", "norm"),
 }
 """The plots of the page: the field of a record, its title, and its axis."""
@@ -75,7 +76,8 @@ def page(sources: list[Path], *, title: str) -> str:
     names = _short_names([run["path"] for run in runs])
     for run, name, place in zip(runs, names, range(len(runs)), strict=True):
         run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
-    settings = list(dict.fromkeys(key for run in runs for key in run["settings"]))
+    given = (key for run in runs for key, value in run["settings"].items() if value is not None)
+    settings = list(dict.fromkeys(given))
     template = Path(__file__).parent / "report" / "page.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
@@ -125,7 +127,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_verdict(path: Path) -> dict[str, Any]:
-    """Return the rows of a verdict: its plain values, in the order of the file."""
+    """Return the rows of a verdict: its line first, then its other plain values."""
     try:
         found = read_json(path)
     except OSError as error:
@@ -135,7 +137,8 @@ def _read_verdict(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
     plain = str | int | float | bool
-    rows = [(key, _shown(value)) for key, value in found.items() if isinstance(value, plain)]
+    keys = sorted(found, key=lambda key: key != "line")
+    rows = [(key, _shown(found[key])) for key in keys if isinstance(found[key], plain)]
     return {"name": path.name, "rows": rows}
 
 
@@ -168,7 +171,8 @@ def _plot(runs: list[dict[str, Any]], field: str, words: tuple[str, str]) -> dic
 
 def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
     """Return the points of a curve, thinned to a number that a browser draws at once."""
-    points = [(it["window"], it[field]) for it in records if it.get(field) is not None]
+    unit = 2**20 if field == "memory" else 1
+    points = [(it["window"], it[field] / unit) for it in records if it.get(field) is not None]
     step = -(-len(points) // _MOST_POINTS) or 1
     points = [*points[::step], *points[-1:]] if step > 1 else points
     return {"x": [x for x, _ in points], "y": [y for _, y in points]}
@@ -186,7 +190,7 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         "first loss": [run["records"][0].get("loss") if run["records"] else None for run in runs],
         "last loss": [last(run, "loss") for run in runs],
         "held-out loss": [last(run, "validation_loss") for run in runs],
-        "peak memory, bytes": [last(run, "memory") for run in runs],
+        "peak memory": [_size(last(run, "memory")) for run in runs],
         "seconds": [
             round(sum(record.get("seconds") or 0.0 for record in run["records"]), 1) for run in runs
         ],
@@ -199,6 +203,10 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         for name, values in rows.items()
         if any(value is not None for value in values)
     ]
+
+
+def _size(number: int | None) -> str | None:
+    return None if number is None else bytes_said(number)
 
 
 def _shown(value: Any) -> str:

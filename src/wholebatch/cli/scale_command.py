@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from wholebatch.cli.command_options import (
     whole_number,
     with_commas,
 )
-from wholebatch.cli.report.terminal_output import console_of, fitting, plain_table, say
+from wholebatch.cli.report.terminal_output import console_of, plain_table, say
 from wholebatch.errors import OptionError
 from wholebatch.tune import batch_scaling as scaling
 
@@ -33,6 +34,26 @@ _SOURCE = {
     "sqrt": "Krizhevsky 2014; Malladi et al. 2022, Adam",
     "none": "unchanged",
 }
+
+
+def _warmup_of(text: str, label: str) -> tuple[int, bool]:
+    """Return a number of updates, or of epochs and True."""
+    amount = re.fullmatch(r"(\d{1,18})(ep)?", text.strip())
+    if amount is None:
+        raise OptionError(f"{label} {text}: must be a number of updates (500) or epochs (5ep)")
+    return int(amount[1]), amount[2] is not None
+
+
+def _pair(text: str, label: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
+    except ValueError:
+        raise OptionError(
+            f"{label} {text}: must be two numbers, at least 0 and below 1, such as 0.9,0.95"
+        ) from None
+    return first, second
 
 
 @dataclass(frozen=True)
@@ -64,10 +85,20 @@ class ScaleOptions:
         _FOLLOWS,
         default=None,
     )
-    warmup: str | None = _follower(
-        None, "N|Nep", "Warm-up at --base-batch, in updates (500) or epochs (5ep, needs --samples)."
+    warmup: tuple[int, bool] | None = _follower(
+        None,
+        "N|Nep",
+        "Warm-up at --base-batch, in updates (500) or epochs (5ep, needs --samples).",
+        typed=str | None,
+        check=_warmup_of,
     )
-    betas: str | None = _follower(None, "B1,B2", "Adam's betas at --base-batch, such as 0.9,0.95.")
+    betas: tuple[float, float] | None = _follower(
+        None,
+        "B1,B2",
+        "Adam's betas at --base-batch, such as 0.9,0.95.",
+        typed=str | None,
+        check=_pair,
+    )
     weight_decay: float | None = _follower(
         None, "DECAY", "AdamW's weight decay at --base-batch.", check=positive_number
     )
@@ -140,7 +171,7 @@ def _follows(options: ScaleOptions, batch: int | None) -> Iterator[_Follower]:
     if options.warmup is not None:
         yield _warmup(options.warmup, samples, base, batch)
     if options.betas is not None:
-        yield _betas(_pair(options.betas), base, batch)
+        yield _betas(options.betas, base, batch)
     if options.weight_decay is not None:
         yield _weight_decay(options.weight_decay, rule, base, batch)
 
@@ -179,15 +210,13 @@ def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
     return _Follower("lr", value, "learning rate", line)
 
 
-def _warmup(text: str, samples: int | None, base: int, batch: int) -> _Follower:
-    amount = scaling.parse_amount(text, f"--warmup {text}")
-    if amount.by == "tokens" or (amount.by == "epochs" and samples is None):
-        raise OptionError(f"--warmup {text}: must be updates, or epochs beside --samples")
-    at_base = amount.number
-    if amount.by == "epochs":
-        assert samples is not None
-        at_base = scaling.epochs_in_updates(amount.number, samples=samples, batch=base)
-        same = scaling.epochs_in_updates(amount.number, samples=samples, batch=batch)
+def _warmup(amount: tuple[int, bool], samples: int | None, base: int, batch: int) -> _Follower:
+    at_base, in_epochs = amount
+    if in_epochs:
+        if samples is None:
+            raise OptionError(f"--warmup {at_base}ep: give --samples too, those of an epoch")
+        same = scaling.epochs_in_updates(at_base, samples=samples, batch=batch)
+        at_base = scaling.epochs_in_updates(at_base, samples=samples, batch=base)
     else:
         same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
     ratio = scaling.scale_warmup(at_base, base_batch=base, batch=batch, keep="ratio")
@@ -220,31 +249,19 @@ def _weight_decay(decay: float, rule: str, base: int, batch: int) -> _Follower:
     return _Follower("weight_decay", value, "weight decay", line)
 
 
-def _pair(text: str) -> tuple[float, float]:
-    try:
-        first, second = (float(part) for part in text.split(","))
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ValueError
-    except ValueError:
-        raise OptionError(
-            f"--betas {text}: must be two numbers, at least 0 and below 1, such as 0.9,0.95"
-        ) from None
-    return first, second
-
-
 def _show(table: list[scaling.Arithmetic], follows: list[_Follower], asked: int | None) -> None:
     console = console_of()
     names = (">ranks", ">batch", ">micro-batch", ">steps", ">per rank")
-    grid = plain_table(*names, "~micro-batch × steps × ranks", padding=(0, 2, 0, 0))
+    grid = plain_table(*names, "micro-batch × steps × ranks", padding=(0, 2, 0, 0))
     for one in table:
         shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
         numbers = (one.ranks, one.global_batch, one.micro_batch, one.steps)
         grid.add_row(*map(str, numbers), shares, str(one))
-    console.print(fitting(grid, console.width), highlight=False)
+    console.print(grid, highlight=False)
     if asked is not None and any(one.steps < asked for one in table):
         say(console, f"note: --steps {asked}: rows with fewer steps already hold the whole batch")
     if follows:
-        rows = plain_table("", "~", show_header=False, padding=(0, 2, 0, 0))
+        rows = plain_table("", "", show_header=False, padding=(0, 2, 0, 0))
         for follower in follows:
             rows.add_row(follower.label, escape(follower.line))
-        console.print(fitting(rows, console.width), highlight=False)
+        console.print(rows, highlight=False)

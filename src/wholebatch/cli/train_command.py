@@ -282,7 +282,7 @@ Rows = list[tuple[str, str]]
 def _notes(
     run: TrainingRun, given: Given, loaded: Loaded | None, stored: dict[str, Any] | None
 ) -> Iterator[str]:
-    """Yield a note for each thing that the user may not expect."""
+    """Yield notes on settings that the user may not expect."""
     for _, why in loaded.damaged if loaded is not None else ():
         assert loaded is not None
         yield f"{why}; going back to {loaded.path.name}"

@@ -48,7 +48,7 @@ class TrainingLoop:
     _skipped_in_a_row: int = 0
 
     def updates(self) -> None:
-        """Make the updates; the last thing that is written is a checkpoint."""
+        """Make the updates, and write a checkpoint at the end."""
         run, config = self.run, self.run.config
         if self.metrics is not None and self.metrics.first is not None:
             self.first_loss = self.metrics.first["loss"]

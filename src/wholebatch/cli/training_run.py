@@ -69,7 +69,7 @@ class TrainingRun:
         }
 
     def restore(self, loaded: Loaded) -> None:
-        """Go on from a checkpoint; a StateError says if it does not belong to this recipe."""
+        """Resume from a checkpoint; raise a StateError if it does not belong to this recipe."""
         state, path = loaded.state, loaded.path
         missing = {"model", "optimizer", "data", "ranks"} - state.keys()
         if missing:

@@ -23,7 +23,6 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
-    fitting,
     plain_table,
     say,
     say_command,
@@ -124,7 +123,7 @@ def tune(options: TuneOptions) -> None:
     """Find the fastest settings for a batch here, or a learning rate.
 
     Measures micro-batch sizes, precisions, checkpointing and ways to run, and says if accumulation
-    is worth its time. Nothing is saved but what is printed.
+    is worth its time. Nothing is saved.
     """
     console = console_of(stderr=options.as_json)
     with Spinner(console) as doing:
@@ -201,7 +200,7 @@ def _tune(
 def _show(console: Console, tuned: Tuned, name: str) -> None:
     """Print what was tried and the recommendation."""
     say(console, f"{name}: batch of {tuned.batch_size} on {tuned.device}", style="bold")
-    table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "~")
+    table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "")
     for trial in tuned.trials:
         measured = trial.seconds is not None
         table.add_row(
@@ -212,7 +211,7 @@ def _show(console: Console, tuned: Tuned, name: str) -> None:
             "recommended" if trial is tuned.best else trial.why,
             style="bold green" if trial is tuned.best else "",
         )
-    console.print(fitting(table, console.width), highlight=False)
+    console.print(table, highlight=False)
     head, *more = tuned.advice
     say(console, head, style="bold green")
     for line in more:

@@ -123,7 +123,7 @@ def verify(options: VerifyOptions) -> int:
 
 
 def _kind_of(what: str | None) -> str:
-    """Return what is to be verified: a recipe, a function or a script.
+    """Return the kind of the target: a recipe, a function or a script.
 
     A Python file is a recipe if it has `model()` and `loss()`, and a script otherwise.
     """
@@ -232,8 +232,8 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
 def _watch_script(script: Path, options: VerifyOptions) -> int:
     """Run a training script as it is, and show the verdict on its first epoch.
 
-    Status 3 if the script itself fails, unless a mistake was found before. Of several ranks the
-    first one tells: torchrun ends all ranks once one has another status than 0.
+    Status 3 if the script itself fails, unless a mistake was found before. On several ranks, only
+    the first one reports: torchrun ends all ranks when one exits with a status other than 0.
     """
     import runpy
 

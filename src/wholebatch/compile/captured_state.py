@@ -1,10 +1,10 @@
 """The Python state that a traced graph depends on: read values must stay, writes are refused.
 
-Tracing runs the Python of the model and of the loss function once and bakes every value it meets
-into the graph. Afterwards that Python does not run again. So the values in sight (an annealed
-weight, `training`, a global number) are compared again at every window, and if one has changed, the
-graph is made again. Its changes (a list that grows, a counter) would happen only once: they are
-undone, and refused.
+Tracing runs the Python of the model and of the loss function once, and every value it reads becomes
+a constant of the graph. That Python does not run again. So the values in sight (an annealed weight,
+`training`, a global number) are compared at every window, and if one has changed, the graph is
+traced again. Writes (a list that grows, a counter) would happen only once: they are undone, and
+refused.
 
 In sight are the attributes of modules, closures, defaults, the globals that the code names, the
 attributes of objects among these, and what containers hold. A value from elsewhere (a class, an
@@ -429,7 +429,7 @@ class Fingerprint:
 
 
 class LookAgain:
-    """Say when to look at a model and its loss again: when what they read has changed.
+    """Decide when to check a model and its loss again: when a value that they read has changed.
 
     A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4, 8,
     ... windows.

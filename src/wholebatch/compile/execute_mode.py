@@ -1,8 +1,8 @@
 """The mode in which micro-steps execute: the option, when to compile, and the messages.
 
-Nobody knows how many steps are to come. So "auto" spends on preparation as much time as the run has
-already taken, and is never much slower than twice the best choice. It traces after a few seconds,
-and replays the graph as traced while a thread compiles it.
+The number of steps to come is not known. So "auto" spends as much time on preparation as the run
+has already taken, and is never much slower than twice the best choice. It traces after a few
+seconds, and replays the graph as traced while a thread compiles it.
 """
 
 from __future__ import annotations

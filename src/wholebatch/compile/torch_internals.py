@@ -1,7 +1,10 @@
-"""Private parts of torch that the engine uses: what each is for, and what happens without it.
+"""Private parts of torch that are used here: what each is for, and what happens without it.
+
+`INTERNALS` are those of the engine, `WINDOW_INTERNALS` those of the window and of the classes for
+DDP, FSDP2 and DeepSpeed, where torch has no public function for the purpose.
 
 `missing()` tries each. A test runs it, so that a new torch fails with a sentence. Another reads
-the engine's code: a private name of torch that is not here fails it. (Operations of a traced graph,
+the code: a private name of torch that is not here fails it. (Operations of a traced graph,
 `aten._to_copy` and the like, are not counted.) Wherever a trace or a compilation fails for another
 reason, micro-steps run eagerly, with a warning that says why.
 """
@@ -98,10 +101,69 @@ INTERNALS = (
     ),
 )
 
+_TEST = "an error in tests"
+WINDOW_INTERNALS = (
+    Internal("torch", "Tensor._version", "finds writes into an open window", _TEST),
+    Internal(
+        "torch",
+        "Tensor._backward_hooks",
+        "hooks on parameters see the whole gradient, once",
+        "they would run on each micro-batch",
+        ("_backward_hooks", "_post_accumulate_grad_hooks"),
+    ),
+    Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
+    Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
+    Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
+    Internal(
+        "torch.nn",
+        "Module._apply",
+        "state that a forward changes is put back; finds hooks of engines",
+        _TEST,
+        ("_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks"),
+    ),
+    Internal(
+        "torch.optim.optimizer",
+        "_global_optimizer_pre_hooks",
+        "an optimizer steps before the norm is read only if no hook looks at it",
+        _TEST,
+        (
+            "_global_optimizer_post_hooks",
+            "_optimizer_step_pre_hooks",
+            "_optimizer_step_post_hooks",
+        ),
+    ),
+    Internal("torch._C", "_are_functorch_transforms_active", "no checks inside vmap", "no checks"),
+    Internal("torch._C", "_current_graph_task_id", "tells a recomputed forward", _TEST),
+    Internal("torch._C", "_len_torch_dispatch_stack", "tells a trace of a DDP model", _TEST),
+    Internal(
+        "torch.utils._python_dispatch",
+        "_disable_current_modes",
+        "tries an optimizer on real numbers while memory is predicted",
+        _TEST,
+    ),
+    Internal("torch._subclasses.fake_tensor", "FakeTensor", "slices join a traced graph", _TEST),
+    Internal("torch.utils._pytree", "tree_leaves", "the tensors of a stage's inputs", _TEST),
+    Internal(
+        "torch.distributed.fsdp",
+        "FSDPModule._get_fsdp_state",
+        "the mesh of the data-parallel ranks, and a divisor that the user has set",
+        "FSDP2 fails",
+        ("_fsdp_param_group",),
+    ),
+    Internal(
+        "torch.distributed.distributed_c10d",
+        "_set_pg_timeout",
+        "a rank that hangs ends the job soon",
+        "the timeout stays as it was given",
+        ("_get_default_store", "_comm_hooks"),
+    ),
+)
+"""DeepSpeed's `engine._config._param_dict` tells if the user has set a clipping of its own."""
+
 
 def missing() -> list[Internal]:
     """Return the parts that this torch does not have."""
-    return [one for one in INTERNALS if not _is_there(one)]
+    return [one for one in (*INTERNALS, *WINDOW_INTERNALS) if not _is_there(one)]
 
 
 def _is_there(internal: Internal) -> bool:

@@ -1,7 +1,7 @@
 """Name the reason why the loss of some samples is not that of their parts, and what to do.
 
-The numbers of a few runs tell a mean from a sum, units that do not add up, and a gradient that a
-hook changes. A layer that lets samples act on each other is found by changing one sample.
+A few runs show if a mean was given as a sum, if units do not add up, and if a hook changes the
+gradient. A layer in which samples act on each other is found by changing one sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GROUPS = (
     "If every k neighbouring samples belong together (pairs, groups), make the micro-batch a "
     "multiple of k samples (in a trainer: at least 2 * k)"
 )
-_LOSS = "(the loss function)"
+_LOSS = "the loss function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AuditFinding:
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.name or '(the model itself)'} ({self.type}): {self.advice}"
+        return f"{self.name or 'the model itself'} ({self.type}): {self.advice}"
 
 
 # --------------------------------------------------------------------- the loss

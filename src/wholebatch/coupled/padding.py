@@ -39,9 +39,10 @@ def check_padding(
 ) -> bool:
     """Refuse if sequences have another loss in one row, or without their padding; True if tried.
 
-    A model that reads its positions attends within a sequence alone. One that does not lets
-    sequences of a row see each other, and trains on all the same. A mean over the width of the
-    batch, a pool over it and targets beyond the mask do not bear that padding is trimmed.
+    A model that reads `position_ids` attends only within a sequence. In another model, the
+    sequences of a row see each other without any error. Padding must not be trimmed if the loss is
+    a mean over the width of the batch, if the model pools over it, or if targets lie beyond the
+    mask.
 
     `run(micro)` returns the loss of a micro-batch. It runs without dropout; `models` are left as
     they were.

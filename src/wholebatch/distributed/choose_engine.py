@@ -83,7 +83,7 @@ _WRAPPED = (
 
 
 def warn_alone(ranks: int, instead: str = _WRAPPED) -> None:
-    """Warn of a plain model on several ranks: nobody reduces its gradients."""
+    """Warn of a plain model on several ranks, where nothing reduces its gradients."""
     if ranks > 1:
         _log.warning(
             "a plain model in a job of %d ranks: nothing reduces its gradients, so each rank "

@@ -79,7 +79,7 @@ class DeepSpeed(Sync):
         _check(engine)
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
-        self._offloads = _is_on(engine._config.zero_config.offload_optimizer)
+        self._offloads = _is_on(engine.zero_offload_optimizer())
         self._check_sync(sync)
         self._device = next(engine.module.parameters()).device
         self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
@@ -90,7 +90,6 @@ class DeepSpeed(Sync):
         self.owns_hooks = self._stage > 0
         # The engine would clip the undivided batch too; its default is 1.0.
         self.clip_norm = float(engine.gradient_clipping()) or None
-        self._found = engine._is_gradient_accumulation_boundary
         self._failed = False
         self._order: BackwardOrder | None = None
         if self._stage >= 2:
@@ -254,23 +253,26 @@ class DeepSpeed(Sync):
                 optimizer.all_grad_tensors[index] = None
 
     def restore(self) -> None:
+        """Let the engine count its own accumulation steps again."""
         super().restore()
-        self._engine._is_gradient_accumulation_boundary = self._found
+        self._engine.set_gradient_accumulation_boundary(None)
 
 
 @contextmanager
 def _without_own_clipping(engine: Any) -> Iterator[None]:
     """Switch the engine's clipping off: the window has clipped the normalised gradients."""
-    is_plain = engine.zero_optimization_stage() == 0
-    owner, name = (
-        (engine._config, "gradient_clipping") if is_plain else (engine.optimizer, "clip_grad")
-    )
-    before = getattr(owner, name)
-    setattr(owner, name, 0.0)
+    if engine.zero_optimization_stage() == 0:
+        engine.gradient_clipping = lambda: 0.0  # in place of the method
+        try:
+            yield
+        finally:
+            del engine.gradient_clipping
+        return
+    before, engine.optimizer.clip_grad = engine.optimizer.clip_grad, 0.0
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        engine.optimizer.clip_grad = before
 
 
 def _groups(engine: Any) -> list[list[nn.Parameter]]:
@@ -291,9 +293,8 @@ def _groups(engine: Any) -> list[list[nn.Parameter]]:
 
 def _check(engine: Any) -> None:
     """Refuse settings that are not shown to be exact, by their name."""
-    config, stage = engine._config, engine.zero_optimization_stage()
-    zero, is_bf16 = config.zero_config, engine.bfloat16_enabled()
-    offloads = (zero.offload_optimizer, zero.offload_param)
+    stage, is_bf16 = engine.zero_optimization_stage(), engine.bfloat16_enabled()
+    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
     clash = {
         "pipeline parallelism (PipelineModule)": getattr(engine, "pipeline_parallelism", False),
         "fp16": engine.fp16_enabled(),
@@ -308,9 +309,9 @@ def _check(engine: Any) -> None:
         "offload to nvme": any("nvme" in str(one and one.device) for one in offloads),
         "offload_param without offload_optimizer": _is_on(offloads[1]) and not _is_on(offloads[0]),
         "overlap_comm beside ZeRO 1": stage == 1 and engine.zero_overlap_comm(),
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zenflow": zero.zenflow is not None,
+        "zero_quantized_gradients": engine.zero_quantized_gradients(),
+        "zero_quantized_weights": engine.zero_quantized_weights(),
+        "zenflow": engine.zenflow_config() is not None,
         "mixture-of-experts layers": engine.has_moe_layers,
         "sparse embeddings": any(getattr(m, "sparse", False) for m in engine.module.modules()),
         "deepcompile": engine.is_deepcompile_enabled(),

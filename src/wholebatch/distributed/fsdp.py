@@ -55,9 +55,13 @@ class Sharded(Sync):
         self._is_hybrid = mesh.ndim == 2
         if self._is_hybrid:
             self.replicas = Group(groups[:1], torch.device(mesh.device_type), rank=dist.get_rank())
-        self._found = [_switches(module) for module in self._modules]
         self._gathers_once = sync == "gathered"
-        self._forward_meshes: list[tuple[Any, Any]] = []  # of the groups that stay gathered
+        if self._gathers_once and not hasattr(FSDPModule, "set_reshard_after_forward"):
+            raise UnsupportedError(
+                f'sync="gathered" with torch {torch.__version__}: FSDP2 has '
+                'set_reshard_after_forward from torch 2.8 on; use a newer torch, or sync="hold"'
+            )
+        self._is_gathered = False  # True while parameters stay whole
         self._sums_every = sync == "every"
         self._log_policy()
 
@@ -73,17 +77,12 @@ class Sharded(Sync):
             _log.info("sync %s", policy)
 
     def before_forwards(self) -> None:
-        if not self._gathers_once or self._forward_meshes:
+        if not self._gathers_once or self._is_gathered:
             return
+        self._is_gathered = True
         for module in self._modules:
-            state, group = module._get_fsdp_state(), _param_group(module)
+            module.set_reshard_after_forward(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
-            if group is not None:
-                # The root's first forward would choose this, and is not to find another choice.
-                is_root = module is self._modules[0] and state._auto_reshard_after_forward
-                mesh = None if is_root else group.post_forward_mesh_info
-                self._forward_meshes.append((group, mesh))
-                group.post_forward_mesh_info = None  # nothing is sharded again after a forward
 
     def begin(self, parameters: Parameters) -> None:
         super().begin(parameters)
@@ -106,27 +105,30 @@ class Sharded(Sync):
         return norm_over_meshes(gradients)
 
     def _free_gathered(self) -> None:
-        """Shard the parameters again, if a window has left them whole, as they would be."""
-        for group, mesh in self._forward_meshes:
-            group.post_forward_mesh_info = mesh
-        self._forward_meshes = []
-        for module in self._modules:
-            module.set_reshard_after_backward(True, recurse=False)
-            module.reshard()
+        """Shard the parameters again, and let forwards and backwards do so, as is the default.
+
+        FSDP2 does not tell what was set before. By default the root alone stays whole after its
+        forward.
+        """
+        if self._is_gathered:
+            self._is_gathered = False
+            for place, module in enumerate(self._modules):
+                module.set_reshard_after_forward(place > 0, recurse=False)
+                module.set_reshard_after_backward(True, recurse=False)
+                module.reshard()
 
     def discard(self) -> None:
         super().discard()
-        if self._forward_meshes:
-            self._free_gathered()
+        self._free_gathered()
 
     def restore(self) -> None:
+        """Switch reductions on again, as is the default: FSDP2 does not tell what was set."""
         super().restore()
-        if self._forward_meshes:
-            self._free_gathered()
-        for module, (gradient_sync, all_reduce) in zip(self._modules, self._found, strict=True):
-            module.set_requires_gradient_sync(gradient_sync, recurse=False)
+        self._free_gathered()
+        for module in self._modules:
+            module.set_requires_gradient_sync(True, recurse=False)
             if self._is_hybrid:
-                module.set_requires_all_reduce(all_reduce, recurse=False)
+                module.set_requires_all_reduce(True, recurse=False)
 
 
 def check_dtypes(model: nn.Module) -> None:
@@ -154,11 +156,3 @@ def _divisor(modules: Sequence[FSDPModule], ranks: int) -> float:
         if factor is not None:
             return float(factor)
     return float(ranks)
-
-
-def _switches(module: FSDPModule) -> tuple[bool, bool]:
-    """Return the module's present settings: gradient sync, and all-reduce between replicas."""
-    group = _param_group(module)
-    if group is None:
-        return True, True
-    return bool(group.reduce_grads), bool(group.all_reduce_grads)

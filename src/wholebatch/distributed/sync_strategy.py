@@ -167,7 +167,7 @@ class Sync(ABC):
         return groups
 
     def after_update(self) -> None:
-        """Bring the buffers of all ranks into line after an update."""
+        """Synchronise the buffers of all ranks after an update."""
         return
 
     def discard(self) -> None:

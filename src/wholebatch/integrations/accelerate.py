@@ -107,7 +107,7 @@ class AccelerateAccumulator(HandedOver):
         return bool(self._accelerator.sync_gradients)
 
     def _refuse_loop_without_accumulate(self) -> None:
-        """Refuse windows of one micro-batch because nobody counts the micro-batches."""
+        """Refuse a loop without `accelerator.accumulate()`, which counts the micro-batches."""
         accelerator, micro_step = self._accelerator, self._accelerator.step
         moved = micro_step != self._micro_step
         self._micro_step = micro_step

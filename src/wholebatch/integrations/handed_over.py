@@ -43,9 +43,6 @@ class LibraryScale(LossScale):
         """Return the scale; the library's unscaling needs a scaler that has scaled something."""
         return float(self.scaler.scale(torch.ones((), device=self._device)))
 
-    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        return False
-
     def update(self, *, finite: bool) -> None:
         return
 
@@ -62,7 +59,7 @@ class HandedOver(Accumulator):
     are those of `Accumulator`.
     """
 
-    by = "the loop until the window is complete"
+    _written_by = "the loop until the window is complete"
     closes_by: ClassVar[str] = "windows.flush()"
     """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .check_files import Finding, check_source, lint_files
 from .lint_settings import SettingsError, load_settings
@@ -40,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lint(given: argparse.Namespace) -> int:
-    if "" in given.paths:
-        raise SettingsError('PATH "": is empty; give a value (a variable that is not set?)')
+    for name, values in (("PATH", given.paths), ("--exclude", given.exclude)):
+        if "" in values:
+            raise SettingsError(f'{name} "": is empty; give a value (a variable that is not set?)')
     settings = load_settings(
         Path.cwd(), select=given.select, ignore=given.ignore, exclude=given.exclude
     )
@@ -77,10 +79,19 @@ def _explanation(code: str) -> str:
     raise SettingsError(f"--explain {code}: no such rule; rules are {codes}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        message = message.replace("ignored explicit argument", "takes no value, but was given")
+        self.exit(USAGE, f"error: {message} (see --help)\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="wholebatch lint",
-        description="Find mistakes of gradient accumulation in training scripts and notebooks. "
+        description="Find mistakes in gradient accumulation in training scripts and notebooks. "
         "The code is read, never imported or run.",
         epilog="Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.",
         allow_abbrev=False,

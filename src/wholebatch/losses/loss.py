@@ -1,8 +1,7 @@
 """The loss contract: a sum, and the units that it is a sum over.
 
-A mean of means is only the mean when every part is equally large. So a loss function here says
-two things, the *total* and the *units*, and the one division by all units of the window is made
-once, at its close:
+A mean of means is the mean only if all parts have the same size. So a loss function returns two
+things, the *total* and the *units*, and the window divides once, by all its units, at its close:
 
     gradient of the window = sum over micro-batches of d(total) / sum over micro-batches of units
 
@@ -255,9 +254,8 @@ def is_known_to_be_zero(units: Units) -> bool:
 def _nothing(mean: Tensor) -> Tensor:
     """Return zero, with gradients of zero.
 
-    A mean over nothing was divided by zero, and so would a gradient of zero be on its way back.
-    The division is among the last operations: what those give back is zero here, whatever they
-    compute.
+    A mean over nothing was divided by zero, and its backward would divide a zero gradient by zero
+    again. The division is among the last operations, so their gradients are replaced by zero here.
     """
     nodes = [mean.grad_fn]
     for node in nodes:  # grows on the way

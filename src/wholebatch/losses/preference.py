@@ -78,7 +78,7 @@ def ipo_loss(
 ) -> Loss:
     """Return (Δ - 1/(2β))², summed over pairs.
 
-    Give means over tokens, as TRL and the authors' results have it, or sums, as the paper writes.
+    Pass means over tokens, as TRL and the authors' code do, or sums, as in the paper.
 
     Args:
         chosen: Log probabilities of the preferred answers, one per pair.
@@ -113,8 +113,9 @@ def orpo_loss(
 
     Give means over tokens. The odds-ratio loss is -log sigmoid(log odds(chosen) - log
     odds(rejected)), with odds(p) = p / (1 - p), over pairs. The likelihood is a mean over pairs of
-    means over tokens, as in the paper. With `tokens`, how many each chosen answer has, it is a mean
-    over all tokens, as in TRL: then the two terms, "nll" and "odds", have units of their own.
+    means over tokens, as in the paper. With `tokens`, the number of tokens of each chosen answer,
+    it is a mean over all tokens, as in TRL. The two terms, "nll" and "odds", then have different
+    units.
 
     Args:
         chosen: Log probabilities of the preferred answers, one per pair.

@@ -21,7 +21,7 @@ _OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictiona
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the tokens whose logits are made at once: 256 MiB of them at most."""
+    """Return the number of tokens per slice, so that its logits take at most 256 MiB."""
     return max(1024, _AT_ONCE // vocabulary // 128 * 128)
 
 

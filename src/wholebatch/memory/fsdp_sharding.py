@@ -96,17 +96,3 @@ def shard(
         for original, fake in parameters.items()
         if id(fake) in names
     }
-
-
-def gathered(model: nn.Module) -> list[torch.Tensor]:
-    """Return a sharded model's whole parameters after a run; between forwards they are empty."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found = []
-    for module in model.modules():
-        group = (
-            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        )
-        for parameter in [] if group is None else group.fsdp_params:
-            found += [parameter._unsharded_param, *parameter.all_gather_outputs]
-    return found

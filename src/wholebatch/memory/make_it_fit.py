@@ -41,12 +41,12 @@ def ladder(
     optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
     device: torch.device | str | None = None,
-    lowers: bool = True,
     sharding: Sharding | None = None,
+    as_is: Prediction | None = None,
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
-    With `lowers=False` the precision stays as it is. `sharding` is the model's current sharding.
+    `sharding` is the model's current sharding, `as_is` a prediction that was already made.
     """
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     blocks = blocks_to_checkpoint(model)
@@ -58,9 +58,9 @@ def ladder(
     def fits(found: Prediction) -> bool:
         return found.needed(predictor.device) <= budget
 
-    best = as_is = predict(precision)
+    best = as_is = as_is or predict(precision)
     rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
-    lower = next(iter(lower_precisions(model, precision)), None) if lowers else None
+    lower = next(iter(lower_precisions(model, precision)), None)
     if lower is not None:
         best = predict(lower)
         rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))

@@ -74,6 +74,8 @@ class StorageLedger:
         self._peak_at = 0
         # Alive at the peak and freed since. They are needed to split the peak by category.
         self._dead_since_peak: list[Record] = []
+        self._resizable: dict[int, torch.UntypedStorage] = {}
+        self._filled: dict[int, torch.UntypedStorage] = {}  # Those that are not empty now.
 
     def see(self, storage: torch.UntypedStorage, category: str) -> Record:
         """Return the record of a storage; a new storage gets this category."""
@@ -92,6 +94,8 @@ class StorageLedger:
         reference.record = record
         record.ref = reference
         self.live[key] = record
+        if key in self._resizable and record.nbytes:
+            self._filled[key] = storage
         self.largest = max(self.largest, record.nbytes)
         if record.is_given:
             self.given += record.nbytes
@@ -102,11 +106,24 @@ class StorageLedger:
             self._dead_since_peak.clear()
         return record
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Update the size of a storage; ignore one that was never seen."""
-        record = self.live.get(storage_id(storage))
-        if record is not None:
-            self.see(storage, record.category)
+    def watch_resized(self) -> None:
+        """Watch the storages that have been resized since they were first seen.
+
+        FSDP2 empties its gathered parameters by resizing their storages, which is no operation that
+        a dispatch mode sees. They count as parameters from now on.
+        """
+        for key, record in list(self.live.items()):
+            storage = None if record.ref is None else record.ref()
+            if storage is not None and self._rounded(storage.nbytes()) != record.nbytes:
+                self._resizable[key] = storage
+                self.see(storage, record.category).category = "parameters"
+
+    def _see_emptied(self) -> None:
+        """Update the sizes of watched storages that were not empty when last seen."""
+        for key, storage in list(self._filled.items()):
+            self.see(storage, "parameters")
+            if not storage.nbytes():
+                del self._filled[key]
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are alive now."""
@@ -224,18 +241,11 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
             self.mark("parameters", self._model.parameters())
         self._mark_known()
         self._forward_began = self.clock
-        # Report resized storages to the ledger: a resize is not a dispatched operation. FSDP2 frees
-        # its gathered parameters this way.
-        _LEDGERS.append(self)
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _LEDGERS.remove(self)
-        if not _LEDGERS:
-            del torch.UntypedStorage.resize_  # This uncovers the method of the base class.
         self._follow(in_backward=False, recomputing=False)
         self._mark_known()
 
@@ -249,6 +259,7 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         if kwargs:
             self._see(kwargs.values(), "inputs")
         result = self._call(func, args, kwargs)
+        self._see_emptied()
         self._see((result,), "temporaries")
         if self.limit is not None:
             used = self.current - self.given
@@ -310,17 +321,6 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         elif self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 yield from group["params"]
-
-
-_LEDGERS: list[StorageLedger] = []
-"""The ledgers of the active meters."""
-
-
-def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
-    resized = super(torch.UntypedStorage, storage).resize_(size)
-    for ledger in _LEDGERS:
-        ledger.resized(storage)
-    return resized
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:

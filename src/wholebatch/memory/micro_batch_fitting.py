@@ -6,29 +6,40 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered, to_device
-from wholebatch.batch.samples import layout_of, readable_layout
+from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered
+from wholebatch.batch.samples import flatten, layout_of, readable_layout
 from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.make_it_fit import ladder, refusal
-from wholebatch.memory.out_of_memory import Attempt, Recovered, Recovery, within
+from wholebatch.memory.out_of_memory import Attempt, Recovery, within
 from wholebatch.memory.predict import state_bytes
-from wholebatch.memory.trial_step import TrialSteps, held_bytes, measure_step
+from wholebatch.memory.trial_step import held_bytes, measure_step, trial_peak
 from wholebatch.memory.undivided_batch import UndividedBatch
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.window.precision import LossScale
 
 _log = logging.getLogger("wholebatch")
+_FOUND = ("fits", "fitting_bytes", "size")
+_STEPS_BACK = 7 / 8
+"""The share of a size that is tried next if a step of that size was measured to fit."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """One recovery: the samples of the largest micro-batch, before and after."""
+
+    samples: int
+    into: int
 
 
 class Fitting:
@@ -37,9 +48,9 @@ class Fitting:
     `micro_batch="auto"` chooses when the first batch is there: by real steps whose effects are
     undone on CUDA or where a budget was given (`memory="20GiB"`, `0.5`, `"free"`), else it takes
     the whole batch. A window that runs out of memory all the same begins again with smaller
-    micro-batches. If the next one does too, later windows begin with the size that went through:
-    one failure alone may be a long sequence. With `micro_batch=None` each batch is one micro-batch,
-    unless it does not fit.
+    micro-batches, and no later micro-batch has as many bytes as the one that failed: batches of
+    shorter sequences keep their size. With `micro_batch=None` each batch is one micro-batch, unless
+    it does not fit.
     """
 
     def __init__(
@@ -81,25 +92,25 @@ class Fitting:
         self.recovers = not sync.counts_must_agree and (
             sync.ranks == 1 or is_auto or memory is not None
         )
-        self._recovery = Recovery(model, scale=scale, static=layout["static"])
+        self._recovery = Recovery(model, scale=scale)
+        self.recovered: list[Recovered] = []
         self._fits: int | None = None
-        """Samples (or tokens, where those were given) of a micro-batch, as chosen or learned."""
-        self._has_failed = False  # the last window ran out of memory
+        """Samples that "auto" has chosen; or tokens of a micro-batch, once those given failed."""
+        self._fitting_bytes: float | None = None
+        """Bytes that a micro-batch may have, once a larger one has failed."""
+        self._size: int | None = None
+        """Samples of a micro-batch of the last window, where they were chosen or learned."""
         self.said: str | None = None
         """The choice of "auto" and its reason, in two lines; None before it has chosen."""
-        self._split: list[tuple[int, Sequence[int]]] = []  # by identity: no batch is kept alive
+        self._numbers: list[Sequence[int]] = []  # of each micro-batch, its samples' places
         self._ends: list[int] = []  # of each batch that was split last, the samples up to its end
-
-    @property
-    def recovered(self) -> list[Recovered]:
-        return self._recovery.recovered
 
     @property
     def size(self) -> int | None:
         """Samples that were found to fit; None if what was given does, or before "auto" chose."""
         if self._undivided is not None and self._is_undivided():
             return self.samples
-        return None if isinstance(self._micro_batch, Tokens) else self._fits
+        return self._size
 
     def split(self, batch: Any) -> list[Any]:
         """Return the micro-batches of this batch, or of several `Batches`.
@@ -112,21 +123,20 @@ class Fitting:
             return [self._whole(batches)]
         whole = self._joined(batches)
         given = batches if whole is None else (whole,)
-        size = self._chosen_size(given) if self._micro_batch == "auto" else self._fitting_size()
-        split: list[tuple[Any, Sequence[int]]] = []
-        self._ends = []
+        if self._micro_batch == "auto" and self._fits is None:
+            self._fits = self._chosen_size(given)
+        micros: list[Any] = []
+        self._numbers, self._ends = [], []
         for one in given:
             start = self._ends[-1] if self._ends else 0
-            parts = self._parts(one, size)
+            parts = self._parts(one)
             self._ends.append(start + sum(len(numbers) for _, numbers in parts))
-            if start:
-                parts = [(micro, [start + n for n in numbers]) for micro, numbers in parts]
-            split += parts
+            micros += [micro for micro, _ in parts]
+            self._numbers += [[start + n for n in numbers] for _, numbers in parts]
         if whole is not None:
             sizes = (batch_size_of(one, **self._layout) for one in batches)
             self._ends = list(accumulate(sizes))
-        self._split = [(id(micro), numbers) for micro, numbers in split]
-        return [micro for micro, _ in split]
+        return micros
 
     def _whole(self, batches: Sequence[Any]) -> Any:
         """Return the batch, or several as one, for a model that must see all of it at once."""
@@ -139,9 +149,8 @@ class Fitting:
                 "statistics of all of them: pad them to one length, or use "
                 'batchnorm="freeze" or GroupNorm layers'
             )
-        layouts = [readable_layout(one, **self._layout) for one in batches]
-        self._ends = list(accumulate(1 if one is None else one.size for one in layouts))
-        self._split = [(id(whole), range(self._ends[-1]))]
+        self._ends = list(accumulate(map(self._samples_of, batches)))
+        self._numbers = [range(self._ends[-1])]
         if self._undivided is None:
             self._undivided = UndividedBatch(self._model)
             if isinstance(self._micro_batch, int) and self._micro_batch < self._ends[-1]:
@@ -163,9 +172,8 @@ class Fitting:
         while limit is not None or self._device.type == "cuda":
             try:
                 with undivided.running():
-                    micro = to_device(whole, self._device)
                     how: dict[str, Any] = {"precision": self._precision, "limit": limit}
-                    measure_step(self._model, self._loss, micro, micro_batches=1, **how)
+                    measure_step(self._model, self._loss, [whole], **how)
                 break
             except torch.OutOfMemoryError as error:
                 failure = str(error).split("\n")[0]
@@ -187,94 +195,108 @@ class Fitting:
             return None
         return joined(batches, by if isinstance(by, Tokens) else None, **self._layout)
 
-    def _parts(self, batch: Any, size: int | Tokens | None) -> list[tuple[Any, Sequence[int]]]:
+    def _parts(self, batch: Any) -> list[tuple[Any, Sequence[int]]]:
         """Return the micro-batches of one batch, with the places of their samples in it."""
+        size = self._size_for(batch)
         if isinstance(size, int):
             return layout_of(batch, **self._layout).parts(size)
         if size is not None:
             return split_numbered(batch, size, **self._layout)
+        return [(batch, range(self._samples_of(batch)))]
+
+    def _samples_of(self, batch: Any) -> int:
         layout = readable_layout(batch, **self._layout)
-        return [(batch, range(1 if layout is None else layout.size))]
+        return 1 if layout is None else layout.size
+
+    def _size_for(self, batch: Any) -> int | Tokens | None:
+        """Return what was given or chosen, or as much of it as was found to fit."""
+        given = self._micro_batch
+        if isinstance(given, Tokens):
+            return given if self._fits is None else replace(given, budget=self._fits)
+        size = self._fits if isinstance(given, str) else given
+        if self._fitting_bytes is not None:
+            samples = self._samples_of(batch)
+            share = self._fitting_bytes / _bytes_of(batch, samples)
+            most = max(1, int(samples * share + 1e-6))
+            size = most if size is None else min(size, most)
+        if size != given:
+            self._size = size
+        return size
 
     def _chosen_size(self, batches: Sequence[Any]) -> int:
         """Return how many samples "auto" takes; it chooses on the largest batch."""
-        if self._fits is None:
-            largest = self.largest_of(batches)
-            samples = batch_size_of(largest, **self._layout)
-            self._fits = min(self._agreed_choice(largest, samples), samples)
-        return self._fits
+        largest = max(batches, key=lambda batch: batch_size_of(batch, **self._layout))
+        samples = batch_size_of(largest, **self._layout)
+        return min(self._agreed_choice(largest, samples), samples)
 
     def largest_of(self, batches: Sequence[Any]) -> Any:
-        if len(batches) == 1:
-            return batches[0]
-        return max(batches, key=lambda batch: batch_size_of(batch, **self._layout))
-
-    def _fitting_size(self) -> int | Tokens | None:
-        """Return what was given, or as much of it as was found to fit."""
-        given = self._micro_batch
-        assert not isinstance(given, str)
-        if self._fits is None:
-            return given
-        return replace(given, budget=self._fits) if isinstance(given, Tokens) else self._fits
-
-    def _learn(self, recovered: Sequence[Recovered]) -> None:
-        """Begin later windows with what fits, if two windows in a row ran out of memory."""
-        for recovery in recovered:
-            _log.warning(
-                "out of memory: a micro-batch of %d samples was cut into %d, and the window "
-                "started again",
-                recovery.samples,
-                recovery.into,
-            )
-        is_second, self._has_failed = self._has_failed and bool(recovered), bool(recovered)
-        if not is_second:
-            return
-        if isinstance(self._micro_batch, Tokens):
-            now = self._fits or self._micro_batch.budget
-            self._fits, unit = max(1, int(now * _share_left(recovered))), "tokens"
-        else:
-            self._fits, unit = min(recovery.into for recovery in recovered), "samples"
-        _log.warning(
-            "micro_batch=%s does not fit: from now on micro-batches have %d %s",
-            self._micro_batch,
-            self._fits,
-            unit,
-        )
+        """Return the batch with the most samples of those that were split last."""
+        sizes = [end - start for start, end in pairwise([0, *self._ends])]
+        return batches[sizes.index(max(sizes))]
 
     @property
     def samples(self) -> int:
         """Samples in the batch that was split last."""
-        return sum(len(numbers) for _, numbers in self._split)
+        return sum(map(len, self._numbers))
 
-    def numbers_of(self, parts: Sequence[Any]) -> list[list[int]]:
-        """Of each part, its samples' places in the batch that was split last; cut or not."""
-        sizes = {micro: len(numbers) for micro, numbers in self._split}
-        order = [number for _, numbers in self._split for number in numbers]
-        found: list[list[int]] = []
-        start = 0
-        for part in parts:  # a cut leaves the order as it was
-            size = sizes.get(id(part)) or batch_size_of(part, static=self._layout["static"])
-            found.append(order[start : start + size])
-            start += size
-        return found
-
-    def batch_of(self, parts: Sequence[Any]) -> list[int]:
-        """Return the place of each part's batch among those that were split last."""
-        firsts = ([*numbers, 0][0] for numbers in self.numbers_of(parts))  # a filled row has none
+    def batch_of_each(self) -> list[int]:
+        """Return the place of each micro-batch's batch among those that were split last."""
+        firsts = ([*numbers, 0][0] for numbers in self._numbers)  # a filled row has none
         return [bisect_right(self._ends, first) for first in firsts]
 
-    def attempts(self, micros: Sequence[Any], discard: Callable[[], None]) -> Iterator[Attempt]:
-        """Yield attempts at a window until one fits; later windows begin with its sizes."""
+    def attempts(
+        self, batch: Any, micros: Sequence[Any], discard: Callable[[], None]
+    ) -> Iterator[Attempt]:
+        """Yield attempts at the window of this batch until one fits."""
         seen = len(self.recovered)
+
+        def smaller(attempt: Attempt) -> Sequence[Any]:
+            was_measured = self.said is not None and len(self.recovered) == seen
+            return self._smaller(batch, attempt, _STEPS_BACK if was_measured else 1 / 2)
+
         yield from self._recovery.attempts(
-            micros, discard=discard, relieved=self._relieved, inside=self.inside
+            micros, discard=discard, smaller=smaller, inside=self.inside
         )
         is_auto = self._micro_batch == "auto"
         if is_auto and self._device.type == "cuda" and not self._optimizer.state:
             # The first update makes the optimizer's state. In the gaps of the freed activations it
             # would hold on to all of their memory.
             torch.cuda.empty_cache()
-        self._learn(self.recovered[seen:])
+
+    def _smaller(self, batch: Any, attempt: Attempt, share: float) -> Sequence[Any]:
+        """Return the micro-batches of the next attempt, after one that ran out of memory."""
+        failure = attempt.failure or ""
+        if self._frees_memory():
+            return attempt.micros
+        if self._undivided is not None and self._is_undivided():
+            self._undivided.save_memory(failure)
+            return attempt.micros
+        samples = max(map(len, self._numbers))
+        if samples == 1:
+            raise torch.OutOfMemoryError(
+                f"micro-batch {attempt.place + 1} of {len(attempt.micros)} has one sample and does "
+                f"not fit ({failure}); what would make it fit: precision='bf16', activation "
+                "checkpointing (wholebatch.memory.with_checkpoints), shorter samples, or a sharded "
+                "model"
+            )
+        before, micros = self._numbers, attempt.micros
+        largest = max(_bytes_of(*one) for one in zip(micros, map(len, before), strict=True))
+        while self._numbers == before:  # a budget that is a little smaller may change nothing
+            if isinstance(self._micro_batch, Tokens):
+                self._fits = max(1, int((self._fits or self._micro_batch.budget) * share))
+            else:
+                largest = self._fitting_bytes = largest * share
+            micros = self.split(batch)
+        into = max(map(len, self._numbers))
+        self.recovered.append(Recovered(samples, into))
+        _log.warning(
+            "out of memory: micro-batches of %d samples are now of %d at most, and the window "
+            "starts again (%s)",
+            samples,
+            into,
+            failure,
+        )
+        return micros
 
     def may_begin_again(self) -> bool:
         """True if a window that runs out of memory can begin again.
@@ -292,23 +314,16 @@ class Fitting:
         with saving, budget:
             yield
 
-    def _relieved(self, failure: str) -> bool:
-        """Save memory after running out of it; True if the micro-batches can stay as they are."""
-        if self._frees_memory():
-            return True
-        if self._undivided is None or not self._is_undivided():
-            return False
-        self._undivided.save_memory(failure)
-        return True
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the size that was found to fit, and what it was found for."""
-        return {"fits": self._fits, "given": str(self._micro_batch)}
+        """Return the sizes that were found to fit, and what they were found for."""
+        found = {name: getattr(self, f"_{name}") for name in _FOUND}
+        return {"given": str(self._micro_batch), **found}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with that size, unless another `micro_batch` is given now."""
+        """Go on with those sizes, unless another `micro_batch` is given now."""
         if saved["given"] == str(self._micro_batch):
-            self._fits = saved["fits"]
+            for name in _FOUND:
+                setattr(self, f"_{name}", saved[name])
 
     def _bytes(self, memory: Budget) -> int:
         return parse_memory(
@@ -347,19 +362,18 @@ class Fitting:
         if on_cuda:  # in force from here on, for the trial steps too
             within(self._budget, model=self._model)
         on_device = self._optimizer_state == "device"
-        trial = TrialSteps(
-            self._model,
-            self._loss,
-            self._optimizer if on_device else None,
-            self._precision,
-            budget,
-            self._missing_state() if on_device else 0,
-        )
-        static = self._layout["static"]
+        missing = self._missing_state() if on_device else 0
 
         def peak(size: int) -> int | None:
-            micro = resize_batch(batch, size, static=static)
-            return trial.peak(micro, micro_batches=1 if size == samples else 2)
+            return trial_peak(
+                self._model,
+                self._loss,
+                self._trial_window(batch, size, samples),
+                optimizer=self._optimizer if on_device else None,
+                precision=self._precision,
+                budget=budget,
+                missing_state=missing,
+            )
 
         choice = choose_micro_batch(peak, budget=budget, most=samples)
         if choice is None:
@@ -367,6 +381,20 @@ class Fitting:
         self.said = choice.summary()
         _log.info("%s", self.said)
         return choice.micro_batch
+
+    def _trial_window(self, batch: Any, size: int, samples: int) -> list[Any]:
+        """Return micro-batches that need the memory of a window of this size.
+
+        From the second one on there are gradients beside the activations, as in later windows.
+        On CUDA further ones follow, and the smaller last one: each leaves the freed memory in other
+        pieces.
+        """
+        static = self._layout["static"]
+        micro = resize_batch(batch, size, static=static)
+        if self._device.type != "cuda":
+            return [micro, micro]
+        last = resize_batch(batch, samples % size or size, static=static)
+        return [micro, micro, micro, last, micro]
 
     def _missing_state(self) -> int:
         """Return the bytes of optimizer state that the first update will create."""
@@ -394,14 +422,11 @@ class Fitting:
         return refusal(rungs, budget)
 
 
-def _share_left(recovered: Sequence[Recovered]) -> float:
-    """Return the smallest share of its micro-batch that repeated cuts have left."""
-    least = share = 1.0
-    half = 0
-    for recovery in recovered:
-        share = (share if recovery.samples == half else 1.0) * recovery.into / recovery.samples
-        half, least = recovery.into, min(least, share)
-    return least
+def _bytes_of(batch: Any, samples: int) -> float:
+    """Return the bytes of a batch's tensors; its number of samples if it has none."""
+    leaves, _ = flatten(batch)
+    tensors = (leaf.value for leaf in leaves if isinstance(leaf.value, Tensor))
+    return float(sum(tensor.nbytes for tensor in tensors) or samples)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -47,31 +47,32 @@ class PlainWindow:
         self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
 
     def run(self, micros: Sequence[Any]) -> None:
-        self.add_all(micros)
+        self.begin()
+        for place, micro in enumerate(micros):
+            self.add(micro, is_last=place == len(micros) - 1)
+        self.end()
         self.step()
         self.clear()
 
-    def add_all(self, micros: Sequence[Any]) -> None:
-        """Run everything before the optimizer's step."""
+    def begin(self) -> None:
         self._sixteen_bit.begin()
         self._casts.begin()
-        self._add_in_turn(micros)
+
+    def add(self, micro: Any, *, is_last: bool) -> None:
+        """Run the forward and backward of a micro-batch."""
+        totals = self.totals(micro)
+        if self.sharding is not None:
+            model: Any = self.model  # an FSDPModule
+            model.set_requires_gradient_sync(is_last or self.sharding.sync == "every")
+        with self._reducing(self.reduction == "overlap" and is_last, overlap=True):
+            torch.autograd.backward(totals)
+
+    def end(self) -> None:
+        """Run what comes between the last backward and the optimizer's step."""
         with self._reducing(self.reduction == "after", overlap=False):
             pass
         self._casts.end()
         self._sixteen_bit.round_once()
-
-    def _add_in_turn(self, micros: Sequence[Any]) -> None:
-        for place, micro in enumerate(micros):
-            totals = self.totals(micro)
-            is_last = place == len(micros) - 1
-            if self.sharding is not None:
-                model: Any = self.model  # an FSDPModule
-                model.set_requires_gradient_sync(is_last or self.sharding.sync == "every")
-            overlaps = self.reduction == "overlap" and is_last
-            with self._reducing(overlaps, overlap=True):
-                torch.autograd.backward(totals)
-            del totals
 
     def totals(self, micro: Any) -> list[torch.Tensor]:
         """Run a forward; return the totals of its loss."""

@@ -116,6 +116,7 @@ def make_plan(
                 precision=precision,
                 device=predictor.device,
                 sharding=sharding,
+                as_is=made[1],
             )
         largest = 1 if choice is None else choice.micro_batch
         steps = -(-most // largest)

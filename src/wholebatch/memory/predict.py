@@ -35,7 +35,7 @@ from wholebatch.memory.fake_tensors import (
     fake_optimizer,
     run_fake,
 )
-from wholebatch.memory.fsdp_sharding import Sharding, gathered, pretended_ranks, shard
+from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks, shard
 from wholebatch.memory.meter import MemoryMeter, tensors_in
 from wholebatch.memory.plain_window import PlainWindow, Reduction
 from wholebatch.window.forward_state import replaced_attributes
@@ -168,8 +168,7 @@ class Predictor:
                 )
                 if sharding is not None or host:
                     optimizer.state.clear()  # It is that of whole parameters, or on the host.
-            # The third micro-batch starts from the same state as the second.
-            micros = [fake_batch(mode, batch, self._run_on)] * min(micro_batches, 2)
+            micro = fake_batch(mode, batch, self._run_on)
             granule = CUDA_GRANULE if self._on_cuda else 1
             meter = FakeMeter(
                 model=model, optimizer=optimizer, device=self._run_on, granule=granule
@@ -189,7 +188,8 @@ class Predictor:
                 sharding=sharding,
             )
             try:
-                parts, largest = _simulated(window, meter, micros, first or optimizer is None)
+                is_first = first or optimizer is None
+                parts, largest = _simulated(window, meter, micro, micro_batches, is_first)
             except (
                 DataDependentOutputException,
                 DynamicOutputShapeException,
@@ -211,20 +211,28 @@ class Predictor:
 
 
 def _simulated(
-    window: PlainWindow, meter: FakeMeter, micros: list[Any], first: bool
+    window: PlainWindow, meter: FakeMeter, micro: Any, micro_batches: int, first: bool
 ) -> tuple[list[dict[str, int]], int]:
     """Run a window; return the bytes at the peaks of its two halves, and the largest allocation.
 
-    The first update makes the optimizer's state, which exists beside everything from then on. So
-    the forwards and backwards of a later window need what those of the first did, plus the state;
-    its update needs what a second one with the same gradients does.
+    Two micro-batches are enough: the third begins with what the second has found. The first update
+    makes the optimizer's state, which exists beside everything from then on. So the forwards and
+    backwards of a later window need what those of the first did, plus the state; its update needs
+    what a second one with the same gradients does.
     """
-    if window.sharding is not None:  # The first one creates the whole parameters, and buffers.
-        window.add_all(micros[:1])
-        window.model.zero_grad(set_to_none=True)
-        meter.mark("parameters", gathered(window.model))
+    is_single = micro_batches == 1
+    window.begin()
+    if window.sharding is not None:
+        # The first forward creates the whole parameters, which are emptied after each use.
+        window.add(micro, is_last=is_single)
+        if is_single:
+            window.model.zero_grad(set_to_none=True)
+        meter.watch_resized()
         meter.reset_peak()
-    window.add_all(micros)
+    elif not is_single:
+        window.add(micro, is_last=False)
+    window.add(micro, is_last=True)
+    window.end()
     adding, before = meter.peak_by_category, meter.current_by_category[_STATE]
     largest = meter.largest
     if not first:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from wholebatch.window.forward_state import ForwardState
 def measure_step(
     model: torch.nn.Module,
     loss: Callable[[Any, Any], Any],
-    micro: Any,
+    micros: Sequence[Any],
     *,
     precision: str = "full",
-    micro_batches: int = 2,
     limit: int | None = None,
 ) -> int:
-    """Run micro-batches like this one and return the bytes used beyond those already allocated.
+    """Run these micro-batches and return the bytes used beyond those already allocated.
 
     No update is made. Buffers, random generators and gradients are restored. CUDA's allocator gives
     the number; elsewhere the meter does, and more than `limit` bytes raise
@@ -37,19 +35,23 @@ def measure_step(
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    window = PlainWindow(model, loss, precision=precision)
+
+    def loss_on_device(model: torch.nn.Module, micro: Any) -> Any:
+        return loss(model, to_device(micro, device))
+
+    window = PlainWindow(model, loss_on_device, precision=precision)
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             free_caches()
             start = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            window.run([to_device(micro, device)] * micro_batches)
+            window.run(micros)
             torch.cuda.synchronize(device)
             return int(torch.cuda.max_memory_allocated(device)) - start
         with MemoryMeter(model=model, limit=limit) as meter:
             start = meter.current
-            window.run([micro] * micro_batches)
+            window.run(micros)
         return meter.peak - start
     finally:
         for parameter, gradient in gradients:
@@ -58,53 +60,51 @@ def measure_step(
         gc.collect()
 
 
-@dataclass(eq=False)
-class TrialSteps:
-    """Steps of any size, in a device that also holds the optimizer's state.
+def trial_peak(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    micros: Sequence[Any],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    precision: str,
+    budget: int,
+    missing_state: int = 0,
+) -> int | None:
+    """Return the peak bytes of a window of these micro-batches; None if it runs out of memory.
 
-    `missing_state` is what the first update will create, in bytes. On CUDA it is allocated as that
-    update does: in as many pieces, in the gaps that a first backward leaves. As one piece it could
-    fit where the real state does not.
+    `missing_state` is the optimizer's state that the first update will create, in bytes. On CUDA it
+    is allocated as that update does: in as many pieces, in the gaps that a first backward leaves.
+    As one piece it could fit where the real state does not.
     """
+    copies = {id(one): map_tensors(one, torch.clone) for one in micros}  # Views hold the batch.
+    micros = [copies[id(one)] for one in micros]
+    on_cuda = next(model.parameters()).device.type == "cuda"
+    held = held_bytes(model, optimizer) + missing_state
+    limit = None if on_cuda else max(0, budget - missing_state)
+    state: list[Tensor] = []
+    try:
+        if on_cuda and missing_state:
+            measure_step(model, loss, micros[:1], precision=precision)
+            state = state_pieces(list(model.parameters()), missing_state)
+        return held + measure_step(model, loss, micros, precision=precision, limit=limit)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        state.clear()
+        free_caches()
 
-    model: torch.nn.Module
-    loss: Callable[[Any, Any], Any]
-    optimizer: torch.optim.Optimizer | None
-    precision: str
-    budget: int
-    missing_state: int = 0
-    _state: list[Tensor] = field(default_factory=list)
 
-    def peak(self, micro: Any, *, micro_batches: int = 2) -> int | None:
-        """Return the peak bytes of a step with micro-batches like this; None if out of memory."""
-        micro = map_tensors(micro, torch.clone)  # A view would hold the whole batch.
-        on_cuda = next(self.model.parameters()).device.type == "cuda"
-        held = held_bytes(self.model, self.optimizer) + self.missing_state
-        how: dict[str, Any] = {"precision": self.precision}
-        try:
-            if on_cuda and self.missing_state:
-                measure_step(self.model, self.loss, micro, micro_batches=1, **how)
-                self._take_state()
-            if not on_cuda:
-                how["limit"] = max(0, self.budget - self.missing_state)
-            used = measure_step(self.model, self.loss, micro, micro_batches=micro_batches, **how)
-            return held + used
-        except torch.OutOfMemoryError:
-            return None
-        finally:
-            self._state.clear()
-            free_caches()
-
-    def _take_state(self) -> None:
-        """Allocate memory for the optimizer's state, parameter by parameter."""
-        parameters = list(self.model.parameters())
-        share = self.missing_state / max(1, sum(parameter.nbytes for parameter in parameters))
-        for parameter in parameters:
-            left = int(parameter.nbytes * share)
-            while left > 0:
-                piece = min(left, parameter.nbytes)
-                self._state.append(torch.empty(piece, dtype=torch.uint8, device=parameter.device))
-                left -= piece
+def state_pieces(parameters: Sequence[Tensor], nbytes: int) -> list[Tensor]:
+    """Allocate memory for an optimizer's state, parameter by parameter."""
+    pieces: list[Tensor] = []
+    share = nbytes / max(1, sum(parameter.nbytes for parameter in parameters))
+    for parameter in parameters:
+        left = int(parameter.nbytes * share)
+        while left > 0:
+            piece = min(left, parameter.nbytes)
+            pieces.append(torch.empty(piece, dtype=torch.uint8, device=parameter.device))
+            left -= piece
+    return pieces
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

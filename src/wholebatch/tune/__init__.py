@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from wholebatch.tune.tuning import Tuned as Tuned
     from wholebatch.tune.tuning import tune as tune
 
-_HOMES = {
-    "RangeTest": "learning_rate",
-    "Setting": "tuning",
-    "Task": "task",
-    "Trial": "tuning",
-    "Tuned": "tuning",
-    "range_test": "learning_rate",
-    "tune": "tuning",
-}
+_HOMES = dict.fromkeys(("Setting", "Trial", "Tuned", "tune"), "tuning")
+_HOMES |= {"RangeTest": "learning_rate", "range_test": "learning_rate", "Task": "task"}
 
 if not TYPE_CHECKING:  # a type checker that saw this would believe any name exists
 

@@ -11,6 +11,7 @@ import gc
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -73,7 +74,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a setting. `status` is "measured", "skipped" or "failed"; `why` says why."""
+    """The result of a setting; `why` says why it is not "measured".
+
+    `status` is "measured", "skipped", "failed", or "not reached" in the time given.
+    """
 
     setting: Setting
     steps: int
@@ -145,6 +149,14 @@ class Tuned:
             lines = [f"{best.steps} steps of {best.setting}, {speed}"]
             whole = [t for t in self.trials if t.steps == 1]
             lines += [f"undivided ({t.setting}): {_beside(t, best)}" for t in whole[:1]]
+        found = Counter(trial.status for trial in self.trials)
+        if found["not reached"]:
+            tried = found["measured"] + found["failed"]
+            of = f"{tried} of {tried + found['not reached']} settings"
+            lines.append(
+                f"only {of} {'was' if tried == 1 else 'were'} tried in this time: another may be "
+                "faster"
+            )
         cost = self.fixed_cost
         if cost is not None and best.seconds is not None:
             more = cost * best.steps / best.seconds
@@ -231,12 +243,12 @@ def tune(
     for place, setting in enumerate(candidates):
         steps = -(-samples // setting.micro_batch)
         blank = Trial(setting, steps, "skipped", predicted=predicted.get(setting))
-        why = _reason_to_skip(setting, trials, blank, budget)
+        status, why = "skipped", _reason_to_skip(setting, trials, blank, budget)
         spent = largest_over_ranks(time.perf_counter() - began)
         if why is None and spent > seconds and any(t.is_measured for t in trials.values()):
-            why = f"not reached in {seconds:.0f} s"
+            status, why = "not reached", f"not reached in {seconds:.0f} s"
         if why is not None:
-            trials[setting] = replace(blank, why=why)
+            trials[setting] = replace(blank, status=status, why=why)
             continue
         trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
         watch(trials[setting], len(candidates) - place - 1)
@@ -397,7 +409,7 @@ def _up_to(setting: Setting, trials: dict[Setting, Trial]) -> list[Trial]:
         for it, trial in trials.items()
         if it.mode == setting.mode
         and it.micro_batch <= setting.micro_batch
-        and trial.status != "skipped"
+        and trial.status in ("measured", "failed")
     ]
 
 

@@ -1,13 +1,13 @@
 """The weight and the units of every micro-batch's loss, read from its terms.
 
-A loop brings every micro-batch as `weight × mean over its units`, whatever it has written: a mean
-divided by the steps, a sum over the units of the window, a mean times its share. Right is
+Every loop adds `weight × mean over its units` of each micro-batch, however it is written: a mean
+divided by the steps, a sum divided by the units of the window, a mean times its share. Right is
 `weight = units / units of the window`, for every term of a loss.
 
     loss = F.mse_loss(out, y) * 0.5 / 4      weight 1/4; 0.5 is the loss's own
 
-What a number is, the loop's or the loss's own, is told by plain rules. Where two answers are
-possible and differ, nothing is judged.
+Plain rules decide if a number belongs to the loop or to the loss. If two answers are possible and
+differ, nothing is judged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The known mistakes, and the weights that each would give the micro-batches of a window.
 
 The right gradient is `sum of units × mean gradient / sum of units`, over the micro-batches of all
-ranks. A mistake weighs or divides otherwise, and each has the variants that are seen in the wild.
+ranks. A mistake weights or divides differently. Each has the variants that occur in public code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wholebatch.verification.run_comparison import distance
 RIGHT = "right"
 NOT_JUDGED = "not judged"
 STEPPED_TWICE = ("two-owners", "two optimizers step on the same gradients")
-"""A mistake that needs no gradient to be told: its key, and what was seen."""
+"""A mistake that is found without gradients: its key, and what was seen."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """One observed window of training, from a starting state that every run is reset to.
 
-All runs of a proof are made on the model itself, one after the other, and each begins by putting
-back what the one before has moved: wrapped and sharded models, which cannot be copied, are proven
-too.
+All runs of a proof use the model itself, one after the other, and each starts by restoring the
+initial state. So wrapped and sharded models, which cannot be copied, are proven too.
 """
 
 from __future__ import annotations

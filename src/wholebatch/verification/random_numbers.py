@@ -1,8 +1,8 @@
 """Random numbers in the forward: switch dropout off, and name other draws.
 
-Dropout draws its masks for the batch that it is given, so the undivided batch and its micro-batches
-get different ones, rightly: both are samples of the same thing. It is switched off for a proof.
-Other draws of a loss cannot be switched off: the lines that draw are named.
+Dropout draws its masks for the batch it gets, so the undivided batch and its micro-batches get
+different ones. Both are right: they are samples of the same distribution. It is switched off for a
+proof. Other draws of a loss cannot be switched off: the lines that draw are named.
 """
 
 from __future__ import annotations

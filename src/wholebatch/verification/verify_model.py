@@ -311,7 +311,7 @@ def verify(
 
 @dataclass
 class _Proof:
-    """Runs a proof: `verdict` tells its story, from top to bottom."""
+    """Runs a proof; `verdict` shows its steps from top to bottom."""
 
     runs: ModelRuns
     batch: DividedBatch

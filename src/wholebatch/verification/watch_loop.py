@@ -297,7 +297,7 @@ def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> lis
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
-    """Watch any training loop and tell if it makes the update of the undivided batch.
+    """Watch a training loop, and judge if it makes the update of the undivided batch.
 
     >>> import torch, wholebatch as wb
     >>> model = torch.nn.Linear(3, 2)
@@ -310,9 +310,9 @@ def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
     'not divided'
 
     The first window is recorded in full: its micro-batches, the weight and units of each loss, and
-    the gradient that reached the step. Later windows are recorded by a few numbers. Windows of
-    wholebatch are read from their ledger. Nothing of the loop changes, and its numbers stay the
-    same. Where something cannot be known, the verdict is "not judged", with the reason.
+    the gradient that reached the step. Later windows are recorded by a few numbers. The units of
+    wholebatch's own windows are known. The loop and its numbers do not change. If one run does not
+    show whether the update is right, the verdict is "not judged", with the reason.
 
     Args:
         model: The model, wrapped or not. Default: what the loop calls.

@@ -127,7 +127,7 @@ def close_gradients(
     total_norm: Callable[[Sequence[Tensor]], Tensor],
     waits: bool,
 ) -> Closed:
-    """Bring the gradients of a window to what the optimizer must see.
+    """Normalise and clip the gradients of a window for the optimizer.
 
     Norm, clip and factor stay on the device, and the gradients are multiplied once. A gradient that
     is not valid stays as it is. With `waits` the norm is computed again in float64 if it has
@@ -165,9 +165,8 @@ def close_gradients(
         for alike, clip in zip(sets, clips, strict=True):
             _multiply(alike, torch.where(is_valid, normalise * clip, 1.0))
     if options.clip_value is not None:
-        local = _local(_flat(gradients))
-        torch._foreach_clamp_max_(local, options.clip_value)
-        torch._foreach_clamp_min_(local, -options.clip_value)
+        for gradient in local_parts(_flat(gradients)):
+            gradient.clamp_(-options.clip_value, options.clip_value)
     return Closed(norm, torch.stack(clips).min(), is_valid)
 
 
@@ -270,7 +269,7 @@ def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
         if gradient.is_sparse:
             if not gradient.is_coalesced():
                 gradient = parameter.grad = gradient.coalesce()
-            gradient = gradient._values()
+            gradient = gradient.values()
         dense.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return dense
 
@@ -279,14 +278,14 @@ def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
     return [gradient for group in gradients for gradient in group]
 
 
-def _local(gradients: Iterable[Tensor]) -> list[Tensor]:
+def local_parts(gradients: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's slices of DTensors, whose meshes may differ: for element-wise work."""
     return [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
 
 
 def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in _local(gradients):
+    for gradient in local_parts(gradients):
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), alike in kinds.items():
         if dtype.itemsize >= 4:

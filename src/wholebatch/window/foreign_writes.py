@@ -2,10 +2,10 @@
 
 A loop that is changed by one line keeps its other lines: an `optimizer.zero_grad()` at its top
 drops what the window has summed so far, an `optimizer.step()` updates from a part of it, and a
-plain `loss.backward()` adds what the window does not count. None of them fails by itself, so they
-are looked for between two backwards: every write to a tensor in place moves its version, and
-reading that costs nothing. A write to `.data` moves no version; windows 1, 2, 4, 8, … compare the
-norms too. A model that is put into evaluation mode, and not back again, is refused.
+plain `loss.backward()` adds what the window does not count. None of them raises an error, so they
+are searched for between two backwards: every in-place write changes a tensor's version, which costs
+nothing to read. A write to `.data` does not change it; windows 1, 2, 4, 8, … compare the norms too.
+A model that is put into evaluation mode, and not back again, is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Watch:
                 )
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
-        """Return what was touched since: a parameter and "gradient", "value" or "frozen"."""
+        """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
         if not self._written:
             return None
         gradients = list(map(_gradient, inputs))
@@ -135,8 +135,8 @@ def _depends_on_mode(module: nn.Module) -> bool:
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. The window computes "
-        "the gradients: remove zero_grad(), loss.backward() and gradient clipping from "
-        "{by}{clips}"
+        "the gradients: remove zero_grad(), loss.backward(), scaler.unscale_() and gradient "
+        "clipping from {by}{clips}"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
@@ -162,16 +162,17 @@ class Untouched:
         self._watch = Watch(window.target.optimizers)
         modules = [module for model in window.target.models for module in model.modules()]
         self._by_mode = [module for module in modules if _depends_on_mode(module)]
-        self._modes: list[bool] = []  # of those, in this window
+        self._modes: list[bool] | None = None  # of those, in this window
+        self._norms = False  # True if norms are compared in this window
 
     def forget(self) -> None:
         """Forget the window: it is over, or another one has been loaded."""
         self._watch.forget()
-        self._modes = []
+        self._modes = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Check before a backward of the window that nobody has touched it; remember it after."""
+        """Check before a backward that no other code wrote to the window; note its state after."""
         self.check(rates=True)
         yield
         self.remember()
@@ -179,16 +180,16 @@ class Untouched:
     def remember(self) -> None:
         """Remember the parameter and its gradient after a backward of the window."""
         modes = list(map(_training, self._by_mode))
-        self._modes = self._modes or modes
+        if self._modes is None:
+            self._modes, self._norms = modes, is_tested_window(self._window.number)
         if modes != self._modes:
-            self._refuse_mode(modes)
+            self._refuse_mode(modes, self._modes)
         if self._looks:
-            norms = is_tested_window(self._window.number)
-            self._watch.remember(self._window.now.inputs, norms=norms)
+            self._watch.remember(self._window.now.inputs, norms=self._norms)
 
-    def _refuse_mode(self, modes: Sequence[bool]) -> None:
+    def _refuse_mode(self, modes: Sequence[bool], before: Sequence[bool]) -> None:
         """Refuse a micro-batch of a model that is in another mode than for those before."""
-        place = list(map(operator.ne, modes, self._modes)).index(True)
+        place = list(map(operator.ne, modes, before)).index(True)
         models = self._window.target.models
         names = {module: name for model in models for name, module in model.named_modules()}
         module = self._by_mode[place]
@@ -207,12 +208,6 @@ class Untouched:
         With `rates`, warn of a learning rate that has changed since its first backward.
         """
         window = self._window
-        scale, optimizers = window.target.scale, window.target.optimizers
-        if window.open is not None and scale is not None and scale.is_unscaled(optimizers):
-            raise WindowError(
-                "scaler.unscale_() in the middle of a window: the window unscales the gradients "
-                "at its end. Remove it (clip_norm= clips); discard() drops what this window holds"
-            )
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
             if rates:
@@ -222,6 +217,7 @@ class Untouched:
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""
         why = _WHY[what].format(window.target.name_of(parameter), by=self._by, clips=clips)
         held = (
-            f"discard() drops the {window.now.micro_batches} micro-batches that this window holds"
+            f"discard() drops what this window holds ({window.now.micro_batches} of its "
+            "micro-batches)"
         )
         raise WindowError(why if self._by == "the loss function" else f"{why}; {held}")

@@ -1,7 +1,7 @@
 """Gradient stores: where the gradients of a window are added, and how they reach the update.
 
-A window asks its store, and nothing else, where a micro-batch's gradient goes and where the close
-finds it. `DeviceStore` is the plain one; those of `wholebatch.offload` need less memory.
+The store alone decides where a micro-batch's gradient is added and where the close finds it.
+`DeviceStore` keeps everything on the device; the stores of `wholebatch.offload` need less memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from wholebatch.window.close import (
     Sums,
     close_gradients,
     dense_gradients,
+    local_parts,
     read_scalars,
     user_code_in_step,
 )
@@ -72,8 +73,7 @@ class Store(ABC):
         holders = [parameter for parameter in parameters if parameter.grad is not None]
         if not holders:
             return
-        local = [getattr(one, "_local_tensor", one) for one in dense_gradients(holders)]
-        dirty = read_scalars([gradient.any() for gradient in local])
+        dirty = read_scalars([one.any() for one in local_parts(dense_gradients(holders))])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
             if is_dirty:
                 raise WindowError(f"{self.target.name_of(parameter)} {self.stray}")
@@ -81,7 +81,7 @@ class Store(ABC):
             parameter.grad = None
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Begin a window, none of whose parameters holds a gradient."""
+        """Begin a window; no parameter may hold a gradient."""
         if any(parameter._version == version for parameter, version in self.spoiled):
             raise WindowError(
                 "an earlier window failed when some of its parameters may have been updated: load "
@@ -98,7 +98,7 @@ class Store(ABC):
     # Close
 
     def reduce_now(self) -> None:
-        """Reduce what is in `.grad` over the ranks: no backward has."""
+        """Reduce `.grad` over the ranks, if no backward has done it."""
         self.sync.reduce_now(self.parameters)
 
     def absent(self) -> set[int]:
@@ -111,16 +111,16 @@ class Store(ABC):
         self.dropped.add(id(parameter))
 
     def refuse_nothing(self) -> None:
-        """Refuse a window that has made no gradient at all, if the store can tell."""
+        """Refuse a window without any gradient, if the store knows it."""
         return
 
     def can_step_unread(self, hooks: DeferredHooks) -> bool:
-        """True if the optimizers can be told by a tensor if they are to step."""
+        """True if the optimizers read from a tensor (`found_inf`) whether to step."""
         return False
 
     @abstractmethod
     def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
-        """Bring the gradients to what the optimizer must see (see `close_gradients`)."""
+        """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
 
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if a step of theirs could not use them."""
@@ -133,9 +133,9 @@ class Store(ABC):
     # Update
 
     def update(self, found_inf: Tensor | None = None) -> None:
-        """Step the optimizers; if memory runs out, refuse to go on with what is left.
+        """Step the optimizers; if memory runs out, raise an error that says what to do.
 
-        Those that can step unread leave everything as it is where `found_inf` is 1.
+        Optimizers that read `found_inf` on the device change nothing if it is 1.
         """
         try:
             self.step(found_inf)

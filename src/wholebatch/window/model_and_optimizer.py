@@ -213,7 +213,7 @@ class Schedules:
         self._left_at = []
 
     def refuse_moved(self) -> None:
-        """Refuse a scheduler that somebody else has stepped since the last update."""
+        """Refuse a scheduler that the loop has stepped since the last update."""
         now = [_position_of(scheduler) for scheduler in self._schedulers]
         for scheduler, before, after in zip(self._schedulers, self._left_at, now, strict=False):
             if after != before and not _is_put_back(before, after):
@@ -292,13 +292,13 @@ def _check_parameters(
 
 
 def _check_belongs(parameters: Sequence[nn.Parameter], models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer of another model; one of parameters beside a frozen model is left be."""
+    """Refuse an optimizer of another model; allow other parameters beside a frozen model."""
     theirs = {id(p) for model in models for p in model.parameters() if p.requires_grad}
     if theirs and not any(id(parameter) in theirs for parameter in parameters):
         raise UnsupportedError(
-            f"none of the optimizer's {len(parameters)} parameters is a trainable one of the "
-            "model: was the optimizer made for another model, or before its layers were replaced, "
-            "copied or sharded? Make it from this model's parameters()"
+            f"none of the optimizer's {len(parameters)} parameters is a trainable parameter of the "
+            "model: was the optimizer created for another model, or before layers were replaced, "
+            "copied or sharded? Create it from this model's parameters()"
         )
 
 

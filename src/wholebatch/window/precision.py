@@ -64,7 +64,7 @@ class LossScale:
     """
 
     is_undone_at_close: bool = True
-    """False if somebody else divides the gradients by the scale, after the close."""
+    """False if the library divides the gradients by the scale, after the close."""
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
         self.scaler = scaler
@@ -78,11 +78,6 @@ class LossScale:
     def value(self) -> float:
         """Return the scale; a scaler sets up its own state when it first scales something."""
         return float(self.scaler.scale(torch.ones((), device=self._probe.device)))
-
-    def is_unscaled(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """True if somebody has called the scaler's `unscale_` for one of these optimizers."""
-        states = getattr(self.scaler, "_per_optimizer_states", {})  # else no version tells it
-        return any(states[id(one)]["stage"].value for one in optimizers if id(one) in states)
 
     def update(self, *, finite: bool) -> None:
         """Tell the scaler if the window was finite; it grows or backs off by its own rules."""

@@ -1,10 +1,10 @@
 """The window: begin, add, close. One update from its first micro-batch to its step.
 
-Every micro-batch's backward starts from a *seed*, the same number for the whole window and for
-all ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before
-(`known`), the seed is exactly `1 / units`. In a stream it is provisional: a power of two near
-that, from the window before or from the first micro-batch, so that it rounds nothing. The close
-knows the units and multiplies by the one number that makes the difference.
+Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
+ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before (`known`),
+the seed is exactly `1 / units`. In your own loop they are not known yet, so the seed is a power of
+two near that, from the window before or from the first micro-batch; multiplying by it does not
+round. The close knows the units and corrects with one factor.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
 _SECOND_BACKWARD = (
     "an earlier backward has freed a part of this loss's graph. If the loop calls "
-    "loss.backward(), remove it: the window runs the backward pass. Add several losses of one "
-    "forward, and call backward once, on the sum. detach() a state that goes from one micro-batch "
-    "into the next, and compute what all micro-batches use (an encoder's output) in each"
+    "loss.backward(), remove it: the window runs the backward pass. Otherwise two losses share a "
+    "graph: add them and call backward once, or detach() or recompute what they share (a hidden "
+    "state, an encoder's output)"
 )
 _OTHER_UNITS = (
     "two backwards of one micro-batch with different units ({first} and {again}): pass the "
@@ -70,7 +70,7 @@ _CLAMPED = (
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
 observers: list[Any] = []
-"""Told when a window begins, closes and ends (`wb.watch` reads the ledger at its close)."""
+"""Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
 transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -231,7 +231,7 @@ _SINGLE_WEIGHT = {SINGLE: 1.0}
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """One update: its exact mean loss, and what happened on the way.
+    """The report of one update: its exact mean loss, its units and its gradient norm.
 
     `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
     the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
@@ -279,7 +279,7 @@ class OpenWindow:
     repeated: set[int] = field(default_factory=set)
     """The places in `units` of such backwards."""
     broken: bool = False
-    """True if a backward failed half way, so that a part of a micro-batch is in."""
+    """True if a backward failed half way and added a part of a micro-batch."""
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
     started: float = field(default_factory=time.perf_counter)
@@ -294,7 +294,7 @@ class OpenWindow:
             self.loss_scale = self._scaling if self.scale.is_undone_at_close else 1.0
 
     def refuse_broken(self) -> None:
-        """Refuse to go on with a window that holds a part of a micro-batch."""
+        """Refuse to continue a window that holds a part of a micro-batch."""
         if self.broken:
             raise WindowError(
                 "the last backward of this window failed half way and left part of its gradients "
@@ -309,7 +309,7 @@ class OpenWindow:
         *,
         counts: bool = True,
     ) -> None:
-        """Record a loss whose gradient is in, or comes next; one that does not count is 0.
+        """Record the loss of a backward; one that does not count is 0.
 
         The units of a micro-batch count once, however many backwards it has: its first backward
         records them, and the others must have the same.
@@ -525,7 +525,8 @@ class Window:
                 f"units= counts the terms {sorted(window.known)}, but the loss has no named terms: "
                 "return wb.Loss.terms({...}) with the same names"
             )
-        window.round_seed(total)
+        if window.known is not None:
+            window.round_seed(total)
         window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
         self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
 
@@ -574,9 +575,10 @@ class Window:
         window.reduced = last
 
     def micro_batch_done(self) -> None:
-        """Count a micro-batch whose backwards are all made."""
-        self.current.micro_batches += 1
-        self.current.more_of_micro_batch = False
+        """Count a micro-batch after its last backward."""
+        window = self.current
+        window.micro_batches += 1
+        window.more_of_micro_batch = False
 
     # ------------------------------------------------------------------ close
 
@@ -710,7 +712,7 @@ class Window:
         return Sums(total, count, is_valid, normalise, is_one)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
-        """Warn of a micro-batch in which nothing counts, and whose units are 1 all the same."""
+        """Warn of a micro-batch whose loss is exactly 0 over 1 unit: its units may be clamped."""
         pairs = zip(totals, units, strict=False)
         if self._warns_of_clamped and (0.0, 1.0) in pairs and max(units) > 1:
             self._warns_of_clamped = False

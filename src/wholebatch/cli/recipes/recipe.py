@@ -271,7 +271,7 @@ def _defaults_of(module: ModuleType, path: Path) -> RecipeDefaults:
 
 
 def _audit_of(module: ModuleType, path: Path) -> bool:
-    """Return False if the recipe says that its loss needs no look before the first window."""
+    """Return False if the recipe sets `audit = False`, which skips the test of the loss."""
     audit = getattr(module, "audit", True)
     if not isinstance(audit, bool):
         raise RecipeError(f"{path}: audit = {audit!r}: must be True or False")

@@ -83,15 +83,12 @@ class Terminal:
         )
         self._progress.start()
 
-    def update(
-        self, *, updates: int, loss: float, units_per_second: float, doing: str | None = None
-    ) -> None:
-        """Show that one more window is closed; `doing` names work in the background."""
+    def update(self, *, updates: int, loss: float, units_per_second: float) -> None:
+        """Show that one more window is closed."""
         self._done = updates
         left = self._time_left(updates)
         saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {left} left" if left else ""
-        saying += f"  ({doing})" if doing else ""
         place = f"{updates}/{self._total}"
         if self._live:
             self._progress.update(self._task, completed=updates, place=place, saying=saying)
@@ -170,63 +167,16 @@ def panel(title: str, body: Iterable[RenderableType], style: str = "none") -> Pa
 
 
 def plain_table(*columns: str, **style: Any) -> Table:
-    """Return a table without lines.
+    """Return a table without lines; one that is too wide is wrapped, and never cut.
 
-    A column whose name begins with ">" is aligned to the right, one with "~" may be wrapped.
+    A column whose name begins with ">" is aligned to the right.
     """
     plain = {"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", "pad_edge": False}
     table = Table(**{**plain, "title_justify": "left", "title_style": "bold", **style})
     for name in columns:
         justify: Any = "right" if name.startswith(">") else "left"
-        table.add_column(name.lstrip(">~"), justify=justify, no_wrap=not name.startswith("~"))
+        table.add_column(name.lstrip(">"), justify=justify, overflow="fold")
     return table
-
-
-_LEAST_WRAPPED = 24  # columns that a text needs to be read easily
-
-
-def fitting(table: Table, width: int) -> RenderableType:
-    """Return the table, or its rows as lines where the terminal is too narrow for it.
-
-    >>> from rich.console import Console
-    >>> table = plain_table("loop", ">milliseconds of a window")
-    >>> table.add_row("by hand", "12")
-    >>> Console(width=24, force_terminal=False).print(fitting(table, 24))
-    by hand
-      milliseconds of a
-      window: 12
-    """
-    columns = [[_text(cell) for cell in column.cells] for column in table.columns]
-    titles = [_text(column.header) for column in table.columns]
-    needed = -table.padding[1]
-    for column, title, cells in zip(table.columns, titles, columns, strict=True):
-        texts = [text.plain for text in (title, *cells)]
-        least = max(map(len, texts), default=0)
-        if not column.no_wrap:
-            words = [len(word) for text in texts for word in text.split()]
-            least = min(least, max(_LEAST_WRAPPED, *words, 0))
-        needed += least + table.padding[1] + table.padding[3]
-    lines: list[RenderableType] = []
-    if table.title is not None:  # above the table, where it may be as wide as the terminal
-        lines.append(Text(str(table.title), table.title_style or ""))
-        table.title = None
-    if needed <= width:
-        return Group(*lines, table)
-    for (head, *cells), row in zip(zip(*columns, strict=True), table.rows, strict=True):
-        said = [
-            Text.assemble(title, ": " if title.plain else "", cell)
-            for title, cell in zip(titles[1:], cells, strict=True)
-            if cell.plain
-        ]
-        head.style = head.style or row.style or "bold"
-        if head.plain.isdigit():
-            head = Text.assemble(titles[0], ": ", head)
-        lines += [head, Padding(Text(" · ").join(said), (0, 0, 0, 2))]
-    return Group(*lines)
-
-
-def _text(cell: Any) -> Text:
-    return cell if isinstance(cell, Text) else Text.from_markup(str(cell))
 
 
 def short_count(number: float) -> str:

@@ -6,9 +6,8 @@ from wholebatch.integrations.jax import accumulate
 value, gradient = accumulate(loss_fn, micro_batch=8)(params, batch)
 ```
 
-`accumulate` stands where `jax.value_and_grad` stood and has the whole batch in hand; `multi_steps`
-stands where `optax.MultiSteps` stood and takes micro-batches as they come, with their units.
-Neither needs torch.
+`accumulate` replaces `jax.value_and_grad` and takes the whole batch. `multi_steps` replaces
+`optax.MultiSteps` and takes micro-batches one by one, with their units. Neither needs torch.
 """
 
 from wholebatch.optional_packages import require

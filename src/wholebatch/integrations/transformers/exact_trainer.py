@@ -1,6 +1,6 @@
 """`ExactTrainerMixin`: a Trainer whose every update is that of the undivided global batch.
 
-The Trainer has all batches of a window in hand before its first forward. So at the window's first
+The Trainer reads all batches of a window before its first forward. So at the window's first
 `training_step` all of it runs, as in `WholeBatch.gradient`: micro-batches as compiled or recorded
 graphs, recovery from out-of-memory, exact BatchNorm. The gradient is left in `.grad`, for the
 Trainer to clip and step; the window's other calls of `training_step` return the losses recorded.
@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -35,6 +36,8 @@ from wholebatch.losses.loss import Loss, Units, check_units, mean_loss
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
 from wholebatch.whole_batch import MicroBatch
+from wholebatch.window.close import read_scalars
+from wholebatch.window.forward_state import replaced_attributes
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -73,7 +76,8 @@ class ExactTrainerMixin(_Trainer):
     _whole: GivenWindows | None = None
     _weighted: WeightedLoss | None = None
     _made_for_optimizer: Any = None
-    _shares: Tensor | None = None  # of each batch in the window's mean
+    _shares: Sequence[Tensor] = ()  # of each batch in the window's mean
+    _operations: dict[Any, int]  # of a batch, by the shapes of its tensors
 
     # ------------------------------------------------------------------ units
 
@@ -128,12 +132,12 @@ class ExactTrainerMixin(_Trainer):
         self.prepare_window(batch_samples)
         if self.coupled is not None:  # its loss brings its units
             return None
-        units = [torch.as_tensor(self.count_units(inputs)).double() for inputs in batch_samples]
-        counted = torch.stack([one.to(device) for one in units]).sum()
-        self._open.counted_here = float(counted)
+        units = read_scalars([self.count_units(inputs) for inputs in batch_samples])
+        self._open.counted = self._open.counted_here = math.fsum(units)
+        counted = torch.tensor(self._open.counted, dtype=torch.float64, device=device)
         if self.accelerator.num_processes > 1:
             counted = self.accelerator.gather(counted.reshape(1)).sum()
-        self._open.counted = float(counted)
+            self._open.counted = float(counted)
         return counted
 
     # ------------------------------------------------------------- the window
@@ -152,10 +156,8 @@ class ExactTrainerMixin(_Trainer):
                 self._shares = self._run_window(self._whole, model)
             elif window.is_last:
                 self._whole.check_untouched()
-            assert self._shares is not None
-            share = (
-                self._shares[window.place] if window.place < window.size else 0 * self._shares[0]
-            )
+            share = self._shares[min(window.place, window.size - 1)]
+            share = share if window.place < window.size else 0 * share
         window.place += 1
         return share
 
@@ -182,7 +184,7 @@ class ExactTrainerMixin(_Trainer):
         else:
             self._weighted = WeightedLoss(self, why)
             _log.info("micro-steps run eagerly, by the Trainer itself: %s", why)
-        self._made_for_optimizer = self.optimizer
+        self._made_for_optimizer, self._operations = self.optimizer, {}
 
     def _whole_windows(self, model: nn.Module) -> GivenWindows:
         given = self.micro_batch
@@ -207,7 +209,7 @@ class ExactTrainerMixin(_Trainer):
             **options,
         )
 
-    def _run_window(self, whole: GivenWindows, model: nn.Module) -> Tensor:
+    def _run_window(self, whole: GivenWindows, model: nn.Module) -> Sequence[Tensor]:
         """Make the gradient of the open window."""
         model.train()
         optimizer: Any = self.optimizer
@@ -225,14 +227,24 @@ class ExactTrainerMixin(_Trainer):
         return shares
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the Trainer's count; it walks over the model, so once a window for each shape."""
+        """Return the Trainer's count; it walks over the model, so once for each shape."""
         if not isinstance(inputs, Mapping) or not self._open.size:
             return super().floating_point_ops(inputs)
         shapes = tuple((n, value.shape) for n, value in inputs.items() if isinstance(value, Tensor))
-        found = self._open.operations
-        if shapes not in found:
-            found[shapes] = super().floating_point_ops(cast("dict[str, Any]", inputs))
-        return cast("int", found[shapes])
+        if shapes not in self._operations:
+            found = super().floating_point_ops(cast("dict[str, Any]", inputs))
+            self._operations[shapes] = found
+        return self._operations[shapes]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, without its check of every loss.
+
+        It would wait for the device after each micro-batch. A loss that is not finite raises here.
+        """
+        raises = self.window_close.nonfinite == "raise" and not self.args.fp16
+        given = {"logging_nan_inf_filter": False} if raises else {}
+        with replaced_attributes(self.args, **given):
+            return super().train(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """End the training; graphs leave the device's memory to what follows."""

@@ -38,7 +38,7 @@ class GivenWindows(WholeBatch):
     >>> shares = windows.make_gradient(batches, updates=0)
     >>> len(shares), windows.last_step.micro_batches, windows.last_step.units
     (2, 3, 9.0)
-    >>> bool(torch.isclose(shares.sum(), torch.tensor(windows.last_step.loss)))
+    >>> bool(torch.isclose(sum(shares), torch.tensor(windows.last_step.loss)))
     True
     """
 
@@ -56,7 +56,7 @@ class GivenWindows(WholeBatch):
 
     def make_gradient(
         self, batches: Sequence[Any], *, updates: int, units: float | None = None
-    ) -> Tensor:
+    ) -> Sequence[Tensor]:
         """Leave the gradient of this window in `.grad`; return each batch's share of its mean.
 
         `updates` is how many the trainer has made so far, `units` what it has counted over all
@@ -72,7 +72,7 @@ class GivenWindows(WholeBatch):
         self._watch.forget()
         if step.skipped is None:
             self._watch.remember(self._window.target.trained())
-        return self._shares
+        return self._shares.unbind()
 
     def _known(self, micros: Sequence[Any]) -> dict[str, float]:
         return self._counted(micros) if self._announced is None else self._announced
@@ -87,20 +87,23 @@ class GivenWindows(WholeBatch):
         return {len(micros), self._batches}
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        window = self._window.current
+        window, device = self._window.current, self._window.target.device
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
-        step = super()._close(micros, steps)
-        device = self._window.target.device
-        if self._runner.is_coupled or not totals:  # one loss of the whole batch
-            self._shares = torch.zeros(self._batches, device=device)
-            self._shares[0] = step.loss
-            return step
-        added = torch.stack([torch.as_tensor(total, device=device) for total in totals])
-        batch_of = self._fitting.batch_of(micros)
-        places = torch.tensor([batch_of[owner] for owner in owners], device=device)
         sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
-        sums.index_add_(0, places, added.double())
-        self._shares = (sums * (self._window.sync.ranks / step.units)).to(added.dtype)
+        dtype = torch.float32
+        is_one = self._runner.is_coupled or not totals  # one loss of the whole batch
+        if not is_one:  # before the close, which waits for the device
+            added = torch.stack([torch.as_tensor(total, device=device) for total in totals])
+            batch_of = self._fitting.batch_of_each()
+            places = torch.tensor([batch_of[owner] for owner in owners])
+            sums.index_add_(0, places.to(device, non_blocking=True), added.double())
+            dtype = added.dtype
+        step = super()._close(micros, steps)
+        if is_one:
+            sums[0] = step.loss
+        else:
+            sums *= self._window.sync.ranks / step.units
+        self._shares = sums.to(dtype)
         return step
 
     def check_untouched(self) -> None:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -43,8 +43,6 @@ class TrainerWindow:
     """Its units on this rank."""
     weighted: float | Tensor = 0.0
     """The units of the losses that were weighted, on this rank."""
-    operations: dict[Any, Any] = field(default_factory=dict)
-    """The floating-point operations of a batch, by the shapes of its tensors."""
 
     @property
     def is_last(self) -> bool:
