@@ -3,7 +3,7 @@
 The judge asks two questions. First, what did the loop do with the gradients of its backwards: are
 all of them in the step, once, with one factor? Second, which weight did each loss give its
 micro-batch? Both together are the weights of the micro-batches in the step, and right is `units /
-all units`. What cannot be known is not judged, and the reason is told.
+all units`. What cannot be known is not judged, with a reason.
 
 With several ranks, one judge has the windows of all of them.
 """

@@ -270,5 +270,5 @@ def percent(value: float) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Return the first four names, and how many more there are."""
-    shown = ", ".join(name or "(the model itself)" for name in names[:4])
+    shown = ", ".join(name or "the model itself" for name in names[:4])
     return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
