@@ -201,18 +201,14 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
     assert not any(is_checkpointed(module) for module in model.modules())
 
 
-def test_the_first_rung_that_fits_applies_no_more_than_is_needed() -> None:
+def test_a_rung_says_if_it_fits() -> None:
     model, optimizer = gpt()
     sample = texts(1)
-
-    def first(budget: int) -> tuple[str, bool]:
-        rungs = ladder(model, loss, sample, budget=budget, optimizer=optimizer)
-        rung = next(one for one in rungs if one.fits)
-        return rung.precision, rung.checkpoints
-
     peaks = [one.peak for one in ladder(model, loss, sample, budget=1, optimizer=optimizer)]
-    assert first(max(peaks)) == ("full", False)
-    assert first(peaks[2]) == ("bf16", True)
+    assert peaks == sorted(peaks, reverse=True)
+    for place, peak in enumerate(peaks):
+        rungs = ladder(model, loss, sample, budget=peak, optimizer=optimizer)
+        assert [one.fits for one in rungs].index(True) == place
     assert not any(is_checkpointed(module) for module in model.modules())
 
 
@@ -222,13 +218,9 @@ def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sample = {name: value % 16 for name, value in tokens(1).items()}
     rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
-    as_is, half, again, both = rungs[:4]
+    as_is, half, again = rungs
     assert half.peak > as_is.peak > again.peak
     assert again.what == "checkpointing of 2 blocks"
-    assert both.what == "bf16 autocast and checkpointing of 2 blocks"
-    rungs = ladder(model, loss, sample, budget=again.peak, optimizer=optimizer)
-    found = next(rung for rung in rungs if rung.fits)
-    assert (found.precision, found.checkpoints) == ("full", True)
 
 
 def test_the_refusal_says_what_would_help_where_nothing_here_does() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +21,11 @@ from wholebatch.readable_sizes import bytes_said
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to save memory, and the peak of one sample with it."""
+    """Ways to save memory, and the peak of one sample with them."""
 
     what: str
     peak: int
     fits: bool
-    precision: str
-    checkpoints: bool
-    optimizer_state: str = "device"
-    """Where the optimizer's state is between steps."""
 
 
 def ladder(
@@ -46,41 +42,37 @@ def ladder(
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
+    Each way is added to those before it that save memory.
     `sharding` is the model's current sharding, `as_is` a prediction that was already made.
     """
     predictor = Predictor(model, loss, optimizer=optimizer, device=device)
     blocks = blocks_to_checkpoint(model)
-
-    def predict(precision: str, *, checkpoints: bool = False, **options: Any) -> Prediction:
-        with checkpointed(model, blocks) if checkpoints else nullcontext():
-            return predictor.peak(sample, precision=precision, sharding=sharding, **options)
-
-    def fits(found: Prediction) -> bool:
-        return found.needed(predictor.device) <= budget
-
-    best = as_is = as_is or predict(precision)
-    rungs = [Rung("as it is", as_is.peak, fits(as_is), precision, False)]
-    lower = next(iter(lower_precisions(model, precision)), None)
-    if lower is not None:
-        best = predict(lower)
-        rungs.append(Rung(f"{lower} autocast", best.peak, fits(best), lower, False))
-    combined: list[str | None] = [lower]
-    if lower is not None and best.peak >= as_is.peak:
-        combined = [None, lower]  # The 16-bit copies of the weights cost more than they save.
-    for also in combined if blocks else []:
-        found = predict(also or precision, checkpoints=True)
-        what = f"{also} autocast and " if also else ""
-        what += f"checkpointing of {len(blocks)} blocks"
-        rungs.append(Rung(what, found.peak, fits(found), also or precision, True))
+    ways: dict[str, dict[str, Any]] = {}
+    if precision in ("full", "fp32") and not is_sixteen_bit(model):
+        ways["bf16 autocast"] = {"precision": "bf16"}
+    if blocks:
+        ways[f"checkpointing of {len(blocks)} blocks"] = {"checkpoints": True}
     if sharding is None and predictor.device.type == "cuda":
-        # The host is slower, so combine it with the other ways.
-        last = rungs[-1]
-        best = predict(last.precision, checkpoints=last.checkpoints, optimizer_state="host")
-        moved = "optimizer state on the host"
-        what = moved if len(rungs) == 1 else f"{last.what}, {moved}"
-        rungs.append(
-            replace(last, what=what, peak=best.peak, fits=fits(best), optimizer_state="host")
-        )
+        ways["optimizer state on the host"] = {"optimizer_state": "host"}
+
+    def predict(*, checkpoints: bool = False, **options: Any) -> Prediction:
+        with checkpointed(model, blocks) if checkpoints else nullcontext():
+            return predictor.peak(sample, sharding=sharding, **options)
+
+    def rung(what: str, found: Prediction) -> Rung:
+        return Rung(what, found.peak, found.needed(predictor.device) <= budget)
+
+    used: list[str] = []
+    options: dict[str, Any] = {"precision": precision}
+    best = as_is or predict(**options)
+    rungs = [rung("as it is", best)]
+    for what, option in ways.items():
+        found = predict(**{**options, **option})
+        rungs.append(rung(" and ".join([*used, what]), found))
+        if found.peak < best.peak:  # 16-bit copies of the weights may cost more than they save.
+            best = found
+            used.append(what)
+            options |= option
     return rungs
 
 
@@ -101,7 +93,6 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     )
 
 
-def lower_precisions(model: torch.nn.Module, precision: str) -> list[str]:
-    """Return precisions that may need less memory; none if the parameters are 16-bit already."""
-    is_wide = any(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
-    return ["bf16"] if precision in ("full", "fp32") and is_wide else []
+def is_sixteen_bit(model: torch.nn.Module) -> bool:
+    """True if no parameter has more than 16 bits."""
+    return all(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
