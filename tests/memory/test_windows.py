@@ -113,8 +113,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("reduction", ["overlap", "after"])
-def test_with_the_buckets_of_data_parallel_ranks(reduction: Any) -> None:
+def test_with_the_buckets_of_data_parallel_ranks() -> None:
     """A group of one rank reduces the same bytes; the window must only believe in two."""
     model = mlp(256)
     optimizer = sgd(model.parameters())
@@ -122,13 +121,13 @@ def test_with_the_buckets_of_data_parallel_ranks(reduction: Any) -> None:
     sync: Any = train._window.sync
     sync.ranks, of_one = 2, sync.sum
     sync.sum = lambda values: [2 * value for value in of_one(values)]
-    train._fitting.recovers = reduction == "after"
+    train._fitting.recovers = False
     options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2}
-    found = predict_peak(model, loss, vectors(2), reduction=reduction, **options)
+    found = predict_peak(model, loss, vectors(2), reduces=True, **options)
     # All buckets are on their way at once: a second copy of the gradients.
     assert found.by_category["communication"] == found.by_category["gradients"]
     assert found.peak > predict_peak(model, loss, vectors(2), **options).peak
     real = really(train, model, optimizer, vectors(4))
     # The bucket goes out while the piece of gradient that completed it is still there.
-    last = model[0].weight.nbytes if reduction == "overlap" else 0  # type: ignore[index]
+    last = model[0].weight.nbytes
     assert 0 <= real - predicted(found) <= 256 + last, (real, predicted(found))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -24,8 +24,6 @@ from wholebatch.window import precision as precisions
 _BUCKETS_AT_ONCE = 3
 """Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
 
-Reduction: TypeAlias = Literal["overlap", "after"]
-
 
 @dataclass(eq=False)
 class PlainWindow:
@@ -36,7 +34,7 @@ class PlainWindow:
     optimizer: torch.optim.Optimizer | None = None
     precision: str = "full"
     around_update: Callable[[], AbstractContextManager[object]] = nullcontext
-    reduction: Reduction | None = None
+    reduces: bool = False
     sent: Callable[[torch.Tensor], None] = lambda flat: None
     optimizer_state: str = "device"
     sharding: Sharding | None = None
@@ -64,13 +62,11 @@ class PlainWindow:
         if self.sharding is not None:
             model: Any = self.model  # an FSDPModule
             model.set_requires_gradient_sync(is_last or self.sharding.sync == "every")
-        with self._reducing(self.reduction == "overlap" and is_last, overlap=True):
+        with self._reducing(self.reduces and is_last):
             torch.autograd.backward(totals)
 
     def end(self) -> None:
         """Run what comes between the last backward and the optimizer's step."""
-        with self._reducing(self.reduction == "after", overlap=False):
-            pass
         self._casts.end()
         self._sixteen_bit.round_once()
 
@@ -80,11 +76,11 @@ class PlainWindow:
             result = as_loss(self.loss(self.model, micro))
         return [term.total for term in terms_of(result).values()]
 
-    def _reducing(self, reduces: bool, *, overlap: bool) -> AbstractContextManager[None]:
+    def _reducing(self, reduces: bool) -> AbstractContextManager[None]:
         if not reduces:
             return nullcontext()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return Buckets(trained, None, send=self.sent).reducing(overlap=overlap)
+        return Buckets(trained, None, send=self.sent).reducing(overlap=True)
 
     def step(self) -> None:
         """Run the optimizer's step; gradients stay."""

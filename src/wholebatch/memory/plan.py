@@ -98,7 +98,7 @@ def make_plan(
                 precision=precision,
                 micro_batches=-(-most // size),
                 # Data-parallel ranks all-reduce buckets of gradients during the last backward.
-                reduction="overlap" if ranks > 1 and sharding is None else None,
+                reduces=ranks > 1 and sharding is None,
                 sharding=sharding,
             )
         return made[size].needed(predictor.device)

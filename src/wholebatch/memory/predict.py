@@ -37,7 +37,7 @@ from wholebatch.memory.fake_tensors import (
 )
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks, shard
 from wholebatch.memory.meter import MemoryMeter, tensors_in
-from wholebatch.memory.plain_window import PlainWindow, Reduction
+from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.forward_state import replaced_attributes
 
 CUDA_GRANULE = 512
@@ -132,8 +132,7 @@ class Predictor:
         *,
         precision: str = "full",
         micro_batches: int = 2,
-        first: bool = False,
-        reduction: Reduction | None = None,
+        reduces: bool = False,
         optimizer_state: str = "device",
         sharding: Sharding | None = None,
     ) -> Prediction:
@@ -182,14 +181,13 @@ class Predictor:
                 optimizer=optimizer,
                 precision=precision,
                 around_update=meter.answering,
-                reduction=reduction,
+                reduces=reduces,
                 sent=lambda flat: meter.mark("communication", [flat]),
                 optimizer_state="host" if host else "device",
                 sharding=sharding,
             )
             try:
-                is_first = first or optimizer is None
-                parts, largest = _simulated(window, meter, micro, micro_batches, is_first)
+                parts, largest = _simulated(window, meter, micro, micro_batches)
             except (
                 DataDependentOutputException,
                 DynamicOutputShapeException,
@@ -211,7 +209,7 @@ class Predictor:
 
 
 def _simulated(
-    window: PlainWindow, meter: FakeMeter, micro: Any, micro_batches: int, first: bool
+    window: PlainWindow, meter: FakeMeter, micro: Any, micro_batches: int
 ) -> tuple[list[dict[str, int]], int]:
     """Run a window; return the bytes at the peaks of its two halves, and the largest allocation.
 
@@ -235,9 +233,8 @@ def _simulated(
     window.end()
     adding, before = meter.peak_by_category, meter.current_by_category[_STATE]
     largest = meter.largest
-    if not first:
-        window.step()
-        adding[_STATE] += meter.current_by_category[_STATE] - before
+    window.step()
+    adding[_STATE] += meter.current_by_category[_STATE] - before
     meter.reset_peak()
     window.step()
     return [adding, meter.peak_by_category], max(largest, meter.largest)
@@ -254,15 +251,13 @@ def predict_peak(
 ) -> Prediction:
     """Predict the peak of a training step with micro-batches like `batch`.
 
-    The step is one in the middle of a run: the optimizer's state exists already (`first=True` asks
-    for the first step, which creates it). From the second micro-batch on, gradients exist during
-    forward and backward, so two micro-batches stand for any larger number (`micro_batches=1` asks
-    for one).
+    The step is one in the middle of a run: the optimizer's state exists already. From the second
+    micro-batch on, gradients exist during forward and backward, so two micro-batches stand for any
+    larger number (`micro_batches=1` asks for one).
 
-    `precision` is as in `WholeBatch`. `reduction` adds the buckets in which data-parallel ranks sum
-    their gradients: "overlap" in the last backward, or "after" it. `optimizer_state` is as in
-    `wb.Memory` ("host" saves nothing if the device is the CPU). `sharding` predicts one rank of a
-    model sharded by FSDP2.
+    `precision` is as in `WholeBatch`. `reduces` adds the buckets in which data-parallel ranks sum
+    their gradients during the last backward. `optimizer_state` is as in `wb.Memory` ("host" saves
+    nothing if the device is the CPU). `sharding` predicts one rank of a model sharded by FSDP2.
 
     The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
     the step would run (default: the model's device).
