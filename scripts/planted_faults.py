@@ -81,6 +81,10 @@ FAULTS = (
         (
             ("torch._foreach_clamp_min_(_local(flat), -clip_value)", "pass"),
             ("torch._foreach_clamp_min_(local, -options.clip_value)", "pass"),
+            (
+                "gradient.clamp_(-options.clip_value, options.clip_value)",
+                "gradient.clamp_(max=options.clip_value)",
+            ),
         ),
         WINDOW,
     ),

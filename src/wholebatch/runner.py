@@ -167,7 +167,7 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.look():
+            with self._precision.for_audit():
                 return function(self.model, to_device(few, self._device))
 
         refuse_new_norms([self._root], self._known_norms)
@@ -202,7 +202,8 @@ class Runner:
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
         self._is_guarded = is_tested_window(self._window.number)
-        self._untouched.forget()
+        if self._is_guarded:
+            self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         moving = [norm for _, norm in self._norms if norm.training]
@@ -299,10 +300,14 @@ class Runner:
         """Run forward and backward by autograd; return the loss."""
         loss = self._loss_of(micro, loss_function or self._loss)
         # A graph may have added to the gradients since the last eager micro-step.
-        guards = self._is_guarded and (self._is_plain or self.executor.is_eager)
-        with self._untouched.backward() if guards else nullcontext():
+        is_eager = self._is_plain or self.executor.is_eager
+        with self._guarded() if is_eager else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
         return loss
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """Refuse writes by the loss function before this backward, in windows 1, 2, 4, 8, ..."""
+        return self._untouched.backward() if self._is_guarded else nullcontext()
 
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
         assert not isinstance(loss_function, Coupled)
@@ -363,7 +368,7 @@ class TwoPassRunner(Runner):
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = how.reduces and window.current.micro_batches == len(micros) - 1
             if outputs:
-                with self._untouched.backward():
+                with self._guarded():
                     window.backward(outputs, gradients, last=last)
             window.micro_batch_done()
             how.after_micro(window.current.micro_batches, len(micros))
@@ -417,7 +422,7 @@ class TwoPassRunner(Runner):
             {name: term.weight for name, term in terms.items()},
         )
         window.owners.clear()  # The loss belongs to no single micro-batch.
-        with self._untouched.backward():
+        with self._guarded():
             self._window.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:

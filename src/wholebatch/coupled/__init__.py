@@ -2,6 +2,5 @@
 
 from wholebatch.coupled.batchnorm.policies import choose
 from wholebatch.coupled.normalisation_layers import batchnorms
-from wholebatch.losses.coupled import Coupled
 
-__all__ = ["Coupled", "batchnorms", "choose"]
+__all__ = ["batchnorms", "choose"]

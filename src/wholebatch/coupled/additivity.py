@@ -136,7 +136,14 @@ class AdditivityTest:
         self._is_due, is_first = False, self._tries > 0
         if is_first and self._shares_forwards:
             self._unread_steps = samples.steps
-        division = _ReadDivision(run, samples.steps)
+        divisions: list[StepDivision | None] = []
+
+        def first(few: Any) -> Any:
+            result = run(few)
+            if not divisions:
+                divisions.append(_division(result, samples.steps))
+            return result
+
         found = refused_by_type(self._model)
         layout = samples.first_samples() if is_first else samples.micro_batch(self._tests)
         result = AdditivityResult(conclusive=False)
@@ -146,7 +153,7 @@ class AdditivityTest:
                 check = partial(
                     check_adds_up,
                     self._model,
-                    division.run if is_first else run,
+                    first if is_first else run,
                     names_layers=self._ranks == 1 and not self._shares_forwards,
                     outputs=outputs,
                     name=name,
@@ -163,7 +170,14 @@ class AdditivityTest:
                 _log.warning("the loss was not tested to add up over micro-batches: %r", error)
                 found += self._not_testable(error, run, samples)
         self._tries = 0 if result.conclusive else self._tries - 1
-        self._refuse((*found, *division.findings(), *result.findings))
+        for division in divisions:
+            if division is not None and division.is_sure:
+                name = "the loss function"
+                text = division.message
+                found.append(AuditFinding(name, "division by the steps", "divided", text))
+            elif division is not None:
+                division.report()
+        self._refuse((*found, *result.findings))
         if not self._tries and self._ranks == 1 and self._loss is not None:
             self._changes.seen = [Fingerprint(self._model, self._loss)]
 
@@ -211,7 +225,7 @@ class AdditivityTest:
             "wholebatch cannot test if micro-batches add up to the batch. If the batch has a leaf "
             "that is not a value per sample, name it: micro_batch=wb.samples(8, static=...)"
         )
-        return [AuditFinding("(the loss function)", type(error).__name__, "loss", text)]
+        return [AuditFinding("the loss function", type(error).__name__, "loss", text)]
 
 
 class UnmovedLoss:
@@ -261,31 +275,6 @@ class UnmovedLoss:
             _log.debug("not tested if the loss moves within a window: %r", problem)
             return None
         return total if math.isfinite(total) else None
-
-
-class _ReadDivision:
-    """Runs a loss function, and reads if its first loss is divided by the number of steps."""
-
-    def __init__(self, run: Callable[[Any], Any], steps: Collection[int]) -> None:
-        self._run, self._steps, self._is_read = run, steps, False
-        self._found: StepDivision | None = None
-
-    def run(self, batch: Any) -> Any:
-        result = self._run(batch)
-        if not self._is_read:
-            self._is_read = True
-            self._found = _division(result, self._steps)
-        return result
-
-    def findings(self) -> list[AuditFinding]:
-        """Return a division that is sure; warn of one that is not."""
-        if self._found is None:
-            return []
-        if not self._found.is_sure:
-            self._found.report()
-            return []
-        name = "(the loss function)"
-        return [AuditFinding(name, "division by the steps", "divided", self._found.message)]
 
 
 def _division(loss: Any, steps: Collection[int]) -> StepDivision | None:

@@ -22,7 +22,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -54,40 +53,19 @@ _MOST_OUTPUTS = 32
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24
 _LINKED = 1e-6
-_LOSS = "(the loss)"
+_LOSS = "the loss"
 _PROOF = "To test the whole loss function, give it to acc.run, or run wb.verify once"
 
 
-@dataclass
-class LoopWindow:
-    """The state of the checks in the window of a loop that is being checked."""
-
-    models: Sequence[nn.Module]
-    steps: int = 0
-    """The number of micro-batches of the window; 0 if it is not known before its end."""
-    is_mean: bool = False
-    """The loss was given as a mean over its units, not as their sum."""
-    outputs: Sequence[Tensor] = ()
-    """Outputs of the models in this micro-batch, with a row for each sample."""
-    calls: Sequence[AuditFinding] = ()
-    """The findings from the first call of each model."""
-
-
-Check = Callable[[LoopWindow, Tensor, float], AuditFinding | None]
-
-
-def layers_by_type(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
-    """Find a layer that no policy makes right in micro-batches."""
-    return next((found for model in window.models for found in refused_by_type(model)), None)
-
-
-def sum_or_mean(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
-    """Find a mean that is given as a sum, or a sum that is given as a mean."""
-    terms = [term for term in last_reductions(loss) if term.count > 1 or not term.sizes]
+def sum_or_mean(
+    reductions: Sequence[Reduction], units: float, is_mean: bool
+) -> AuditFinding | None:
+    """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
+    terms = [term for term in reductions if term.count > 1 or not term.sizes]
     if units <= 0 or not terms or len(terms) >= units > 1:  # as many terms: one of each unit
         return None
     first, number = terms[0], f"{units:g}"
-    if not window.is_mean and all(_is_mean(term, units) for term in terms):
+    if not is_mean and all(_is_mean(term, units) for term in terms):
         made = first.node if first.kind == "mean" else f"a sum that is divided by {number}"
         text = (
             f"total is a mean ({made}), and must be the sum over its units={number}: its "
@@ -95,7 +73,7 @@ def sum_or_mean(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding 
             f"say that it is a mean: backward(mean=..., units={number})"
         )
         return AuditFinding(_LOSS, first.node, "mean", text)
-    if window.is_mean and units > 1 and all(map(_is_summed_loss, terms)):
+    if is_mean and units > 1 and all(map(_is_summed_loss, terms)):
         text = (
             f"mean is a sum ({first.node}), and must be the mean over its units={number}: its "
             f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
@@ -122,22 +100,15 @@ def _is_summed_loss(term: Reduction) -> bool:
     return term.kind == "sum" and not term.node.startswith("Sum") and not term.scales
 
 
-def division_by_steps(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
-    """Find a mean that is divided by the number of steps; warn of a product with its inverse."""
-    given = None if window.is_mean else units
-    found = find_step_division(last_reductions(loss), given, [window.steps])
-    if found is None or not found.is_sure:
-        return None
-    return AuditFinding(_LOSS, "division by the steps", "divided", found.message)
-
-
-def linked_rows(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
+def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditFinding | None:
     """Find samples that the loss compares: the gradient of one row depends on another row.
+
+    `outputs` are those of the models in this micro-batch, with a row for each sample.
 
     Row i is linked with row j if the second derivative of the loss by both is not zero. If k rows
     are linked with a row, the loss of n rows has n / k independent parts, and needs as many units.
     """
-    outputs = [one for one in window.outputs if _can_be_differentiated(one, units)]
+    outputs = [one for one in outputs if _can_be_differentiated(one, units)]
     if units <= 1 or not outputs:
         return None
     between = graph_nodes([loss], {one.grad_fn for one in outputs})
@@ -210,18 +181,9 @@ def _comparison(linked: int, rows: int, units: float) -> AuditFinding:
     return AuditFinding(_LOSS, "comparison", "compared", text)
 
 
-def first_calls(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
-    """Find samples that act on each other in a model, and state that its forward changes."""
-    for found in window.calls:
-        # One unit owns all rows of its micro-batch: only state can be wrong there.
-        if units != 1 or found.kind in ("state", "outside"):
-            return found
-    return None
-
-
-def loss_scale(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding | None:
+def loss_scale(reductions: Sequence[Reduction], units: float) -> AuditFinding | None:
     """Find a loss that a GradScaler has scaled: its factor is a large power of two."""
-    for term in last_reductions(loss):
+    for term in reductions:
         factor = term.scales[0].by if term.scales else 0.0
         is_scale = math.isfinite(factor) and factor >= 256 and math.frexp(factor)[0] == 0.5
         if is_scale and term.scales[0].operation == "multiplied" and factor != units:
@@ -232,16 +194,6 @@ def loss_scale(window: LoopWindow, loss: Tensor, units: float) -> AuditFinding |
             )
             return AuditFinding(_LOSS, "loss scale", "divided", text)
     return None
-
-
-CHECKS: Sequence[Check] = (
-    layers_by_type,
-    sum_or_mean,
-    division_by_steps,
-    loss_scale,
-    linked_rows,
-    first_calls,
-)
 
 
 _watching: WeakSet[LoopChecks] = WeakSet()
@@ -344,13 +296,19 @@ class LoopChecks:
                     raise
 
     def _check(self, loss: Tensor, units: Units, is_mean: bool, steps: int) -> None:
-        terms = last_reductions(loss)
-        self._reductions.append((terms, None if is_mean else units))
-        window = LoopWindow(self._models, steps, is_mean, list(self._outputs), self._calls)
-        if is_mean and units == 1 and self._outputs:
+        reductions, number = last_reductions(loss), float(units)
+        self._reductions.append((reductions, None if is_mean else units))
+        if is_mean and number == 1 and self._outputs:
             self._rows_of_one.append(max(map(len, self._outputs)))
-        found = [one for check in CHECKS if (one := check(window, loss, float(units))) is not None]
-        AdditivityResult(tuple(found)).refuse()
+        found = [
+            *(layer for model in self._models for layer in refused_by_type(model)),
+            sum_or_mean(reductions, number, is_mean),
+            loss_scale(reductions, number),
+            linked_rows(loss, number, self._outputs),
+            # One unit owns all rows of its micro-batch: only state can be wrong there.
+            *(one for one in self._calls if number != 1 or one.kind in ("state", "outside")),
+        ]
+        AdditivityResult(tuple(one for one in found if one is not None)).refuse()
         self._warn_of_division(steps)
 
     def _warn_of_division(self, steps: int) -> None:

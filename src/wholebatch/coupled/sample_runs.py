@@ -29,7 +29,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.forward_state import ForwardState, same_random
 from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import graph_nodes, refuse_reentrant
 
@@ -137,7 +137,7 @@ class FirstSamples:
         sizes = [self.weights[p] / max(p.numel(), 1) ** 0.5 for _, p in self.parameters]
         self._parameter_sizes = torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
         self.draws = HeldDraws()
-        self._draws_nothing = False
+        self._draws_nothing = self._may_have_drawn = False
         self.called = CalledModules(model)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
         self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
@@ -159,7 +159,8 @@ class FirstSamples:
 
     def restore(self) -> None:
         """Restore the state that was found; every run starts there."""
-        self.start.restore()
+        self.start.restore(random=self._may_have_drawn)
+        self._may_have_drawn = True
         for parameter, data in self._data:
             if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
                 parameter.data = data
@@ -225,7 +226,9 @@ class FirstSamples:
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals
-        return SampleRun(terms, digests, ForwardState(self.model, results=True))
+        after = ForwardState(self.model, results=True)
+        self._may_have_drawn = not same_random(self.start.random, after.random)
+        return SampleRun(terms, digests, after)
 
     def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:
         # fp16 knows nothing below 6e-8: its gradients are scaled up, and all by the same.

@@ -141,8 +141,11 @@ class ForwardState:
         self.restore()
 
     @torch.no_grad()
-    def restore(self, *, only: Collection[Key] | None = None) -> None:
-        """Put everything back; given `only`, these items, results too, and no random generator."""
+    def restore(self, *, only: Collection[Key] | None = None, random: bool = True) -> None:
+        """Put everything back; given `only`, these items, results too, and no random generator.
+
+        `random=False`: nothing was drawn, so that the random generators are left as they are.
+        """
         for module in self._modules:
             for name in [name for name, _ in _plain(module)]:
                 key = (id(module), name)
@@ -152,7 +155,7 @@ class ForwardState:
         for key, item in self.items.items():
             if only is None or key in only:
                 _put_back(item, results=only is not None)
-        if only is None:
+        if only is None and random:
             restore_random(self.random)
 
     def draws_same(self, other: ForwardState, *, host: bool) -> bool:
@@ -422,6 +425,8 @@ def same_random(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if hasattr(a, "tobytes"):  # NumPy's keys
         return bool(a.tobytes() == b.tobytes())
+    if isinstance(a, tuple) and type(a[0]) is int:  # Python's: 625 numbers, compared at once
+        return bool(a == b)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same_random(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
