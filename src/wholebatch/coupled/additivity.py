@@ -274,6 +274,10 @@ class UnmovedLoss:
         except Exception as problem:
             _log.debug("not tested if the loss moves within a window: %r", problem)
             return None
+        finally:
+            torch.clear_autocast_cache()
+            if torch.cuda.is_initialized():  # The gaps would stay between what training allocates.
+                torch.cuda.empty_cache()
         return total if math.isfinite(total) else None
 
 
