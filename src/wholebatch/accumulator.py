@@ -237,9 +237,9 @@ class Accumulator(HasWindow):
         failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
         if window is not None and window.micro_batches and not failed:
             _log.warning(
-                "%s was deleted with an open window: its %d micro-batches made no update. Close a "
-                "short last window with flush(), or loop with over(loader), which closes it (with "
-                "Accelerate: prepare the loader)",
+                "%s was deleted with an open window of %d micro-batch(es), which made no update. "
+                "Close a short last window with flush(), or loop with over(loader), which closes "
+                "it (with Accelerate: prepare the loader)",
                 type(self).__name__,
                 window.micro_batches,
             )

@@ -120,7 +120,7 @@ class RunLoss:
         if place.first:
             self._unmoved = None
         elif self._unmoved is not None and place.last:
-            with self._precision.look():
+            with self._precision.for_audit():
                 self._unmoved.check()
         if not (self._is_new or place.first) or not place.in_parts:
             return
@@ -132,7 +132,7 @@ class RunLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**given, "micro": few})
 
-        with self._precision.look():
+        with self._precision.for_audit():
             data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
             self._test.test(run, data)
             if not place.last and self._window.sync.ranks == 1:  # a forward may meet other ranks

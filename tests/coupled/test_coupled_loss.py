@@ -296,15 +296,14 @@ def test_checkpoints_and_frozen_towers() -> None:
     whole.assert_same(model)
 
 
-def test_a_representation_that_is_not_finite_is_found() -> None:
+def test_a_representation_that_is_not_finite_makes_no_update() -> None:
     model = Clip()
     data = batch()
     data["image"][9, 0] = math.inf
     before = [p.clone() for p in model.parameters()]
     train = wb.WholeBatch(model, sgd(model), loss=coupled(model), micro_batch=4)
-    with pytest.raises(wb.errors.NonFiniteError, match="Micro-batch 3 of 4 is the first") as caught:
+    with pytest.raises(wb.errors.NonFiniteError, match="the batch has a loss that is not finite"):
         train.step(data)
-    assert caught.value.micro_batch == 2
     assert all(map(torch.equal, before, model.parameters()))
     train = wb.WholeBatch(
         model, sgd(model), loss=coupled(model), micro_batch=4, close=wb.Close(nonfinite="skip")

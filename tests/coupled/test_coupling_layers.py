@@ -141,7 +141,7 @@ def test_probe_of_the_whole_model() -> None:
             return z @ z.T
 
     (finding,) = findings(Contrast(), torch.randn(5, 4))
-    assert "(the model itself) (Contrast): its output for one sample changed" in str(finding)
+    assert "the model itself (Contrast): its output for one sample changed" in str(finding)
 
 
 def test_probe_takes_nested_batches_of_tokens() -> None:

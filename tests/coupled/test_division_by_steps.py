@@ -55,7 +55,7 @@ def in_whole_batch(loss: Callable[[nn.Module, Any], wb.Loss], batch: Any, **opti
     wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, **options).step(batch)
 
 
-DOORS = {"backward": in_accumulator, "run": in_run, "WholeBatch": in_whole_batch}
+ENTRY_POINTS = {"backward": in_accumulator, "run": in_run, "WholeBatch": in_whole_batch}
 
 
 def scaled(change: Callable[[Tensor], Tensor], units: Any = len) -> Callable[..., wb.Loss]:
@@ -67,7 +67,7 @@ def scaled(change: Callable[[Tensor], Tensor], units: Any = len) -> Callable[...
 
 @pytest.mark.parametrize("units", [len, lambda y: torch.tensor(len(y))], ids=["number", "tensor"])
 @pytest.mark.parametrize("change", DIVIDED.values(), ids=DIVIDED)
-@pytest.mark.parametrize("run", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("run", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 def test_a_division_by_the_steps_is_refused(run: Any, change: Any, units: Any) -> None:
     # Micro-batches of 4 in 4 steps: the number is also a size in the graph, and the units.
     with pytest.raises(LossError, match=REFUSED):
@@ -83,7 +83,7 @@ def test_a_mean_given_to_backward(change: Any) -> None:
 
 
 @pytest.mark.parametrize("change", INVERSE.values(), ids=INVERSE)
-@pytest.mark.parametrize("run", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("run", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 def test_a_product_with_the_inverse_is_warned_of_once(run: Any, change: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -91,7 +91,7 @@ def test_a_product_with_the_inverse_is_warned_of_once(run: Any, change: Any) -> 
     assert sum(WARNED in str(one.message) for one in caught) == 1
 
 
-@pytest.mark.parametrize("run", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("run", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 def test_audit_false_takes_it_as_it_is(run: Any) -> None:
     run(scaled(DIVIDED["an operator"]), samples(16), audit=False)
 
@@ -132,7 +132,7 @@ RIGHT: dict[str, Callable[[nn.Module, Any], wb.Loss]] = {
 
 
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
-@pytest.mark.parametrize("run", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("run", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 def test_other_divisions_are_right(run: Any, loss: Any) -> None:
     run(loss, samples(16))
 

@@ -106,11 +106,11 @@ def in_run(loss: LossOf, seen: list[int]) -> None:
             acc.run(of_micro, micro)
 
 
-DOORS = {"WholeBatch": in_whole_batch, "run": in_run}
+ENTRY_POINTS = {"WholeBatch": in_whole_batch, "run": in_run}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("run", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("run", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 def test_a_late_mistake_is_refused(run: Any, mistake: str) -> None:
     make, message = MISTAKES[mistake]
     seen: list[int] = []

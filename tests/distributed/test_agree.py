@@ -11,7 +11,7 @@ from tests.distributed.launch import reports
 from tests.support import EXACT
 
 WORKER = Path(__file__).with_name("agree_worker.py")
-DOORS = ("in_a_loop", "of_the_whole", "counted_before")
+ENTRY_POINTS = ("in_a_loop", "of_the_whole", "counted_before")
 OTHER_PARAMETERS = "RankError: ranks differ in their parameters (names, shapes, order, or which are"
 OTHER_WEIGHTS = "RankError: the weights differ between ranks, so the models would never be the"
 SENTENCES = {
@@ -34,8 +34,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("case", SENTENCES)
 def test_every_rank_is_told_what_differs(case: str, ranks: Any) -> None:
     for rank in ranks:
-        for door in DOORS:
-            assert rank[f"{case}, {door}"].startswith(SENTENCES[case])
+        for entry_point in ENTRY_POINTS:
+            assert rank[f"{case}, {entry_point}"].startswith(SENTENCES[case])
 
 
 @pytest.mark.slow

@@ -244,7 +244,8 @@ def test_comparisons_with_eager_code_leave_no_memory_behind() -> None:
         for _ in range(14):
             train.step(batch)
         assert executor.mode == "graph of compile", executor.notes.history
-        assert torch.cuda.memory_reserved() <= before + 4 * MIB
+        # A small tensor may keep one segment of the allocator, of 20 MiB, from being freed.
+        assert torch.cuda.memory_reserved() <= before + 24 * MIB
 
 
 def test_comparisons_of_run_leave_no_memory_behind() -> None:

@@ -193,7 +193,7 @@ def _add(group: Any, one: Field[Any], kind: type, many: bool) -> None:
     """Add the argument of a field; defaults are filled in after parsing."""
     default, metavar = one.default, one.metadata["metavar"]
     help = one.metadata["help"].replace("%", "%%")
-    is_plain = default not in (None, MISSING) and not isinstance(default, bool)
+    is_plain = default not in (None, (), MISSING) and not isinstance(default, bool)
     if is_plain and "stored" not in one.metadata:
         help += f" [default: {default}]"
     if one.metadata.get("positional"):

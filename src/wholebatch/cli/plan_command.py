@@ -50,7 +50,7 @@ class PlanOptions:
         "memory",
         "Memory of each GPU, such as 24GiB. The GPU need not be in this machine. Default: this "
         "machine's GPU, else its main memory.",
-        "Options",
+        None,
         metavar="SIZE",
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())

@@ -123,7 +123,7 @@ def tune(options: TuneOptions) -> None:
     """Find the fastest settings for a batch here, or a learning rate.
 
     Measures micro-batch sizes, precisions, checkpointing and ways to run, and says if accumulation
-    is worth its time. Nothing is saved but what is printed.
+    is worth its time. Nothing is saved.
     """
     console = console_of(stderr=options.as_json)
     with Spinner(console) as doing:

@@ -429,7 +429,7 @@ class Fingerprint:
 
 
 class LookAgain:
-    """Say when to look at a model and its loss again: when what they read has changed.
+    """Decide when to check a model and its loss again: when a value that they read has changed.
 
     A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4, 8,
     ... windows.

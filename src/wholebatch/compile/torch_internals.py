@@ -53,6 +53,13 @@ INTERNALS = (
         ("_validate_args",),
     ),
     Internal(
+        "torch.jit",
+        "ScriptFunction",
+        "functions of TorchScript (DeBERTa)",
+        "those models eagerly",
+        ("_torchdynamo_inline",),
+    ),
+    Internal(
         "torch.nn",
         "Module._apply",
         "module.to() in a forward; the parts and hooks of a module",
@@ -65,7 +72,6 @@ INTERNALS = (
     ),
     Internal("torch.fx.experimental.symbolic_shapes", "DimDynamic", "dynamic sizes", _SHAPES),
     Internal("torch._dynamo.source", "ConstantSource", "dynamic sizes", _SHAPES),
-    Internal("torch._functorch.config", "patch", "dynamic sizes", _SHAPES),
     Internal(
         "torch._inductor",
         "compile",

@@ -172,7 +172,7 @@ class AdditivityTest:
         self._tries = 0 if result.conclusive else self._tries - 1
         for division in divisions:
             if division is not None and division.is_sure:
-                name = "(the loss function)"
+                name = "the loss function"
                 text = division.message
                 found.append(AuditFinding(name, "division by the steps", "divided", text))
             elif division is not None:
@@ -225,7 +225,7 @@ class AdditivityTest:
             "wholebatch cannot test if micro-batches add up to the batch. If the batch has a leaf "
             "that is not a value per sample, name it: micro_batch=wb.samples(8, static=...)"
         )
-        return [AuditFinding("(the loss function)", type(error).__name__, "loss", text)]
+        return [AuditFinding("the loss function", type(error).__name__, "loss", text)]
 
 
 class UnmovedLoss:
@@ -274,6 +274,10 @@ class UnmovedLoss:
         except Exception as problem:
             _log.debug("not tested if the loss moves within a window: %r", problem)
             return None
+        finally:
+            torch.clear_autocast_cache()
+            if torch.cuda.is_initialized():  # The gaps would stay between what training allocates.
+                torch.cuda.empty_cache()
         return total if math.isfinite(total) else None
 
 

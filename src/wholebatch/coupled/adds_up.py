@@ -83,8 +83,8 @@ class AdditivityResult:
         listed = "\n  ".join(map(str, self.findings)) or "(found on another rank)"
         message = (
             "micro-batches cannot give the update of the whole batch here:\n  "
-            f"{listed.rstrip('.')}.\n{off} trains anyway, and computes this for each micro-batch "
-            "alone"
+            f"{listed.rstrip('.')}.\n{off} skips this test; the update may then differ from that "
+            "of the whole batch"
         )
         mistaken = self.findings and all(f.kind in _MISTAKES for f in self.findings)
         raise LossError(message) if mistaken else UnsupportedError(message)

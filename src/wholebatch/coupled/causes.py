@@ -23,7 +23,7 @@ _GROUPS = (
     "If every k neighbouring samples belong together (pairs, groups), make the micro-batch a "
     "multiple of k samples (in a trainer: at least 2 * k)"
 )
-_LOSS = "(the loss function)"
+_LOSS = "the loss function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AuditFinding:
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.name or '(the model itself)'} ({self.type}): {self.advice}"
+        return f"{self.name or 'the model itself'} ({self.type}): {self.advice}"
 
 
 # --------------------------------------------------------------------- the loss

@@ -53,7 +53,7 @@ _MOST_OUTPUTS = 32
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24
 _LINKED = 1e-6
-_LOSS = "(the loss)"
+_LOSS = "the loss"
 _PROOF = "To test the whole loss function, give it to acc.run, or run wb.verify once"
 
 

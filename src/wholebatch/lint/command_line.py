@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="wholebatch lint",
-        description="Find mistakes of gradient accumulation in training scripts and notebooks. "
+        description="Find mistakes in gradient accumulation in training scripts and notebooks. "
         "The code is read, never imported or run.",
         epilog="Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.",
         allow_abbrev=False,

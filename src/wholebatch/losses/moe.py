@@ -93,7 +93,7 @@ class _Mixture:
         return by_name, routing_sums(routers, top_k, mask, z=self.z != 0.0)
 
     def addends(self, model: Any, micro: Any) -> Terms:
-        """Return what must add up over micro-batches, as terms, for the look."""
+        """Return what must add up over micro-batches, as terms, for the test of the loss."""
         by_name, sums = self._parts(model, micro)
         rows = sums["probability"]
         weights = torch.arange(rows.numel(), device=rows.device).cos().view_as(rows).to(rows.dtype)

@@ -11,6 +11,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -188,8 +189,17 @@ if hasattr(_aten, "_grouped_mm"):
     _INSTEAD[_aten._grouped_mm.default] = _grouped_mm
 
 
+@cache
+def _writes_lists(func: Any) -> bool:
+    """True for an optimizer's operation in place over lists of tensors: it allocates nothing."""
+    name = func.name().partition(".")[0]
+    return name.startswith("aten::_foreach_") and name.endswith("_")
+
+
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run `func` on fake tensors, and return results as large as its kernel's."""
+    if _writes_lists(func):
+        return None
     result = _INSTEAD.get(func, func)(*args, **kwargs)
     place = _WEIGHT_OF.get(func)
     if place is not None and args[place] is not None and args[place].dtype != args[0].dtype:

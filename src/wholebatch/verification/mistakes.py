@@ -21,7 +21,7 @@ from wholebatch.verification.run_comparison import distance
 RIGHT = "right"
 NOT_JUDGED = "not judged"
 STEPPED_TWICE = ("two-owners", "two optimizers step on the same gradients")
-"""A mistake that needs no gradient to be told: its key, and what was seen."""
+"""A mistake that is found without gradients: its key, and what was seen."""
 
 
 @dataclass(frozen=True)

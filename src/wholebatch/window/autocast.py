@@ -18,7 +18,7 @@ class Precision(ABC):
     def forward(self) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's forward (and only for that)."""
 
-    def look(self) -> AbstractContextManager[object]:
+    def for_audit(self) -> AbstractContextManager[object]:
         """Return the context for the test on a few samples, before the first window."""
         return self.forward()
 

@@ -217,6 +217,7 @@ class Untouched:
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""
         why = _WHY[what].format(window.target.name_of(parameter), by=self._by, clips=clips)
         held = (
-            f"discard() drops the {window.now.micro_batches} micro-batches that this window holds"
+            f"discard() drops what this window holds ({window.now.micro_batches} of its "
+            "micro-batches)"
         )
         raise WindowError(why if self._by == "the loss function" else f"{why}; {held}")

@@ -198,7 +198,7 @@ class Fp8(Autocast):
         finally:
             self._input = ()
 
-    def look(self) -> AbstractContextManager[object]:
+    def for_audit(self) -> AbstractContextManager[object]:
         # In bf16: in a deep model at its start, 8-bit gradients of few samples are mostly noise.
         return super().forward()
 

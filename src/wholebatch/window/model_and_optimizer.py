@@ -296,9 +296,9 @@ def _check_belongs(parameters: Sequence[nn.Parameter], models: Sequence[nn.Modul
     theirs = {id(p) for model in models for p in model.parameters() if p.requires_grad}
     if theirs and not any(id(parameter) in theirs for parameter in parameters):
         raise UnsupportedError(
-            f"none of the optimizer's {len(parameters)} parameters is a trainable one of the "
-            "model: was the optimizer made for another model, or before its layers were replaced, "
-            "copied or sharded? Make it from this model's parameters()"
+            f"none of the optimizer's {len(parameters)} parameters is a trainable parameter of the "
+            "model: was the optimizer created for another model, or before layers were replaced, "
+            "copied or sharded? Create it from this model's parameters()"
         )
 
 

@@ -53,9 +53,9 @@ from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
 _SECOND_BACKWARD = (
     "an earlier backward has freed a part of this loss's graph. If the loop calls "
-    "loss.backward(), remove it: the window runs the backward pass. Add several losses of one "
-    "forward, and call backward once, on the sum. detach() a state that goes from one micro-batch "
-    "into the next, and compute what all micro-batches use (an encoder's output) in each"
+    "loss.backward(), remove it: the window runs the backward pass. Otherwise two losses share a "
+    "graph: add them and call backward once, or detach() or recompute what they share (a hidden "
+    "state, an encoder's output)"
 )
 _OTHER_UNITS = (
     "two backwards of one micro-batch with different units ({first} and {again}): pass the "

@@ -237,7 +237,7 @@ class ExactTrainerMixin(_Trainer):
         return self._operations[shapes]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, without its look at every loss.
+        """Train as the Trainer does, without its check of every loss.
 
         It would wait for the device after each micro-batch. A loss that is not finite raises here.
         """
