@@ -192,8 +192,6 @@ TEST_AND_MEMORY_INTERNALS = (
             "_input_metadata",
         ),
     ),
-    Internal("torch.nn.modules.batchnorm", "_BatchNorm", "BatchNorms of every kind", _TEST),
-    Internal("torch.nn.modules.instancenorm", "_InstanceNorm", "the same", _TEST),
 )
 
 
