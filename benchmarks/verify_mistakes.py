@@ -122,7 +122,8 @@ def write(made: dict[str, str]) -> None:
         "planted in\n`tests/integrations/test_trl.py` instead. A loop in DeepSpeed has the loss "
         "alone: the engine clips, steps and clears. Three\nweights are planted there "
         "(`tests/integrations/deepspeed_worker.py`): named with ZeRO 0, not judged with ZeRO 3.\n\n"
-        "| entry point | mistakes named | right loops called right | run with |\n"
+        "| entry point | mistakes named | right styles with the wanted verdict "
+        '(one is "not judged") | run with |\n'
         "|---|---|---|---|\n" + "\n".join(table) + "\n",
         encoding="utf-8",
     )
