@@ -74,8 +74,8 @@ def run_model(options: argparse.Namespace) -> dict[str, Any]:
         try:
             row[way] = bench.measured(way)
         except Exception as problem:  # Somebody else's model may raise anything.
-            first = (str(problem).splitlines() or ["no message"])[0]
-            row[way] = {"error": f"{type(problem).__name__}: {first[:240]}"}
+            message = " ".join(str(problem).split()) or "no message"
+            row[way] = {"error": f"{type(problem).__name__}: {message[:240]}"}
         finally:
             gc.collect()
             torch.compiler.reset()
@@ -385,7 +385,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
         return [model.name for model in REFERENCES]
     names = [model.name for model in MODELS]
     part, _, parts = options.slice.partition("/")
-    return names[int(part) - 1 :: int(parts)]
+    return names[int(part) - 1 :: int(parts)][::-1]  # The last ones take the compilers longest.
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

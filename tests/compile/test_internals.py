@@ -18,9 +18,11 @@ def test_this_torch_has_them() -> None:
     assert torch_internals.missing() == []
     assert len(torch_internals.INTERNALS) <= 25
     assert len(torch_internals.WINDOW_INTERNALS) <= 15
+    assert len(torch_internals.TEST_AND_MEMORY_INTERNALS) <= 12
 
 
-OTHERS = {"_fields", "_make", "_config", "_param_dict"}  # a named tuple's; DeepSpeed's
+# A named tuple's, DeepSpeed's, Transformers'.
+OTHERS = {"_fields", "_make", "_config", "_param_dict", "_can_checkpoint_with_cache"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,7 @@ OTHERS = {"_fields", "_make", "_config", "_param_dict"}  # a named tuple's; Deep
     [
         (["compile", "offload"], torch_internals.INTERNALS),
         (["window", "distributed", "batch", "losses", "."], torch_internals.WINDOW_INTERNALS),
+        (["coupled", "coupled/batchnorm", "memory"], torch_internals.TEST_AND_MEMORY_INTERNALS),
     ],
 )
 def test_every_private_name_of_torch_is_listed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -41,6 +42,37 @@ def test_update_of_the_undivided_batch(micro_batch: int, clip_norm: float | None
         assert step.loss == pytest.approx(loss_of_whole, rel=1e-12)
     assert mode_of(train) == "operations"
     whole.assert_same(model, seen)
+
+
+def squared(x: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        x = x * x
+    return x
+
+
+def test_functions_of_torchscript_are_traced_as_their_python() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated; DeBERTa has such functions.
+        scripted = torch.jit.script(squared)
+
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(scripted(x, 1))
+            return out
+
+    model = Scripted()
+    whole = Whole(model)
+    train = traced(model)
+    for number in (10, 10, 10):
+        whole.step(samples(number))
+        train.step(samples(number))
+    assert mode_of(train) == "operations"
+    whole.assert_same(model)
+    assert torch.equal(scripted(torch.full((2,), 3.0), 1), torch.full((2,), 9.0))
 
 
 def decayed(model: nn.Module) -> torch.optim.Optimizer:

@@ -49,10 +49,14 @@ def test_planted_mistakes_are_named(loop: Any) -> None:
     assert verdict.mistake.name in verdict.line
 
 
+NOT_NAMED = ("clipped_in_a_hook", "head_stepped_every_time")
+"""Wrong without a name, and not judged: it has several optimizers."""
+
+
 def test_unusual_mistakes_are_named() -> None:
     for loop, key in UNUSUAL_MISTAKES.items():
         verdict = verify_loop(loop, case="mlp")
-        wanted = () if loop.__name__ == "clipped_in_a_hook" else (key,)  # wrong, without a name
+        wanted = () if loop.__name__ in NOT_NAMED else (key,)
         assert not verdict.same, f"{loop.__name__}: {verdict}"
         assert verdict.mistakes[:1] == wanted, f"{loop.__name__}: {verdict}"
 
@@ -105,11 +109,30 @@ def test_two_mistakes_are_both_told() -> None:
 @pytest.mark.parametrize("loop", RIGHT, ids=lambda loop: loop.__name__)
 def test_right_loops_are_right(loop: Any) -> None:
     verdict = verify_loop(loop, case=list(ZOO)[RIGHT.index(loop) % len(ZOO)])
+    if loop.__name__ == "an_optimizer_for_each_part":
+        assert verdict.exit_status == 3
+        assert "several optimizers step on parts of the model: use wb.watch" in verdict.line
+        return
     assert verdict.same, str(verdict)
     assert verdict.exit_status == 0
     assert not verdict.mistakes
     assert not any(trial.notes for trial in verdict.trials)
     assert len(verdict.trials) >= 4
+
+
+def test_a_step_that_a_loss_scaler_skips_is_not_judged() -> None:
+    def loop(model: Any, optimizer: Any, micros: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        for micro in micros:
+            with torch.autocast("cpu", dtype=torch.float16):
+                value = total(model, micro) / units(micros)
+            scaler.scale(value * 1e4).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+
+    verdict = verify_loop(loop, case="mlp")
+    assert verdict.exit_status == 3
+    assert "let it begin at a smaller scale, such as GradScaler(init_scale=64.0)" in verdict.line
 
 
 def test_there_are_twenty_right_loops() -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,11 +40,18 @@ NOT_SEEN = {
     "with_a_regulariser",
     "buffers_of_its_own",
     "backwards_in_pairs",
+    "two_backwards_of_a_forward",
+    "one_backward_for_all",
     "evaluated_between",
 }
 """Right loops that are not judged: no backward brings the gradients, or a weight is not known."""
-OTHER_NAMES = {"clipped_in_a_hook": "unknown", "head_stepped_every_time": "never-cleared"}
-"""Mistakes that are found, with another name or with none."""
+OTHER_NAMES = {
+    "clipped_in_a_hook": "unknown",
+    "head_stepped_every_time": "not judged",
+    "running_loss": "not judged",
+    "mean_of_a_stack": "not judged",
+}
+"""Mistakes that are found with another name or with none, or that are not judged."""
 
 
 def watched(loop: Any, model: nn.Module, *, case: str = "mlp", even: bool = False) -> LoopVerdict:
@@ -74,7 +82,7 @@ def test_unusual_mistakes_are_named() -> None:
 def test_right_loops_are_left_in_peace() -> None:
     for place, (name, plant) in enumerate(STYLES.items()):
         verdict = verdict_of("plain torch", KIND[place % 4], plant)
-        assert verdict.same, f"{name}: {verdict}"
+        assert found_in(verdict) == plant.key, f"{name}: {verdict}"
     for loop in UNUSUAL:
         verdict = watched(loop, ZOO["mlp"].model())
         wanted = "not judged" if loop.__name__ in NOT_SEEN else "right"
@@ -132,19 +140,6 @@ def test_gradients_of_every_sample_beside_the_loop() -> None:
     assert found_in(watch.verdict) == "not-divided", watch.verdict
 
 
-def test_a_number_that_is_repeated_for_every_sample() -> None:
-    """The mean over tokens, expanded to the samples: what the mean over those is a mean of."""
-    model = nn.Linear(6, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with quiet(), wb.watch(model, optimizer) as watch:
-        for count in (3, 8, 5, 2):
-            x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
-            mean = F.cross_entropy(model(x)[:count], y[:count])
-            (mean.expand(8).sum() / 8 / 4).backward()
-        optimizer.step()
-    assert found_in(watch.verdict) == "mean-of-means", watch.verdict
-
-
 @pytest.mark.parametrize(("divisor", "found"), [(4, "right"), (1, "not-divided")])
 def test_a_backward_inside_a_forward(divisor: int, found: str) -> None:
     """Lightning's manual steps run so in DDP."""
@@ -189,12 +184,12 @@ def one_rank() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("found", ["right", "coupled"])
+@pytest.mark.parametrize("found", ["right", "not judged"])
 def test_a_loss_inside_ddp(found: str) -> None:
     """DDP passes losses on through a node of its own, and gives unused outputs no gradient."""
     with one_rank():
         torch.manual_seed(0)
-        model = ComparesInside(found == "coupled")
+        model = ComparesInside(found != "right")
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
         with quiet(), wb.watch(model) as watch:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -218,11 +213,11 @@ def sorted_beside_others(z: Any) -> Any:
     ("loss", "found"),
     [
         (each_by_itself, "right"),
-        (sorted_beside_others, "coupled"),
+        (sorted_beside_others, "not judged"),
     ],
 )
 def test_a_loss_beside_ddp(loss: Any, found: str, wrapped: dict[str, bool]) -> None:
-    """The loop is right for any number of ranks, or couples the samples of its micro-batches."""
+    """The loop is right for any number of ranks, or may couple the samples of its micro-batches."""
     with one_rank():
         torch.manual_seed(0)
         model = nn.Linear(6, 2)
@@ -254,9 +249,9 @@ def test_two_optimizers_and_one_scaler() -> None:
 
 
 def test_a_batch_that_is_more_than_its_samples() -> None:
-    for loop in COUPLED:
+    for loop, found in COUPLED.items():
         verdict = watched(loop, ZOO["mlp"].model())
-        assert verdict.mistakes[:1] == ("coupled",), f"{loop.__name__}: {verdict}"
+        assert found_in(verdict) == found, f"{loop.__name__}: {verdict}"
     verdict = watched(sums_over_counted_units, batchnorm_model(), even=True)
     assert verdict.mistakes == ("coupled",)
     frozen = batchnorm_model()
@@ -300,6 +295,32 @@ def test_the_loop_is_not_changed() -> None:
     pairs = zip(train(True), train(False), strict=True)
     assert all(torch.equal(ours, plain) for ours, plain in pairs)
     assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_a_watch_costs_at_most_two_and_a_half_windows() -> None:
+    """It runs no forward and no backward of its own; its processor time is that of its records."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data, forwards = torch.randn(4, 128, 512), []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+
+    def window() -> float:
+        began = time.process_time()
+        for x in data:
+            (model(x).square().mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.process_time() - began
+
+    plain = min(window() for _ in range(3))
+    forwards.clear()
+    began = time.process_time()
+    with quiet(), wb.watch(model, optimizer) as watch:
+        window()
+    assert watch.verdict.same, watch.verdict
+    assert len(forwards) == 4
+    assert time.process_time() - began <= (1 + 2.5) * plain + 0.05
 
 
 def exact_loop(backward: Any, count: int = 4) -> LoopVerdict:
@@ -578,6 +599,8 @@ def _doubtful(what: str) -> LoopVerdict:
                 if what == "teacher":
                     losses = losses + (model(x) - teacher(x)).square().mean(1)
                     teacher.weight.data.lerp_(model.weight.data, 0.5)
+                if what == "copy":  # an average of the weights that the loss does not use
+                    teacher.weight.data.lerp_(model.weight.data, 0.5)
                 if what == "statistic":
                     with torch.no_grad():
                         baseline = F.cross_entropy(model(x), y)
@@ -588,6 +611,8 @@ def _doubtful(what: str) -> LoopVerdict:
                 if what == "penalty":
                     loss = losses.sum() / 20 + 0.01 * model.weight.square().sum()
                 loss.backward()
+            if what == "doubled" and model.bias.grad is not None:
+                model.bias.grad *= 2
             optimizer.param_groups[0]["lr"] *= 0.0 if what == "rate" and window else 1.0
             optimizer.step()
             optimizer.zero_grad()
@@ -605,9 +630,11 @@ def _doubtful(what: str) -> LoopVerdict:
         ("statistic", "called without gradients before every backward"),
         ("picked", "it picks among its samples"),
         ("sum", "a sum over its samples that nothing divides"),
-        ("penalty", "a penalty on the weights comes with every loss"),
+        ("penalty", "a penalty on the weights comes with the losses"),
         ("rate", "the learning rate is 0"),
-        ("average", "moves the weights on, or back, along the step"),
+        ("doubled", "the loop itself changes the gradient by"),
+        ("copy", "weight changes between two backwards"),
+        ("average", "the loop changes the weights beside the step"),
     ],
 )
 def test_a_doubt_is_not_judged(what: str, reason: str) -> None:

@@ -11,11 +11,8 @@ import logging
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -83,6 +80,10 @@ class Notes:
             stacklevel=2,
         )
 
+    def runs_in(self, mode: str) -> None:
+        """Tell that micro-steps run in this kind of graph from now on."""
+        self.show(f"micro-steps are now {_MODES[mode]}")
+
     def tell(self, text: str) -> None:
         """Log a message."""
         if text not in self.history:
@@ -102,69 +103,12 @@ class Notes:
             print(f"wholebatch: {text}", file=sys.stderr)
 
 
-_SAMPLES = 5
 _MODES = {
     "operations": "one traced graph",
     "compile": "one compiled graph",
     "graph of operations": "one recorded graph, not compiled yet",
     "graph of compile": "one recorded graph",
 }
-
-
-class Speed:
-    """Times micro-steps by their mode, without waiting for the device, and tells what was gained.
-
-    The fastest of a few counts: the first ones of a mode are slower.
-    """
-
-    def __init__(self, device: torch.device, notes: Notes) -> None:
-        self._on_cuda = device.type == "cuda"
-        self._notes = notes
-        self._kept: dict[str, deque[tuple[Any, Any]]] = {}
-        self._told: set[str] = set()
-
-    def timed(self, mode: str) -> AbstractContextManager[None]:
-        """Return the context of one micro-step."""
-        if mode in self._told:
-            return nullcontext()
-        kept = self._kept.setdefault(mode, deque(maxlen=_SAMPLES))
-        if mode in _MODES and len(kept) == _SAMPLES:
-            self._tell(mode)
-            return nullcontext()
-        return self._timing(kept)
-
-    @contextmanager
-    def _timing(self, kept: deque[tuple[Any, Any]]) -> Iterator[None]:
-        if not self._on_cuda:
-            began = time.perf_counter()
-            yield
-            kept.append((began, time.perf_counter()))
-            return
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
-        yield
-        events[1].record()
-        kept.append(events)
-
-    def _tell(self, mode: str) -> None:
-        now, before = self._milliseconds(mode), self._milliseconds("eager")
-        if now is None:
-            return  # the device has not come so far
-        self._told.add(mode)
-        if before is None:
-            self._notes.show(f"micro-steps are now {_MODES[mode]}: {now:.3g} ms")
-        elif now < before:
-            self._notes.show(f"micro-steps are now {_MODES[mode]}: {before:.3g} → {now:.3g} ms")
-
-    def _milliseconds(self, mode: str) -> float | None:
-        """Return the time of the fastest kept micro-step, if the device has made them."""
-        found = []
-        for start, end in self._kept.get(mode, ()):
-            if isinstance(start, float):
-                found.append(1e3 * (end - start))
-            elif end.query():
-                found.append(start.elapsed_time(end))
-        return min(found) if found else None
 
 
 def reason_of(problem: BaseException) -> str:

@@ -1,9 +1,4 @@
-"""Fake tensors as the results of operations: only shape, strides, dtype and device are known.
-
-To compute one takes torch about 1 ms. The layers of a model repeat, and so do their operations:
-there is one fake tensor of each kind, and an operation on tensors of the same kinds is computed
-once.
-"""
+"""Fake tensors as the results of operations: only shape, strides, dtype and device are known."""
 
 from __future__ import annotations
 
@@ -16,58 +11,31 @@ from torch import Tensor, fx
 from wholebatch.compile.fusion import expression_of
 
 
-class FakeResults:
-    """Computes the fake results of operations, once for all that are alike."""
+def like(mode: Any, value: Any) -> Any:
+    """Return a fake tensor of this mode with the layout of a tensor; another value as it is."""
+    if not isinstance(value, Tensor) or getattr(value, "fake_mode", None) is mode:
+        return value
+    with mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
 
-    def __init__(self, mode: Any) -> None:
-        self.mode = mode
-        self._fakes: dict[Any, Tensor] = {}
-        self._own: set[int] = set()
-        self._known: dict[Any, Any] = {}
 
-    def like(self, value: Any) -> Any:
-        """Return the one fake tensor of the kind of this tensor, and another value as it is."""
-        if id(value) in self._own or not isinstance(value, Tensor):
-            return value
-        kind = kind_of(value)
-        if kind not in self._fakes:
-            shape, strides, dtype, device = value.shape, value.stride(), value.dtype, value.device
-            with self.mode:
-                made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            self._fakes[kind] = made
-            self._own.add(id(made))
-        return self._fakes[kind]
+def result_of(mode: Any, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return the fake result of this operation on nodes that have their values."""
 
-    def of(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Return the result of this operation on nodes that have their values."""
-        key: list[Any] = [id(target)]
-        given = self._given((args, dict(kwargs or {})), key)
-        alike = tuple(key)
-        if alike not in self._known:
-            with self.mode, torch.no_grad():
-                self._known[alike] = mapped(target(*given[0], **given[1]), self.like)
-        return self._known[alike]
+    def given(part: Any) -> Any:
+        value = part.meta["val"] if isinstance(part, fx.Node) else part
+        return mapped(value, lambda one: like(mode, one))
 
-    def _given(self, part: Any, key: list[Any]) -> Any:
-        """Return arguments with fakes for nodes; add to the key what the result depends on."""
-        if isinstance(part, fx.Node):
-            part = mapped(part.meta["val"], self.like)
-        if isinstance(part, Tensor):
-            key.append(id(part))
-            return part
-        key.append(type(part))  # It tells 1 from 1.0 and True.
-        if isinstance(part, (list, tuple)):
-            key.append(len(part))
-            return type(part)([self._given(one, key) for one in part])
-        if isinstance(part, dict):
-            key.extend(part)
-            return {name: self._given(one, key) for name, one in part.items()}
-        key.append(repr(part))
-        return part
+    args, kwargs = mapped((args, dict(kwargs or {})), given)
+    with mode, torch.no_grad():
+        return target(*args, **kwargs)
 
-    def fill(self, node: fx.Node) -> None:
-        """Give the node its value."""
-        node.meta["val"] = self.of(node.target, node.args, node.kwargs)
+
+def fill(mode: Any, node: fx.Node) -> None:
+    """Give the node its fake value."""
+    node.meta["val"] = result_of(mode, node.target, node.args, node.kwargs)
 
 
 def fake_mode() -> Any:

@@ -71,6 +71,8 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
 def empty_cache(device: torch.device) -> None:
     """Return free memory to the driver, so that the next allocations do not fill its gaps."""
     if device.type == "cuda":
+        # An autocast around `Accumulator.run` keeps casts of weights among freed activations.
+        torch.clear_autocast_cache()
         torch.cuda.empty_cache()
 
 

@@ -50,32 +50,27 @@ class EagerResult:
         return [after if before is None else after - before for after, before in pairs]
 
 
-class Check:
-    """Compares the result of a graph, of which a part may be in 16 bit, with that of eager code."""
+def hold_against(
+    found: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    what: str,
+    *,
+    sixteen_bit: bool,
+    nearness: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None,
+) -> None:
+    """Raise CannotTrace if `found` of a graph differs from `wanted` by more than rounding.
 
-    def __init__(self, *, sixteen_bit: bool) -> None:
-        self._sixteen_bit = sixteen_bit
-
-    def hold_against(
-        self,
-        found: Sequence[Tensor],
-        wanted: Sequence[Tensor],
-        what: str,
-        *,
-        nearness: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None,
-    ) -> None:
-        """Raise CannotTrace if `found` differs from `wanted` by more than rounding.
-
-        `nearness` gives the last two arguments of `is_as_near`.
-        """
-        reason = differs(found, wanted, what, sixteen_bit=self._sixteen_bit)
-        if reason is None:
-            return
-        if nearness is not None and self._sixteen_bit:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                if is_as_near(found, *nearness()):
-                    return
-        raise CannotTrace(reason)
+    `sixteen_bit`: a part of the graph computes in 16 bit. `nearness` gives the last two arguments
+    of `is_as_near`.
+    """
+    reason = differs(found, wanted, what, sixteen_bit=sixteen_bit)
+    if reason is None:
+        return
+    if nearness is not None and sixteen_bit:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if is_as_near(found, *nearness()):
+                return
+    raise CannotTrace(reason)
 
 
 @torch.no_grad()

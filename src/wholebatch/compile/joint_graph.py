@@ -20,7 +20,7 @@ from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
-from wholebatch.compile.repeated_blocks import BlockProgram, Blocks, calls_other_graphs
+from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, State, Traced
 
 
@@ -83,22 +83,12 @@ class JointStep:
             self._examples = []
 
     def compile(self) -> None:
-        """Compile it by Inductor, here or in a thread of its own.
-
-        A kernel is tuned when it first runs. So each piece runs once here, on zeros.
-        """
+        """Compile it by Inductor, here or in a thread of its own."""
         if self._blocks is None:
             self._run = compiled_by_inductor(self._run, self._examples)
         else:
-            plan = self._blocks.plan()
             tunes = not self.random and self._trained[0].is_cuda and self.sizes is None
-            runs = []
-            made = plan.compiled(compiled_by_inductor, self._blocks.mode)
-            for program, run in zip(plan.programs, made, strict=True):
-                runs.append(run)
-                if tunes and program.is_safe:
-                    program.try_out(run)
-            self._run = BlockProgram(plan, runs, self._blocks.constants)
+            self._run = self._blocks.compiled(compiled_by_inductor, tunes=tunes)
         self._blocks, self._examples = None, []
 
     def _possible_fusions(self, device: torch.device) -> Fusions:

@@ -33,7 +33,6 @@ from wholebatch.compile.execute_mode import (
     Execute,
     ExecutePlan,
     Notes,
-    Speed,
     first_line,
     reason_of,
 )
@@ -47,9 +46,9 @@ from wholebatch.compile.gradient_buffers import (
     take_workspace,
 )
 from wholebatch.compile.graph_check import (
-    Check,
     EagerResult,
     gradients_of,
+    hold_against,
     weights_moved,
     without_autocast,
 )
@@ -129,7 +128,6 @@ class Executor:
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
-        self.speed = Speed(device, self.notes)
         self._next_place = 0
         self._compares = False  # True if the next micro-step of a graph is compared again
         self._pool: Any = None
@@ -166,9 +164,7 @@ class Executor:
             except CannotTrace as reason:
                 self._give_up(str(reason))
         self.mode = "eager"
-        # Once no graph is to come, there is nothing to compare eager code with.
-        timed = nullcontext() if self._plan.eager else self.speed.timed(self.mode)
-        with eager_into(self._gradients, self._window), timed:
+        with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self._settle()
         return Added.of(loss, self._single)
@@ -237,11 +233,11 @@ class Executor:
     def _run(self, ready: Prepared, inputs: Inputs) -> Added:
         if not self._gradients.are_in_place(ready.joint.used):
             self._gradients.put_in_place(ready.joint.used)
-        self.mode = ready.mode
+        if self.mode != ready.mode:
+            self.mode = ready.mode
+            self.notes.runs_in(self.mode)
         ready.joint.runs += 1
-        with self.speed.timed(self.mode):
-            results = ready.run(inputs.tensors, self._seeds(ready.form))
-        added = ready.form.read(*results)
+        added = ready.form.read(*ready.run(inputs.tensors, self._seeds(ready.form)))
         self._window.current.record(added.totals, added.units, added.weights)
         return added
 
@@ -585,13 +581,13 @@ class Executor:
         try:
             found = rehearse(results, self._device, captures=rehearses)
             if not joint.random:
-                check = Check(sixteen_bit=joint.sixteen_bit)
-                check.hold_against(found, done.results, "loss")
+                held_against = partial(hold_against, sixteen_bit=joint.sixteen_bit)
+                held_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
                     nearness = partial(self._nearness, joint, done, wanted, seeds)
-                    check.hold_against(buffers, wanted, "gradient", nearness=nearness)
+                    held_against(buffers, wanted, "gradient", nearness=nearness)
         finally:
             self._gradients.put_back(joint.used, held)
 
@@ -611,7 +607,8 @@ class Executor:
             done.before.restore()
             micro = done.inputs.around(done.inputs.tensors)
             made = gradients_of(self._model, self._loss, micro, used, seeds, precision)
-            return [one.to(room_for(made)) for one in made]
+            place = room_for(made)
+            return [one.to(place) for one in made]
 
         with suppress(torch.OutOfMemoryError), without_autocast():
             done.nearness = wanted, gradients(nullcontext())
@@ -628,26 +625,30 @@ class Executor:
         """Capture a step whose kernels were launched one by one so far."""
         joint, seeds = prepared.joint, self._seeds(prepared.form)
         before = ForwardState(self._model)
-        held = self._gradients.set_aside(joint.used)
         began = time.perf_counter()
         try:
-            rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+            held = self._gradients.set_aside(joint.used)
+            try:
+                rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+            finally:
+                self._gradients.put_back(joint.used, held)
+                del held  # Capturing computes nothing.
             return replace(prepared, run=self._captured(joint, inputs, seeds))
         except CannotTrace as reason:
             self._plan.captures = False
             self.notes.tell(str(reason))
             return prepared
         finally:
-            self._gradients.put_back(joint.used, held)
             before.restore()
             if self._fingerprint is not None:
                 self._fingerprint.accept_tensors()
             self._plan.spent += time.perf_counter() - began
-            del before, held
-            empty_cache(self._device)  # The rehearsal's memory belongs to its own stream.
+            empty_cache(self._device)
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
         """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
+        # Its static inputs stay: they must not lie in the gaps of memory that can be released.
+        empty_cache(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:

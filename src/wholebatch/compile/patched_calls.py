@@ -31,12 +31,14 @@ def traceable_calls() -> Iterator[None]:
     - Distributions do not check the values of their parameters.
     - Attention knows a mask that is always causal, and gets others in rows.
     - Grouped products of experts follow autocast, as `linear` does.
+    - Functions of TorchScript run as the Python that they were made from.
     """
     grouped = {"grouped_mm": _grouped_mm} if _GROUPED_MM is not None else {}
     with (
         _ONE_AT_A_TIME,
         replaced_attributes(torch, _check_tensor_all_with=_assert_in_graph),
         replaced_attributes(nn.Module, _apply=_convert_nothing),
+        replaced_attributes(torch.jit.ScriptFunction, __call__=_as_python),
         replaced_attributes(functional, scaled_dot_product_attention=attention, **grouped),
         # torch.compile also leaves out these checks, which read the parameters.
         replaced_attributes(torch.distributions.Distribution, _validate_args=False),
@@ -46,6 +48,10 @@ def traceable_calls() -> Iterator[None]:
 
 def _assert_in_graph(_: type[Exception], condition: Tensor, message: Any = None) -> None:
     torch.ops.aten._assert_async.msg(condition.all(), "an assertion of the model's code failed")
+
+
+def _as_python(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function._torchdynamo_inline(*args, **kwargs)
 
 
 def _convert_nothing(

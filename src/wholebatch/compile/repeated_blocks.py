@@ -4,7 +4,7 @@ Layers repeat, and so do the operations of their forward and backward. One piece
 compiled, and called for every layer with that layer's tensors:
 
 1. `find_pieces` looks for the period of the operations and cuts where no fused kernel is lost.
-2. `_Cutter` writes each piece down as a program of its own: operations, inputs, outputs. Views, and
+2. `_Cutter` writes each piece down as a program of its own: operations and inputs. Views, and
    cheap operations whose inputs are smaller than their results, are computed again where they are
    needed instead of being stored, as a compiler of the whole graph would do. So are cheap results
    that a product reads in the forward and in the backward, if that saves much memory.
@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fake_results import FakeResults, fake_mode, kind_of, mapped
+from wholebatch.compile.fake_results import fake_mode, fill, kind_of, like, mapped
 from wholebatch.compile.fusion import (
     OURS,
     base_of,
@@ -72,19 +72,27 @@ class _Result:
     number: int
 
 
-@dataclass(frozen=True)
-class PieceProgram:
-    """A piece as plain data, which another process can compile."""
+@dataclass
+class Piece:
+    """A part of the graph as a program of its own."""
 
-    operations: Sequence[tuple[Any, Any, Any]]
+    operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
     """(target, args, kwargs); nodes are replaced with `_Input` or `_Result`."""
-    inputs: Sequence[Any]
-    """(shape, strides, dtype, device) of each tensor; another value is given as it is."""
-    outputs: Sequence[int]
-    """The operations whose results it returns."""
+    nodes: list[fx.Node] = field(default_factory=list)
+    """The nodes of these operations."""
+    inputs: list[fx.Node] = field(default_factory=list)
+    own: set[fx.Node] = field(default_factory=set)
+    """The nodes that no other piece computes first."""
 
-    def module(self) -> fx.GraphModule:
-        """Return it as a graph."""
+    def key(self) -> tuple[Any, ...]:
+        """Return a key that is equal for pieces that may share their compiled code."""
+        return (
+            tuple(kind_of(node.meta["val"]) for node in self.inputs),
+            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
+        )
+
+    def module(self, outputs: Sequence[int]) -> fx.GraphModule:
+        """Return it as a graph that returns the results of these operations."""
         graph = fx.Graph()
         inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
         results: list[fx.Node] = []
@@ -97,16 +105,16 @@ class PieceProgram:
         for target, args, kwargs in self.operations:
             args, kwargs = mapped(args, node_of), mapped(kwargs, node_of)
             results.append(graph.call_function(target, args, kwargs))
-        graph.output(tuple(results[number] for number in self.outputs))
+        graph.output(tuple(results[number] for number in outputs))
         return fx.GraphModule({}, graph)
 
     def examples(self) -> list[Any]:
         """Return inputs like those that it is for; they are fake within a fake tensor mode."""
         return [
-            torch.empty_strided(one[0], one[1], dtype=one[2], device=one[3])
-            if isinstance(one, tuple)
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+            if isinstance(one, Tensor)
             else one
-            for one in self.inputs
+            for one in (node.meta["val"] for node in self.inputs)
         ]
 
     @property
@@ -127,99 +135,43 @@ class PieceProgram:
 
 
 @dataclass
-class _Piece:
-    """A part of the graph as a program of its own."""
-
-    operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """As those of a `PieceProgram`."""
-    nodes: list[fx.Node] = field(default_factory=list)
-    """The nodes of these operations."""
-    inputs: list[fx.Node] = field(default_factory=list)
-    own: set[fx.Node] = field(default_factory=set)
-    """The nodes that no other piece computes first."""
-
-    def key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for pieces that may share their compiled code."""
-        return (
-            tuple(kind_of(node.meta["val"]) for node in self.inputs),
-            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
-        )
-
-    def program(self, outputs: Sequence[int]) -> PieceProgram:
-        """Return it as a program that returns the results of these operations."""
-        values = (node.meta["val"] for node in self.inputs)
-        kinds = [
-            (tuple(one.shape), one.stride(), one.dtype, one.device)
-            if isinstance(one, Tensor)
-            else one
-            for one in values
-        ]
-        return PieceProgram(self.operations, kinds, outputs)
-
-
-@dataclass
 class Call:
     """One call of a compiled piece: the places of its inputs and outputs among all values."""
 
-    piece: int
+    run: Callable[[list[Any]], Any]
+    """It empties the list of its inputs, so that each is freed after its last use."""
     inputs: list[int]
     outputs: list[int]
-    freed: list[int]
+    freed: Sequence[int] = ()
     """The inputs that nothing reads afterwards."""
-    unused: list[int]
+    unused: Sequence[int] = ()
     """The outputs that nothing reads."""
 
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """A graph as calls of pieces, as plain data: one program of each kind of piece."""
-
-    programs: list[PieceProgram]
-    calls: list[Call]
-    results: list[int]
-    places: int
-
-    def compiled(self, compile_piece: Compile, mode: Any) -> Iterator[Callable[[list[Any]], Any]]:
-        """Compile one piece after the other, on fake tensors of this mode."""
-        for program in self.programs:
-            with mode:
-                examples = program.examples()
-            yield _taking_a_list(compile_piece(program.module(), examples))
-
-
 class BlockProgram:
-    """A graph as calls of compiled pieces: the same signature as the graph itself.
+    """A graph as calls of compiled pieces: the same signature as the graph itself."""
 
-    A function of `runs` empties the list of its inputs, so that each is freed after its last use.
-    """
-
-    def __init__(
-        self,
-        plan: BlockPlan,
-        runs: Sequence[Callable[[list[Any]], Any]],
-        constants: Sequence[Tensor],
-    ) -> None:
-        self._calls = [(runs[call.piece], call) for call in plan.calls]
-        self._constants = constants
-        self._plan = plan
-        self.compiled = len(runs)
-        """The number of pieces that were compiled."""
-        self.pieces = len(plan.calls)
+    calls: Sequence[Call]
+    constants: Sequence[Tensor]
+    results: Sequence[int]
+    places: int
+    """The number of values."""
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        values: list[Any] = [*arguments, *self._constants]
-        values += [None] * (self._plan.places - len(values))
-        for run, call in self._calls:
+        values: list[Any] = [*arguments, *self.constants]
+        values += [None] * (self.places - len(values))
+        for call in self.calls:
             inputs = [values[place] for place in call.inputs]
             for place in call.freed:
                 values[place] = None
-            results = run(inputs)
+            results = call.run(inputs)
             for place, result in zip(call.outputs, results, strict=True):
                 values[place] = result
             del results, inputs
             for place in call.unused:
                 values[place] = None
-        return [values[place] for place in self._plan.results]
+        return [values[place] for place in self.results]
 
 
 class Blocks:
@@ -234,10 +186,10 @@ class Blocks:
     ) -> None:
         graph = module.graph
         constants = graph.find_nodes(op="get_attr")
-        self.constants = [_attribute(module, node) for node in constants]
+        self._constants = [_attribute(module, node) for node in constants]
         self._inputs = [*graph.find_nodes(op="placeholder"), *constants]
-        values = dict(zip(self._inputs, (*arguments, *self.constants), strict=True))
-        self.mode = fill_values(graph, values)
+        values = dict(zip(self._inputs, (*arguments, *self._constants), strict=True))
+        self._mode = fill_values(graph, values)
         self._results: Any = graph.output_node().args[0]
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         sizes = list(filter(_is_size, self._inputs))
@@ -253,7 +205,7 @@ class Blocks:
         if cutter.saved < _MUCH * sum(_size(node.meta["val"]) for node in self._inputs):
             self._pieces = _Cutter(nodes, parts, sizes, saves=False).pieces()
         self._keys = [piece.key() for piece in self._pieces]
-        self._kinds: dict[Any, _Piece] = {}
+        self._kinds: dict[Any, Piece] = {}
         """One piece of each kind."""
         for key, piece in zip(self._keys, self._pieces, strict=True):
             self._kinds.setdefault(key, piece)
@@ -263,11 +215,19 @@ class Blocks:
         """The number of operations to compile."""
         return sum(len(piece.operations) for piece in self._kinds.values())
 
-    def plan(self) -> BlockPlan:
-        """Give every value a place, and find its last use."""
+    def compiled(self, compile_piece: Compile, *, tunes: bool) -> BlockProgram:
+        """Compile one piece of each kind, and write the graph as calls of these.
+
+        A kernel is tuned when it first runs. With `tunes`, each piece runs once here, on zeros.
+        """
         outputs = _outputs(self._pieces, self._keys, self._results)
-        programs = [piece.program(outputs[key]) for key, piece in self._kinds.items()]
-        numbers = {key: number for number, key in enumerate(self._kinds)}
+        runs: dict[Any, Callable[[list[Any]], Any]] = {}
+        for key, piece in self._kinds.items():
+            with self._mode:
+                examples = piece.examples()
+            runs[key] = _taking_a_list(compile_piece(piece.module(outputs[key]), examples))
+            if tunes and piece.is_safe:
+                piece.try_out(runs[key])
         place = {node: number for number, node in enumerate(self._inputs)}
         held = len(place)
         places = held
@@ -279,13 +239,14 @@ class Blocks:
             for at, number in zip(written, outputs[key], strict=True):
                 if piece.nodes[number] in piece.own:
                     place[piece.nodes[number]] = at
-            calls.append(Call(numbers[key], read, written, [], []))
-        kept = {place[node] for node in self._results} | set(range(held))
+            calls.append(Call(runs[key], read, written))
+        results = [place[node] for node in self._results]
+        kept = {*results, *range(held)}
         for call in reversed(calls):
             call.unused = [one for one in call.outputs if one not in kept]
             call.freed = [one for one in call.inputs if one not in kept]
             kept.update(call.freed)
-        return BlockPlan(programs, calls, [place[node] for node in self._results], places)
+        return BlockProgram(calls, self._constants, results, places)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -319,7 +280,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _outputs(
-    pieces: Sequence[_Piece], keys: Sequence[Any], results: Iterable[fx.Node]
+    pieces: Sequence[Piece], keys: Sequence[Any], results: Iterable[fx.Node]
 ) -> dict[Any, list[int]]:
     """Return for each kind of piece the operations whose results some other piece needs."""
     needed = {node for piece in pieces for node in piece.inputs} | set(results)
@@ -339,13 +300,13 @@ def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
 
     fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
     given = next(fakes, None)
-    results = FakeResults(fake_mode() if given is None else given.fake_mode)
+    mode = fake_mode() if given is None else given.fake_mode
     for node in graph.nodes:
         if node in arguments:
-            node.meta["val"] = results.like(arguments[node])
+            node.meta["val"] = like(mode, arguments[node])
         elif node.op == "call_function" and "val" not in node.meta:
-            results.fill(node)
-    return results.mode
+            fill(mode, node)
+    return mode
 
 
 def _size(value: Any) -> int:
@@ -405,17 +366,13 @@ def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
 def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     """Return a number for each node that is equal for operations of one kind."""
     known: dict[Any, int] = {}
-    kinds: dict[int, Any] = {}  # by the value, which many nodes share
     labels = []
     for node in nodes:
-        value = node.meta["val"]
-        if id(value) not in kinds:
-            kinds[id(value)] = kind_of(value)
         arguments = mapped(
             (node.args, node.kwargs),
             lambda part: f"<{part.op}>" if isinstance(part, fx.Node) else part,
         )
-        label = (node.target, fixed(arguments), kinds[id(value)])
+        label = (node.target, fixed(arguments), kind_of(node.meta["val"]))
         labels.append(known.setdefault(label, len(known)))
     return labels
 
@@ -562,14 +519,14 @@ class _Cutter:
         self.saved = 0
         """The bytes that are not stored because the backward computes them again."""
 
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[Piece]:
         """Return all of them, in order."""
         return [self._piece(part) for part in self._parts]
 
-    def _piece(self, part: Part) -> _Piece:
+    def _piece(self, part: Part) -> Piece:
         own = self._nodes[part.start : part.end]
         again = self._computed_again(part, own)
-        piece = _Piece(own=set(own))
+        piece = Piece(own=set(own))
         places: dict[fx.Node, _Input | _Result] = {}
 
         def write(node: fx.Node) -> _Result:

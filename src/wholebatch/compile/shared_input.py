@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholebatch.compile.fake_results import FakeResults
+from wholebatch.compile.fake_results import fill, result_of
 from wholebatch.compile.fused_weight_grad import add_product
 from wholebatch.compile.fusion import VIEWS, cast_to, is_view, readers_of, same_shape
 from wholebatch.compile.gradient_buffers import ALIGNED
@@ -64,29 +64,17 @@ class SharedInputs:
         groups = [run for layers in self._by_input() for run in _runs(layers)]
         if not groups:
             return 0
-        self._results = FakeResults(groups[0][0].weight.cast.meta["val"].fake_mode)
+        self._mode = groups[0][0].weight.cast.meta["val"].fake_mode
         self._last_input = self._graph.find_nodes(op="placeholder")[-1]
         additions = self._graph.find_nodes(op="call_function", target=add_product())
         self._backward = additions[0] if additions else None  # Here it begins.
-        used: dict[fx.Node | None, list[tuple[fx.Node, ...]]] = {}
-        for run in groups:
-            for layer in run:
-                _find_backward(layer)
-                if layer.of_weight is not None:
-                    used.setdefault(layer.weight.buffer, []).append(_casts(run))
+        for layer in (layer for run in groups for layer in run):
+            _find_backward(layer)
         saved = 0
         for run in groups:
-            if any(len(set(used.get(one.weight.buffer, ()))) > 1 for one in run):
-                continue  # Used in several ways.
-            has_backward = all(
-                one.of_weight is not None
-                and one.weight.buffer is not None
-                and len(one.weight.buffer.users) == len(used[one.weight.buffer])
-                for one in run
-            )
             self._join_forward(run)
             saved += len(run) - 1
-            if has_backward:
+            if all(one.of_weight is not None for one in run):
                 self._join_backward(run)
         return saved
 
@@ -109,7 +97,7 @@ class SharedInputs:
                 made = self._graph.placeholder("_and_".join(one.name for one in parts))
             self._last_input = made
             if "val" in parts[0].meta:  # Buffers get theirs later.
-                made.meta["val"] = self._results.of(aten.cat.default, ([*parts],))
+                made.meta["val"] = result_of(self._mode, aten.cat.default, ([*parts],))
             self.joined[key] = made
         return self.joined[key]
 
@@ -182,14 +170,14 @@ class SharedInputs:
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self._graph.call_function(target, args)
-        self._results.fill(node)
+        fill(self._mode, node)
         return node
 
     def _refresh_views(self, node: fx.Node) -> None:
         """Compute the values of the views of a node again, since its strides have changed."""
         for user in node.users:
             if is_view(user):
-                self._results.fill(user)
+                fill(self._mode, user)
                 self._refresh_views(user)
 
 
@@ -229,22 +217,21 @@ def _untransposed(node: Any, *, odd: bool = False) -> Any:
 
 
 def _find_backward(layer: _Layer) -> None:
-    """Find the addition of the weight's gradient and the gradient of the input."""
+    """Find the addition of the weight's gradient, if it is the only one, and the input's."""
     x, buffer = layer.product.args[-2], layer.weight.buffer
-    for addition in () if buffer is None else buffer.users:
-        if addition.target is add_product() and addition.args[2] is x:
-            gradient = _untransposed(addition.args[1], odd=True)
-            if gradient is None or layer.of_weight is not None:
-                layer.of_weight = None
-                return
-            layer.of_weight, layer.of_output = addition, gradient
-            for user in gradient.users:
-                if (
-                    user.target is aten.mm.default
-                    and user.args[0] is gradient
-                    and _untransposed(user.args[1]) is layer.weight.cast
-                ):
-                    layer.of_input = user
+    if buffer is None or len(buffer.users) != 1:
+        return  # Other additions must not write into joined memory beside this one.
+    [addition] = buffer.users
+    if addition.target is not add_product() or addition.args[2] is not x:
+        return
+    gradient = _untransposed(addition.args[1], odd=True)
+    if gradient is None:
+        return
+    layer.of_weight, layer.of_output = addition, gradient
+    for user in gradient.users:
+        is_product = user.target is aten.mm.default and user.args[0] is gradient
+        if is_product and _untransposed(user.args[1]) is layer.weight.cast:
+            layer.of_input = user
 
 
 def _read_once(node: fx.Node) -> fx.Node:

@@ -84,17 +84,15 @@ class Sizes:
         """Create symbols at these `places`, with the sizes of this micro-batch as hints."""
         # These modules are slow to import: paid only when tracing.
         from torch._dynamo.source import ConstantSource
-        from torch._functorch import config
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         environment: Any = ShapeEnv(
             allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
-        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            mode = FakeTensorMode(
-                allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=environment
-            )
+        mode = FakeTensorMode(
+            allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=environment
+        )
         numbers = _numbers(places, inputs.tensors)
         symbols = []
         for index, number in enumerate(numbers):

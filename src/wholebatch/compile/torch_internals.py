@@ -1,7 +1,8 @@
 """Private parts of torch that are used here: what each is for, and what happens without it.
 
 `INTERNALS` are those of the engine, `WINDOW_INTERNALS` those of the window and of the classes for
-DDP, FSDP2 and DeepSpeed, where torch has no public function for the purpose.
+DDP, FSDP2 and DeepSpeed, `TEST_AND_MEMORY_INTERNALS` those of `coupled` and `memory`, where torch
+has no public function for the purpose.
 
 `missing()` tries each. A test runs it, so that a new torch fails with a sentence. Another reads
 the code: a private name of torch that is not here fails it. (Operations of a traced graph,
@@ -53,6 +54,13 @@ INTERNALS = (
         ("_validate_args",),
     ),
     Internal(
+        "torch.jit",
+        "ScriptFunction",
+        "functions of TorchScript (DeBERTa)",
+        "those models eagerly",
+        ("_torchdynamo_inline",),
+    ),
+    Internal(
         "torch.nn",
         "Module._apply",
         "module.to() in a forward; the parts and hooks of a module",
@@ -65,7 +73,6 @@ INTERNALS = (
     ),
     Internal("torch.fx.experimental.symbolic_shapes", "DimDynamic", "dynamic sizes", _SHAPES),
     Internal("torch._dynamo.source", "ConstantSource", "dynamic sizes", _SHAPES),
-    Internal("torch._functorch.config", "patch", "dynamic sizes", _SHAPES),
     Internal(
         "torch._inductor",
         "compile",
@@ -154,10 +161,44 @@ WINDOW_INTERNALS = (
 )
 """DeepSpeed's `engine._config._param_dict` tells if the user has set a clipping of its own."""
 
+TEST_AND_MEMORY_INTERNALS = (
+    Internal(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "sees every operation: live bytes, random numbers",
+        _TEST,
+        ("_should_skip_dynamo",),
+    ),
+    Internal(_FAKE, "FakeTensorMode", "memory of a model that is not there", "no plan"),
+    Internal(
+        "torch.testing._internal.distributed.fake_pg",
+        "FakeStore",
+        "memory of one rank of FSDP2, without the others",
+        "no plan for FSDP2",
+    ),
+    Internal("torch", "Tensor._indices", "bytes of sparse gradients", _TEST, ("_values",)),
+    Internal("torch", "Tensor._backward_hooks", "the test runs no hook of the user's", _TEST),
+    Internal("torch._ops", "OpOverload", "which argument is a generator", _TEST, ("_schema",)),
+    Internal(
+        "torch.autograd.graph",
+        "Node",
+        "the last reduction of a loss: sum or mean, and over how many",
+        "fewer mistakes are found in loops of one's own",
+        (
+            "_saved_reduction",
+            "_saved_self",
+            "_saved_other",
+            "_saved_self_sym_sizes",
+            "_input_metadata",
+        ),
+    ),
+)
+
 
 def missing() -> list[Internal]:
     """Return the parts that this torch does not have."""
-    return [one for one in (*INTERNALS, *WINDOW_INTERNALS) if not _is_there(one)]
+    every = (*INTERNALS, *WINDOW_INTERNALS, *TEST_AND_MEMORY_INTERNALS)
+    return [one for one in every if not _is_there(one)]
 
 
 def _is_there(internal: Internal) -> bool:

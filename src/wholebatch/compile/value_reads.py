@@ -23,8 +23,6 @@ SMALL = 16
 
 Changes to such a tensor are looked for at every window. Larger ones are read at every run.
 """
-NODE = "wholebatch_node"
-"""The attribute by which a tensor knows its node, and the module of constants, while recorded."""
 _UNIFORM = (aten.rand.default, aten.rand_like.default)
 _COMPARISONS = {
     aten.lt.Scalar: (False, True),
@@ -61,9 +59,6 @@ class ValueReads:
 
 def node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
     """Return the node that computes this tensor, and the module that holds the constants."""
-    if NODE in vars(tensor):
-        recorded: tuple[fx.Node, Any] = getattr(tensor, NODE)
-        return recorded
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()

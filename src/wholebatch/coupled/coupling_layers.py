@@ -7,7 +7,6 @@ layer for the other samples moves, it couples them. That finds what no list of t
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch.samples import flatten, readable_layout, take
+from wholebatch.batch.samples import flatten, readable_layout
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
@@ -196,13 +195,9 @@ def _origins(samples: FirstSamples, count: int) -> list[str]:
 def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
     """Run the first samples; return for every call of a module the digests of all samples but one.
 
-    With `change`, the first sample is another one.
+    With `change`, the last sample stands in place of the first too.
     """
-    values = []
-    for leaf in samples.layout.leaves:
-        value = take(leaf.value, slice(0, count)) if leaf.batched else leaf.value
-        values.append(_replace_first(value) if leaf.batched and change else value)
-    batch = samples.layout.structure.build(values)
+    batch = samples.layout.take([count - 1 if change else 0, *range(1, count)])
     traced: _Traced = {}
     calls: dict[str, int] = {}
     entered: list[list[Tensor]] = []
@@ -227,23 +222,6 @@ def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
     return traced
 
 
-def _replace_first(value: Any) -> Any:
-    """Return the samples with another in place of the first: valid values, whatever they mean."""
-    if not isinstance(value, Tensor):
-        if isinstance(value, (list, tuple)):
-            return type(value)([value[1], *value[1:]])
-        changed = copy.deepcopy(value)
-        changed[0] = value[1]
-        return changed
-    other = next((k for k in range(1, len(value)) if not torch.equal(value[k], value[0])), None)
-    changed = value.detach().clone()
-    if other is not None:
-        changed[0] = value[other]
-    elif value.is_floating_point():
-        changed[0] = value[0] + 1
-    return changed
-
-
 def _other_rows(tree: Any, count: int) -> list[Tensor]:
     """Return the digests of all tensors with a row for each sample, without the first row."""
     leaves = [leaf.value for leaf in flatten(tree)[0]]
@@ -258,23 +236,18 @@ def _other_rows(tree: Any, count: int) -> list[Tensor]:
 
 
 def _digest(rows: Tensor) -> Tensor:
-    """Return the norm of each row, and its product with a fixed vector of signs.
+    """Return the norm of each row, and a sum in which no two of its elements have the same weight.
 
     Two numbers for each sample take no memory; all activations would.
     """
-    if not rows.numel():
-        return rows.new_zeros(2, dtype=torch.float64)
     if rows.is_complex():
         rows = torch.view_as_real(rows)
     if not rows.is_floating_point():
         rows = rows.float()
-    flat = rows[:, None, None] if rows.dim() == 1 else rows.reshape(len(rows), -1, rows.shape[-1])
-    size = torch.linalg.vector_norm(flat, dim=(1, 2), dtype=torch.float64)
-    width = flat.shape[-1]
-    drawn = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(width))
-    mixed = (flat @ (drawn * 2 - 1).to(flat)).double()
-    places = torch.arange(1, flat.shape[1] + 1, device=flat.device).double()
-    return torch.cat([size, (mixed * places.sqrt()).sum(1)])
+    flat = rows.flatten(1) if rows.dim() > 1 else rows[:, None]
+    weights = (torch.arange(flat.shape[1], device=flat.device) * 1.7 + 0.3).cos().to(flat)
+    norms = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+    return torch.stack([norms, (flat @ weights).double()])
 
 
 def _distance(a: list[Tensor], b: list[Tensor]) -> float:

@@ -70,7 +70,7 @@ class StorageLedger:
         """The bytes of the largest storage made since the start or `reset_peak`."""
         self.clock = 0
         self._granule = granule
-        self.live: dict[int, Record] = {}  # By the address of the storage object.
+        self.live: dict[int, Record] = {}  # By `storage_id`.
         self._peak_at = 0
         # Alive at the peak and freed since. They are needed to split the peak by category.
         self._dead_since_peak: list[Record] = []
@@ -375,9 +375,11 @@ def by_category(records: list[Record]) -> dict[str, int]:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage as long as it is alive."""
-    key: int = storage._cdata
-    return key
+    """Return a number that identifies a storage as long as it is alive.
+
+    torch keeps one Python object for each storage, also while only a graph holds the storage.
+    """
+    return id(storage)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

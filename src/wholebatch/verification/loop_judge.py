@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wholebatch.verification.loss_weights import (
+    LOSS_SCALE,
     Column,
     Reading,
     Unreadable,
@@ -56,93 +57,6 @@ _WEIGHTS = 1e-3
 """Weights of losses that differ by less are the same."""
 
 
-def micro_batches(window: RecordedWindow, turns: int = 0) -> RecordedWindow:
-    """Return a window whose backwards are joined to micro-batches.
-
-    Backwards of one forward are one micro-batch, and so are backwards that take turns, such as a
-    GAN's real and fake batch. `turns` is how many take turns, where another window tells.
-    """
-    if not window.backwards:
-        return window
-    window = _without_other_losses(window)
-    groups: list[list[RecordedBackward]] = []
-    for backward in window.backwards:
-        taken = {call for one in groups[-1] for call in one.calls} if groups else set()
-        # A sum of losses so far has a further call of the same module, and is a micro-batch.
-        further = {module for _, module in backward.calls - taken}
-        if backward.calls & taken and not further & {module for _, module in taken}:
-            groups[-1].append(backward)
-        else:
-            groups.append([backward])
-    if len(groups) == 1 and (parts := _losses_of_calls(groups[0])):
-        clips = [replace(c, number=len(parts)) if c.number else c for c in window.clips]
-        return replace(window, backwards=parts, clips=clips)
-    turns = turns or _turns_in(groups)
-    turns = 1 if len(groups) % turns else turns
-    groups = [list(chain(*groups[i : i + turns])) for i in range(0, len(groups), turns)]
-    ends = [0, *accumulate(len(group) for group in groups)]
-    clips = [replace(c, number=ends.index(c.number)) for c in window.clips if c.number in ends]
-    return replace(window, backwards=[_joined(group) for group in groups], clips=clips)
-
-
-def _turns_in(groups: Sequence[Sequence[RecordedBackward]]) -> int:
-    """Return how many backwards in a row make one micro-batch: their graphs or targets differ."""
-    count = len(groups)
-    kinds = [tuple((b.graph, tuple(t.target for t in b.terms)) for b in g) for g in groups]
-    turns = next(n for n in range(1, count + 1) if kinds == kinds[:n] * (count // n))
-    passed = {backward.is_passed_on for group in groups for backward in group}
-    is_mixed = len(set(kinds)) < turns or turns == count or len(passed) > 1
-    return 1 if is_mixed else turns
-
-
-def _losses_of_calls(group: Sequence[RecordedBackward]) -> list[RecordedBackward]:
-    """Return the losses of one backward for a whole window: a loss of each call of the model."""
-    terms = [term for one in group for term in one.terms]
-    calls = {call for one in group for call in one.calls}
-    alike = len({(term.node, term.kind) for term in terms}) == 1
-    if len(group) > 1 or not group[0].has_sample_calls or not alike or len(calls) != len(terms):
-        return []
-    share = group[0].contribution / len(terms)
-    return [replace(group[0], terms=[term], contribution=share) for term in terms]
-
-
-def _without_other_losses(window: RecordedWindow) -> RecordedWindow:
-    """Leave out the first backwards if they are of another purpose, and are cleared.
-
-    A generator's loss is one that trains another model through this one; an estimate of the
-    Hessian has a loss that is made in another way.
-    """
-    kinds = [(one.is_passed_on, one.signature) for one in window.backwards]
-    own = next((place for place, kind in enumerate(kinds) if kind == kinds[-1]), 0)
-    rest = window.backwards[own:]
-    if not own or bool(rest[0].before.any()) or set(kinds[:own]) & set(kinds[own:]):
-        return window
-    rest = [replace(rest[0], moved=frozenset()), *rest[1:]]
-    clips = [replace(c, number=c.number - own) for c in window.clips if c.number > own]
-    return replace(window, backwards=rest, clips=clips)
-
-
-def turns_of(window: RecordedWindow) -> int:
-    """Return how many backwards make one micro-batch, if it is the same number for all."""
-    count = len(micro_batches(window).backwards)
-    return len(window.backwards) // count if count and len(window.backwards) % count == 0 else 1
-
-
-def _joined(group: Sequence[RecordedBackward]) -> RecordedBackward:
-    first, *rest = group
-    if not rest:
-        return first
-    return replace(
-        first,
-        after=group[-1].after,
-        contribution=torch.stack([one.contribution for one in group]).sum(0),
-        terms=[term for one in group for term in one.terms],
-        calls=frozenset(chain(*(one.calls for one in group))),
-        is_repeated=any(one.is_repeated for one in group),
-        compares=any(one.compares for one in group),
-    )
-
-
 @dataclass
 class LoopJudge:
     """Judges one window; `ranks` are the records of it, one of each rank, in micro-batches."""
@@ -165,8 +79,6 @@ class LoopJudge:
         self.notes: list[str] = []
         self.units: Sequence[float] = ()
         self.by = "gradients"
-        self.has_other_weights = False
-        """True if the weights of the losses are known, and are no shares of the units."""
         self.tolerance, self.floor = _WEIGHTS, max(window.eps for window in self.ranks)
 
     # ------------------------------------------------------------- the trial
@@ -175,6 +87,11 @@ class LoopJudge:
         """Return the verdict on the window."""
         if self.ranks[0].ledger_units:
             return self._of_the_ledger()
+        if len({micro.signature for micro in self.every}) > 1:
+            return self.not_judged(
+                "the backwards of the window are of different losses (a GAN's, or tasks in turn): "
+                "add the losses and call backward once, or use wb.verify"
+            )
         if any(_begins_again(row) for row in self.micros):
             return self.not_judged(
                 "gradients are cleared and weights are moved in the middle of the window (SAM, or "
@@ -186,6 +103,8 @@ class LoopJudge:
         factors = self._factors()
         if isinstance(factors, MistakeFit):
             return self.told(factors)
+        if isinstance(factors, str):
+            return self.not_judged(factors)
         try:
             columns = read_columns([micro.terms for micro in self.every], self._numbers(factors))
         except Unreadable as unread:
@@ -193,46 +112,22 @@ class LoopJudge:
         if len(self.every) == 1:
             return self._of_one_micro_batch(columns)
         found = self._weigh(columns, factors)
-        compared = any(micro.compares for micro in self.every)
-        if compared and not (isinstance(found, MistakeFit) and found.key in _CONSTANT):
-            return self.told(MistakeFit("coupled", "the loss compares samples"))
         if isinstance(found, str):
             return self.not_judged(found)
         if found.key == RIGHT:
-            found = beside(self.ranks) or self._clipped_early() or self._penalty(columns) or found
+            found = beside(self.ranks) or self._clipped_early() or found
         doubt = self._doubt() if found.key == RIGHT else ""
         return self.not_judged(f"{doubt}: use wb.verify") if doubt else self.told(found)
 
     def _doubt(self) -> str:
         """Return the reason why weights that are right may not make the right update."""
-        window, every = self.ranks[0], self.every
-        later = [micro for row in self.micros for micro in row[1:]]
-        doubts = {
-            (
-                "the loop has hooks on parameters, and they may change the gradient of each "
-                "micro-batch"
-            ): (window.is_hooked),
-            "the weights of the samples have mean 0 and deviation 1, or mean 1, or maximum 1 in a "
-            "micro-batch, so they may be normalised in it": (
-                any(micro.has_normalised_factor for micro in every)
-            ),
-            "the loss sorts its samples, or picks the largest of them": (
-                any(micro.picks for micro in every)
-            ),
-            f"{window.moved_state} changes between two backwards of the window, so a micro-batch "
-            "may depend on those before it": bool(window.moved_state),
-            "the model is also called without gradients before every backward, so the loss may "
-            "use a statistic of one micro-batch": (
-                bool(later) and all(micro.is_called_without_gradients for micro in later)
-            ),
-            "the loop moves the weights on, or back, along the step": window.moved_after_step,
-            "the learning rate is 0, so the step changes nothing; a schedule may be stepped too "
-            "often": window.has_no_rate,
-            "a penalty on the weights comes with every loss, and is not divided by their number": (
-                self._has_whole_penalty()
-            ),
-        }
-        return next((reason for reason, holds in doubts.items() if holds), "")
+        penalties = [[t for t in micro.terms if t.kind == "penalty"] for micro in self.every]
+        numbers = [f for row in penalties for term in row for f in (*term.over, *term.times)]
+        if any(penalties) and not any(map(self._is_count, numbers)):
+            return (
+                "a penalty on the weights comes with the losses, and is not divided by their number"
+            )
+        return next((window.doubt for window in self.ranks if window.doubt), "")
 
     def _of_the_ledger(self) -> LoopTrial:
         """Judge a window of wholebatch: its ledger has the units, and one factor for all."""
@@ -251,8 +146,6 @@ class LoopJudge:
         )
 
     def _unread(self, unread: Unreadable) -> LoopTrial:
-        if any(micro.compares for micro in self.every):
-            return self.told(MistakeFit("coupled", "the loss compares samples"))
         if unread.coupled and self.count > 1:
             return self.told(MistakeFit("coupled", f"the loss: {unread.reason}"))
         return self.not_judged(
@@ -270,7 +163,7 @@ class LoopJudge:
                 "every update is made of one micro-batch, so nothing is accumulated; a loop that "
                 "means to accumulate steps at every micro-batch"
             )
-        if self.ranks[0].number == 1 and not self.ranks[0].is_resumed:
+        if self.ranks[0].number == 1:
             variant = f"the first window has 1 micro-batch, others {self.usual}"
             return self.told(MistakeFit("only-the-first", variant))
         found = self._weigh(columns, [1 / len(self.ranks)] * len(self.every))
@@ -301,7 +194,7 @@ class LoopJudge:
         fits = [_right(off, off <= self.tolerance)]
         cause = self._scaled_after_clip(at_step) if gradient is not at_step else None
         if off <= self.tolerance and cause is None:
-            if coupled and not any(micro.compares for micro in self.every):
+            if coupled:
                 cause = beside(self.ranks) or MistakeFit("coupled", "a layer mixes samples")
             cause = cause or beside(self.ranks) or self._clipped_early(uncut=True)
         elif cause is None and self.every:
@@ -335,7 +228,7 @@ class LoopJudge:
             return MistakeFit(
                 "16-bit-accumulation", f"{percent(off)} of the sum is lost", off, True
             )
-        return self._owned_twice(gradient, right)
+        return None
 
     # ------------------------------------------------------------- seen without weights
 
@@ -344,14 +237,6 @@ class LoopJudge:
         if any(micro.is_repeated for micro in self.every):
             return MistakeFit("counted-twice", "two backwards of the same loss")
         for row in self.micros:
-            passed = [micro.is_passed_on for micro in row]
-            stepped = {micro.signature for micro in row if micro.is_stepped}
-            own = {micro.signature for micro in row if not micro.is_stepped}
-            if stepped and own and not stepped & own:  # another optimizer has stepped on them
-                passed = [micro.is_stepped for micro in row]
-            if any(passed) and not all(passed):
-                variant = f"{sum(passed)} of {len(passed)} backwards"
-                return MistakeFit("other-loss", variant)
             zero = [i + 1 for i, m in enumerate(row) if {t.kind for t in m.terms} == {"zero"}]
             if zero:
                 return MistakeFit("left-out", f"the loss of number {zero[0]} is multiplied by 0")
@@ -378,8 +263,8 @@ class LoopJudge:
 
     # ------------------------------------------------------------- on the way to the step
 
-    def _factors(self) -> list[float] | MistakeFit:
-        """Return the factor with which the step has each backward's gradient, or the mistake."""
+    def _factors(self) -> list[float] | MistakeFit | str:
+        """Return the factor that each backward's gradient has in the step, a mistake or a doubt."""
         ranks, everywhere = len(self.ranks), [micro.contribution for micro in self.every]
         if any(window.gradient is None for window in self.ranks):
             self.by = "weights of the losses"
@@ -398,7 +283,7 @@ class LoopJudge:
             if gradient is not at_step and (cause := self._scaled_after_clip(at_step)):
                 return cause
             return [factor / ranks] * len(everywhere)
-        cause = self._lost(gradient) or self._owned_twice(gradient, flow)
+        cause = self._lost(gradient)
         if cause is not None:
             return cause
         off = apart(gradient, flow)
@@ -408,16 +293,13 @@ class LoopJudge:
         factors, left = fit_of([[one] for one in everywhere], [gradient])
         if left <= max(1e-4, self.tolerance) and len(everywhere) <= 64:
             return factors
-        last = self.micros[0][-1].after
-        if ranks == 1 and apart(last, flow) <= self.tolerance:
-            self.notes.append(
-                f"the loop itself changes the gradient by {percent(off)} after the last backward, "
-                "as it would that of the undivided batch"
+        if ranks == 1 and apart(self.micros[0][-1].after, flow) <= self.tolerance:
+            return (
+                f"the loop itself changes the gradient by {percent(off)} after the last backward: "
+                "use wb.verify"
             )
-            return [1 / self.micros[0][-1].loss_scale] * len(everywhere)
-        return MistakeFit(
-            "", ("the gradient of the step is not the sum of what the backwards added")
-        )
+        variant = "the gradient of the step is not the sum of what the backwards added"
+        return MistakeFit("", variant)
 
     def _lost(self, gradient: Tensor) -> MistakeFit | None:
         """Return the mistake that is seen in how gradients changed between the backwards."""
@@ -456,42 +338,17 @@ class LoopJudge:
 
     def _scaled_after_clip(self, at_step: Tensor) -> MistakeFit | None:
         """Return the mistake of a gradient that is divided after it was clipped."""
-        window = self.ranks[0]
-        clips = [clip for clip in self._last_clips(window) if clip.cuts]
-        parts = [
-            (a, b)
-            for clip in clips[-1:]
-            for a, b in zip(
-                clip.after.split(window.sizes), at_step.split(window.sizes), strict=True
-            )
-            if bool(b.any())
-        ]
-        factors = [float(a.norm() / b.norm()) for a, b in parts]
-        scale = self.micros[0][0].loss_scale
-        if any(math.isclose(one, scale, rel_tol=_WEIGHTS) for one in factors) and scale != 1:
-            return MistakeFit("clipped-while-scaled", f"clipped while {scale:.4g} times as large")
-        if factors and abs(factors[0] - 1) > _WEIGHTS:
-            key = "clipped-while-scaled" if factors[0] > 65 else "clipped-too-early"
-            key = key if is_loss_scale(factors[0]) else "clipped-too-early"
-            return MistakeFit(key, f"clipped while {factors[0]:.4g} times as large")
-        return None
-
-    def _owned_twice(self, gradient: Tensor, flow: Tensor) -> MistakeFit | None:
-        """Return the mistake of parameters whose gradient is a whole number of times too large."""
-        window, factors = self.ranks[0], dict[int, list[str]]()
-        floor = self.tolerance * float(flow.norm())
-        rows = (gradient.split(window.sizes), flow.split(window.sizes), window.names)
-        for ours, right, name in zip(*rows, strict=True):
-            if float(right.norm()) <= floor:
-                continue
-            factor = round(float(ours @ right / (right @ right)))
-            if factor < 1 or float((ours - factor * right).norm()) > 10 * factor * floor:
-                return None
-            factors.setdefault(factor, []).append(name)
-        if len(factors) < 2:
+        clips = [clip for clip in self._last_clips(self.ranks[0]) if clip.cuts]
+        if not clips or not bool(at_step.any()):
             return None
-        most = max(factors)
-        return MistakeFit("two-owners", f"{', '.join(factors[most][:3])}: {most} times")
+        factor = float(clips[-1].after.norm() / at_step.norm())
+        if math.isclose(factor, 1.0, rel_tol=_WEIGHTS):
+            return None
+        scale = self.micros[0][0].loss_scale
+        is_scale = scale != 1 and math.isclose(factor, scale, rel_tol=_WEIGHTS)
+        is_scale |= factor > 2 * LOSS_SCALE - 1 and is_loss_scale(factor)
+        key = "clipped-while-scaled" if is_scale else "clipped-too-early"
+        return MistakeFit(key, f"clipped while {factor:.4g} times as large")
 
     @staticmethod
     def _at_step(window: RecordedWindow) -> Tensor:
@@ -516,24 +373,26 @@ class LoopJudge:
 
     def _weigh(self, columns: Sequence[Column], factors: Sequence[float]) -> MistakeFit | str:
         """Return what the weights of the losses tell; a reason where that is not certain."""
-        owns = list(self.owns) if len(self.owns) == len(columns) else [None] * len(columns)
+        known = list(self.owns) if len(self.owns) == len(columns) else [None] * len(columns)
+        made = [
+            self._made(column, factors, own) for column, own in zip(columns, known, strict=True)
+        ]
         self.owns = []
         answers = [
-            self._weigh_column(column, factors, own)
-            for column, own in zip(columns, owns, strict=True)
+            self._weigh_column(column, readings)
+            for column, readings in zip(columns, made, strict=True)
         ]
         wrong = [a for a in answers if isinstance(a, MistakeFit) and a.key != RIGHT]
         reasons = [answer for answer in answers if isinstance(answer, str)]
         if wrong and len(wrong) < len(answers) and wrong[0].key in _CONSTANT:
             # A loop divides all terms in one way, so all must have a reading of this mistake.
-            for column, own in zip(columns, owns, strict=True):
-                named = [self._named(r, column) for r in self._made(column, factors, own)]
+            for column, readings in zip(columns, made, strict=True):
+                named = [self._named(reading, column) for reading in readings]
                 if wrong[0].key not in [one.key for one in named if one is not None]:
                     return "the terms of the loss are divided in different ways: use wb.verify"
         if wrong:
             return wrong[0]
         if reasons:
-            self.has_other_weights = True
             return reasons[0]
         return max((a for a in answers if isinstance(a, MistakeFit)), key=lambda a: a.distance)
 
@@ -546,11 +405,8 @@ class LoopJudge:
         ]
         return made if own is None else [one.with_own(own) for one in made]
 
-    def _weigh_column(
-        self, column: Column, factors: Sequence[float], own: float | None
-    ) -> MistakeFit | str:
-        """Return what the weights of one term tell; its own weight may be known."""
-        made = self._made(column, factors, own)
+    def _weigh_column(self, column: Column, made: Sequence[Reading]) -> MistakeFit | str:
+        """Return what the weights of one term tell."""
         for reading in made:
             right = _right_fit(reading)
             if right.fits:
@@ -575,9 +431,6 @@ class LoopJudge:
             return found
         self.units = made[0].units
         total, constant = sum(made[0].units), made[0].constant
-        found = None if constant is None else self._other_divisor(constant, made[0], column)
-        if found is not None:
-            return found
         if constant is None:
             is_mean = column.terms[0].kind == "mean" and column.terms[0].is_loss
             if is_mean and math.isclose(sum(made[0].weights), 1.0, rel_tol=_WEIGHTS):
@@ -606,46 +459,8 @@ class LoopJudge:
         for nominal in dict.fromkeys(nominals):
             for fit in nearest(weightings(units, nominal), observed, _WEIGHTS):
                 if fit.fits and fit.key != RIGHT:
-                    return self._renamed(fit)
+                    return fit
         return None
-
-    def _renamed(self, fit: MistakeFit) -> MistakeFit:
-        """Return the name of a mistake as the other windows show it."""
-        first = self.ranks[0].number == 1 and self.count < self.usual
-        resumed = self.ranks[0].is_resumed
-        if first and fit.key in ("nominal-count", "divided-twice", "left-out")[: 2 + resumed]:
-            return replace(fit, key="lost-after-resume" if resumed else "nominal-count")
-        return fit
-
-    def _other_divisor(
-        self, constant: float, reading: Reading, column: Column
-    ) -> MistakeFit | None:
-        """Return the mistake of a sum that is divided by padded units, or by more than came."""
-        term, units = column.terms[0], sum(reading.units)
-        variant = f"divided by {units / constant:.6g} units, and {units:.6g} came"
-        if column.is_shared_out and constant < 1:
-            return self._renamed(MistakeFit("left-out", variant))
-        if term.kind != "sum" or not term.is_loss or column.window.columns > 1:
-            return None
-        padded = sum(math.prod(term.sizes[:1] + term.sizes[2:]) for term in column.terms)
-        whole = sum(math.prod(term.sizes) for term in column.terms)
-        sizes = {float(padded), float(whole)} - {units}
-        if not any(math.isclose(units / constant, one, rel_tol=_WEIGHTS) for one in sizes):
-            return None
-        return MistakeFit("other-units", variant)
-
-    def _has_whole_penalty(self) -> bool:
-        """True if a penalty on the weights comes with every loss, and is not divided."""
-        rows = [[t for t in micro.terms if t.kind == "penalty"] for micro in self.every]
-        own = [f for row in rows for term in row for f in (*term.over, *term.times)]
-        return self.count > 1 and all(rows) and not any(map(self._is_count, own))
-
-    def _penalty(self, columns: Sequence[Column]) -> MistakeFit | None:
-        """Return the mistake of a penalty that is not divided by the steps, where the loss is."""
-        shared = [f for column in columns for f in (*column.shared_over, *column.shared_times)]
-        if not (self._has_whole_penalty() and any(map(self._is_count, shared))):
-            return None
-        return MistakeFit("not-divided", f"a penalty on the weights, with each of {self.count}")
 
     def _is_count(self, factor: float) -> bool:
         counts = (self.count, 1 / self.count)
@@ -704,8 +519,8 @@ def beside(ranks: Sequence[RecordedWindow]) -> MistakeFit | None:
             seen = next(one for one in zip(*rates, strict=True) if len(set(one)) > 1)
             variant = f"from {seen[0]:.3g} to {seen[-1]:.3g}"
             return MistakeFit("scheduled-per-micro-batch", variant)
-        if later and window.backwards[0].compares:
-            return MistakeFit("coupled", "the loss compares samples")
+        if window.is_averaged_inside:
+            return MistakeFit("averaged-per-micro-batch", "AveragedModel.update_parameters")
         if later and window.backwards[0].batchnorms:
             names = ", ".join(window.backwards[0].batchnorms[:3])
             return MistakeFit("coupled", f"BatchNorm: {names}")
@@ -728,27 +543,16 @@ def _left_behind(micros: Sequence[RecordedBackward], gradient: Tensor) -> Mistak
 def _cleared(window: RecordedWindow, gradient: Tensor) -> MistakeFit | None:
     """Return the mistake of gradients that are cleared between two backwards."""
     micros, count = window.backwards, len(window.backwards)
-    if len({micro.number for micro in micros}) < count:
-        return None  # one backward for all
     cleared = [
         i for i in range(1, count) if not micros[i].before.any() and micros[i - 1].after.any()
     ]
-    if cleared:
-        rest = torch.stack([m.contribution for m in micros[cleared[-1] :]]).sum(0)
-        if _parallel(gradient, rest, 1e-4):
-            key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
-            return MistakeFit(key, f"cleared after micro-batch {', '.join(map(str, cleared))}")
+    if not cleared:
         return None
-    for place, name in enumerate(window.names):
-        pairs = [
-            (m.before.split(window.sizes)[place], m.after.split(window.sizes)[place])
-            for m in micros
-        ]
-        part = [i for i in range(1, count) if pairs[i - 1][1].any() and not pairs[i][0].any()]
-        if part:
-            variant = f"{name}, after micro-batch {', '.join(map(str, part))}"
-            return MistakeFit("cleared-in-the-window", variant)
-    return None
+    rest = torch.stack([micro.contribution for micro in micros[cleared[-1] :]]).sum(0)
+    if not _parallel(gradient, rest, 1e-4):
+        return None
+    key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
+    return MistakeFit(key, f"cleared after micro-batch {', '.join(map(str, cleared))}")
 
 
 def _begins_again(micros: Sequence[RecordedBackward]) -> bool:
@@ -758,15 +562,9 @@ def _begins_again(micros: Sequence[RecordedBackward]) -> bool:
 
 def _twice(micros: Sequence[RecordedBackward]) -> MistakeFit | None:
     """Return the mistake of a micro-batch whose gradient was brought twice."""
-    if len({micro.number for micro in micros}) < len(micros):
-        return None  # one backward for all
     for one, two in combinations(range(len(micros)), 2):
         if apart(micros[two].contribution, micros[one].contribution) <= 1e-6:
             return MistakeFit("counted-twice", f"number {one + 1} and {two + 1}")
-    owners = [call for micro in micros for call in micro.calls]
-    if len(owners) > len(set(owners)):
-        variant = "its loss is in the backwards of other micro-batches too: a sum that is not reset"
-        return MistakeFit("counted-twice", variant)
     return None
 
 

@@ -34,11 +34,19 @@ _SAME = frozenset(
 _ADD = ("AddBackward0", "SubBackward0")
 _SUM = ("SumBackward0", "SumBackward1")
 _MEAN = ("MeanBackward0", "MeanBackward1")
-_JOINED, _REPEAT = ("StackBackward0", "CatBackward0"), "ExpandBackward0"
 _PICK = ("Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort")
-_SINK = "_DDPSinkBackward"
+_STACK = ("StackBackward0", "CatBackward0")
+DDP_SINK = "_DDPSinkBackward"
 """The node through which DistributedDataParallel returns the outputs of its model."""
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
+_COMPARE = ("Cdist", "EuclideanDist", "Roll", "Flip")
+"""Operations that bring samples together."""
+_BY_ELEMENT = ("Add", "Sub", "Mul", "Div", "Expand", "Maximum", "Minimum", "Where", "Repeat")
+_ALONG = (
+    *("Softmax", "LogSoftmax", "Logsumexp", "Cumsum", "Mean", "Sum", "Var", "Std", "VarMean"),
+    *("StdMean", "Norm", "LinalgVectorNorm"),
+)
+"""Operations along some dimensions: along the first one they make a statistic of the batch."""
 _VIEWS = _SAME | {"SliceBackward0", "SelectBackward0"}
 _OF_PARAMETERS = {
     *("Pow", "Abs", "Exp", "Log", "Neg", "Mul", "Div", "Add", "Sub", "Rsub", "Sum", "Mean", "Sqrt"),
@@ -69,11 +77,6 @@ class LossTerm:
     target: float | None = None
     """The number that all targets have: a GAN's 1 and 0."""
 
-    @property
-    def factor(self) -> float:
-        """Return the product of the numbers that multiply and divide the term."""
-        return math.prod(self.times) / math.prod(self.over)
-
 
 def close(a: float, b: float) -> bool:
     """True if two factors are the same, up to one step of bfloat16."""
@@ -102,7 +105,7 @@ def _terms(root: Any, start: LossTerm) -> Iterator[LossTerm]:
             continue
         name = node.name()
         below = [_without_sink(*edge) for edge in node.next_functions]
-        if name in _SAME or name == _REPEAT:
+        if name in _SAME:
             waiting.append((below[0], so_far))
         elif name in _ADD:
             waiting.append((below[0], so_far))
@@ -117,27 +120,19 @@ def _terms(root: Any, start: LossTerm) -> Iterator[LossTerm]:
                 yield replace(so_far, node=name, kind="zero")
             else:
                 yield _not_read(node, below, so_far)
-        elif name in _MEAN + _SUM and _is_of_one_number(node, below[0]):
-            times = math.prod(saved_by(node, "self_sym_sizes") or ()) if name in _SUM else 1
-            waiting.append((below[0], _times(so_far, times)))
-        elif inside := _joined_scalars(node, name, below):
+        elif name in _MEAN + _SUM and not saved_by(node, "self_sym_sizes"):  # of one number
+            waiting.append((below[0], so_far))
+        elif inside := _stacked_scalars(node, name):
             if name in _MEAN:
                 so_far = replace(so_far, over=(*so_far.over, float(len(inside))))
-            waiting += [(child, _times(so_far, factor)) for child, factor in inside if factor]
+            waiting += [(child, so_far) for child in inside]
         else:
             yield _reduction(node, name, below, so_far)
     yield LossTerm("a graph of more than 512 nodes", "unknown", 1.0)
 
 
-def _is_of_one_number(node: Any, below: Any) -> bool:
-    """True for a reduction of one number, which may be repeated for every sample."""
-    repeats = below is not None and below.name() == _REPEAT
-    repeats = repeats and math.prod(saved_by(below, "self_sym_sizes")) == 1
-    return repeats or not saved_by(node, "self_sym_sizes")
-
-
 def _without_sink(node: Any, place: int) -> Any:
-    while node is not None and node.name() == _SINK:
+    while node is not None and node.name() == DDP_SINK:
         node, place = node.next_functions[place]
     return node
 
@@ -156,12 +151,6 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Loss
         if _is_of_parameters(inner):
             return replace(so_far, node=name, kind="penalty")
         return _sum(inner, replace(made, kind="sum")) if name in _SUM else _mean(inner, made)
-    if name == "NansumBackward0" and (given := saved_by(node, "self")) is not None:
-        count = float((~given.isnan()).sum())
-        return replace(so_far, node=name, kind="sum", count=count, sizes=tuple(given.shape))
-    if (weights := _product_with(node, name, below)) is not None:
-        made = replace(so_far, node=name, kind="sum", sizes=(weights.numel(),))
-        return _weighed(made, weights, weights.numel())
     if reduction in (1, 2):
         sizes, count = _loss_size(node)
         kind = "mean" if reduction == 1 else "sum"
@@ -183,10 +172,8 @@ def _mean(inner: Any, made: LossTerm) -> LossTerm:
 
 
 def _sum(inner: Any, made: LossTerm) -> LossTerm:
-    """Return a sum of losses, or of means over the first dimension (`x.mean(0).sum()`)."""
+    """Return a sum of losses; factors of its elements are weights, or a mask."""
     count = math.prod(made.sizes)
-    if (rows := _mean_over_rows(inner)) and count != rows:
-        return replace(made, node=inner.name(), kind="mean", count=rows, sizes=(rows,))
     if saved_by(inner, "reduction") == 0:
         weights = _class_weights(inner)
         return replace(made, count=_loss_size(inner)[1], weighed=weights, is_loss=True)
@@ -195,9 +182,6 @@ def _sum(inner: Any, made: LossTerm) -> LossTerm:
     below = [child for child, _ in inner.next_functions]
     if inner.name() == "MulBackward0" and None in below:
         factor = saved_by(inner, "other" if below[1] is None else "self")
-        mean = _without_factors(below[0] or below[1], made)[0]
-        if factor is not None and _mean_over_rows(mean):
-            return replace(made, node=mean.name(), kind="unknown")
         return _weighed(made, factor, count)
     if inner.name() == "MaskedFillBackward0" and made.sizes:
         masked = _weighed(made, (~saved_by(inner, "mask")).float(), count)
@@ -228,16 +212,6 @@ def _not_read(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
     return replace(so_far, node=name, kind="curved" if curved else "unknown")
 
 
-def _mean_over_rows(node: Any) -> int:
-    """Return how many rows a mean over the leading dimensions is of; 0 for other nodes."""
-    if node is None or node.name() != "MeanBackward1":
-        return 0
-    given = tuple(saved_by(node, "self_sym_sizes") or ())
-    dims = _dims(node, given)
-    is_leading = bool(given) and dims == list(range(len(dims)))
-    return math.prod(given[: len(dims)]) if is_leading else 0
-
-
 def _dims(node: Any, sizes: Sequence[int]) -> list[int]:
     """Return the dimensions that a node reduces, in order; none if it reduces all of them."""
     dims = saved_by(node, "dim")
@@ -261,17 +235,6 @@ def _without_factors(node: Any, so_far: LossTerm) -> tuple[Any, LossTerm]:
             break
         node, so_far = scaled or (below[0], so_far)
     return node, so_far
-
-
-def _product_with(node: Any, name: str, below: list[Any]) -> Tensor | None:
-    """Return the weights of `torch.dot(losses, weights)`, or of an einsum to one number."""
-    if name not in ("DotBackward0", "BmmBackward0", "MmBackward0") or below.count(None) != 1:
-        return None
-    other = "tensor" if name.startswith("Dot") else "mat2"
-    weights = saved_by(node, other if below[1] is None else "self")
-    inner = next(child for child in below if child is not None)
-    shapes = [tuple(one.shape) for one in getattr(inner, "_input_metadata", ())]
-    return weights if shapes and math.prod(shapes[0]) == weights.numel() else None
 
 
 def _weighed(term: LossTerm, weights: Tensor | None, count: int) -> LossTerm:
@@ -303,7 +266,7 @@ def _is_standard(row: Tensor) -> bool:
     return abs(float(row.mean())) < 1e-5 and min(abs(d - 1) for d in deviations) < 1e-3
 
 
-def has_normalised_factor(node: Any) -> bool:
+def _has_normalised_factor(node: Any) -> bool:
     """True if a node multiplies samples by constants that may be normalised over them."""
     below = [child for child, _ in node.next_functions]
     if node.name() != "MulBackward0" or None not in below:
@@ -345,8 +308,9 @@ def _is_of_parameters(node: Any) -> bool:
     return False
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node._input_metadata[0].shape)
+def _shape(node: Any, place: int = 0) -> tuple[int, ...]:
+    """Return the shape of what a node has computed."""
+    return tuple(node._input_metadata[place].shape)
 
 
 def _times(term: LossTerm, factor: Any) -> LossTerm:
@@ -370,21 +334,13 @@ def _scaled(
     return operands[0], replace(so_far, over=(*so_far.over, abs(factor)))
 
 
-def _joined_scalars(node: Any, name: str, below: list[Any]) -> list[tuple[Any, float]]:
-    """Return the losses and weights of `torch.stack(losses).mul(weights).sum()`; [] of no stack."""
-    sizes = tuple(saved_by(node, "self_sym_sizes") or ())
-    if name not in _MEAN + _SUM or len(sizes) != 1 or below[0] is None:
+def _stacked_scalars(node: Any, name: str) -> list[Any]:
+    """Return the losses of `torch.stack(losses).sum()`; an empty list of no stack."""
+    sizes, inner = tuple(saved_by(node, "self_sym_sizes") or ()), node.next_functions[0][0]
+    if name not in _MEAN + _SUM or inner is None or inner.name() not in _STACK:
         return []
-    inner, factors = below[0], torch.ones(sizes, dtype=torch.float64)
-    while inner.name() == "MulBackward0" and inner.next_functions[1][0] is None:
-        weights = saved_by(inner, "other")
-        if not isinstance(weights, Tensor) or weights.numel() not in (1, *sizes):
-            return []
-        factors, inner = factors * weights.detach().cpu(), inner.next_functions[0][0]
     inside = [child for child, _ in inner.next_functions]
-    if inner.name() not in _JOINED or sizes != (len(inside),):
-        return []
-    return list(zip(inside, factors.tolist(), strict=True))
+    return inside if sizes == (len(inside),) else []
 
 
 def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
@@ -424,96 +380,50 @@ def _number(value: Any) -> float | None:
         return None
 
 
-# --------------------------------------------------------------------- samples that are compared
+# --------------------------------------------------------------------- samples that are coupled
 
 
-def nodes_until(roots: Sequence[Any], until: set[Any], most: int) -> Iterator[Any]:
-    """Yield the nodes at and below these, in the graph's order, and above `until`."""
+def loss_graph(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield the nodes of losses, down to the last layers that have parameters."""
     waiting = list(roots)
-    seen = {None, *until, *waiting}
-    for number, node in enumerate(waiting):  # it grows
-        if number >= most:
-            return
+    seen = {None, *waiting}
+    for node in waiting:  # it grows
         yield node
+        if len(seen) > _MOST_LOSS_NODES or any(map(_is_weight, node.next_functions)):
+            continue
         below = [child for child, _ in node.next_functions if child not in seen]
         seen.update(below)
         waiting += below
 
 
-def compares_samples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """True if a loss compares the samples of a batch, as a contrastive loss does.
-
-    The gradient of one sample's output then depends on the outputs of most other samples:
-
-        d/dz_j (d loss / d z_i) is not 0
-
-    Pairs (DPO) and small groups (a ranking) depend on few. Only the graph between the loss and the
-    outputs is differentiated, and nothing is added to any `.grad`.
-    """
-    asked = [one for one in {id(one): one for one in outputs}.values() if _can_be_asked(one)]
-    until = {one.grad_fn for one in asked}
-    nodes = list(nodes_until([loss.grad_fn], until, _MOST_LOSS_NODES))
-    # A function of the loop's own may change what it saved. Outputs that reach the loss through
-    # others are not asked: MAML's first step.
-    own = any(isinstance(n, BackwardCFunction) for n in nodes)
-    direct = {child for node in nodes for child, _ in node.next_functions} & until
-    asked = [one for one in asked if one.grad_fn in direct]
-    if not asked or own or len(nodes) == _MOST_LOSS_NODES or loss.numel() != 1:
-        return False
-    rows = {(size,) for one in asked for size in (len(one), len(one) // 2) if size > 1}
-    for node in nodes:  # torch cannot differentiate these twice
-        if node.name() == "SortBackward0" and tuple(saved_by(node, "self_sym_sizes") or ()) in rows:
-            return True
-        is_distance = node.name() == "CdistBackward0" and len(_shape(node)) == 2
-        if is_distance and not any(_is_of_parameters(child) for child, _ in node.next_functions):
-            return True
-    try:
-        with torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
-            made = torch.autograd.grad(loss, asked, create_graph=True, allow_unused=True)
-            slopes = [(o, g) for o, g in zip(asked, made, strict=True) if g is not None]
-            return any(_depends_on_most(slopes, place, 0) for place in range(len(slopes)))
-    except (RuntimeError, NotImplementedError):  # an operation without a second derivative
-        return False
+def _is_weight(edge: tuple[Any, int]) -> bool:
+    """True for the parameter of a layer, but not for a single number such as a temperature."""
+    node = edge[0]
+    while node is not None and node.name() in _SAME:
+        node = node.next_functions[0][0]
+    variable = getattr(node, "variable", None)
+    return isinstance(variable, Tensor) and variable.numel() > 1
 
 
-def _can_be_asked(tensor: Tensor) -> bool:
-    """True for an output of a graph whose gradient can be taken without a side effect."""
-    return (
-        tensor.grad_fn is not None
-        and tensor.is_floating_point()
-        and tensor.layout is torch.strided
-        and tensor.dim() > 0
-        and 2 < tensor.shape[0] <= 1 << 12
-        and tensor.numel() <= 1 << 22
-        and not tensor.retains_grad
-        and not tensor._backward_hooks  # the loop's own hooks would run once more
-    )
-
-
-def _depends_on_most(slopes: Sequence[tuple[Tensor, Tensor]], place: int, dim: int) -> bool:
-    """True if the gradient of one row of an output depends on more than half of the other rows."""
-    output, slope = slopes[place]
-    rows = output.shape[dim]
-    others = [o for o, _ in slopes if o.dim() > dim and o.shape[dim] == rows]
-    for row in {0, rows // 2}:
-        part = slope.select(dim, row).flatten()
-        places = torch.arange(part.numel(), device=part.device)
-        probe = (part * (places * 1.7 + 0.3).cos().to(part.dtype)).sum()  # no two weights alike
-        if not probe.requires_grad:  # the loss is linear in the outputs
-            return False
-        found = torch.autograd.grad(probe, others, retain_graph=True, allow_unused=True)
-        moved = [
-            one.nan_to_num().abs().movedim(dim, 0).reshape(rows, -1).amax(1)
-            for one in found
-            if one is not None
-        ]
-        if not moved:
-            return False
-        moves = torch.stack(moved).amax(0)
-        is_moved = moves > 1e-6 * moves.max()
-        if 2 * (int(is_moved.sum()) - int(is_moved[row])) <= rows - 1:
-            return False
-    # Rows of [time, samples, ...] are steps of time: then its samples are in the second dimension.
-    if dim == 0 and output.dim() > 2 and output.shape[1] > 2:
-        return _depends_on_most(slopes, place, 1)
-    return True
+def doubt_about(node: Any) -> str:
+    """Return the reason why a node of a loss may couple the samples; "" if it is a plain one."""
+    if picks_among(node):
+        return "the loss sorts its samples, or picks the largest of them"
+    if _has_normalised_factor(node):
+        return (
+            "the weights of the samples have mean 0 and deviation 1, or mean 1, or maximum 1 in a "
+            "micro-batch, so they may be normalised in it"
+        )
+    name, shape = node.name().partition("Backward")[0], _shape(node)
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    given = [_shape(*edge) for edge in edges if not _is_of_parameters(edge[0])]
+    is_product = name == "Mm" or (name == "Bmm" and shape[0] == 1)
+    if name in _COMPARE or (is_product and len(given) == 2):
+        return "the loss may compare samples with each other"
+    is_spread = any(len(one) < len(shape) or one[:1] < shape[:1] for one in given)
+    if name in _BY_ELEMENT and shape and is_spread:
+        return "the loss has a statistic of the micro-batch in every sample"
+    over = [one for one in given if one and one[0] > 1 and 0 in (_dims(node, one) or [0])]
+    if name in _ALONG and shape and over:
+        return "the loss has a statistic of the micro-batch"
+    return ""

@@ -61,20 +61,8 @@ class Column:
     shared_times: Sequence[float] = ()
     """Constant factors that every term of the loss has; a loop's factors are among them."""
     shared_over: Sequence[float] = ()
-    others: Sequence[Sequence[float]] = ()
-    """The units of other terms."""
-    is_alone: bool = True
-    """False if another term is made in the same way: a loss per image."""
     nominal: int = 0
     """The whole number of 3 or more that the loss is divided by, if it is not the steps."""
-
-    @property
-    def is_shared_out(self) -> bool:
-        """True for means that are each multiplied by their units, and divided by one number."""
-        counts = [term.count for term in self.terms]
-        times = _by_place(self.terms, "times")
-        ratios = [[t / c for t, c in zip(one, counts, strict=True) if c] for one in times]
-        return not _same(counts) and any(_same(one) for one in ratios)
 
     @property
     def divisor(self) -> int:
@@ -89,13 +77,8 @@ class Column:
             if used is not None:
                 over.remove(used)
             over = [one for one in over if not _match(one, [1.0] * len(one))]
-            for one in [one for one in times if _same(one) and one[0] > 1]:
-                again = next((o for o in over if _match(o, one)), None)
-                if again is not None:  # and divided by it again
-                    times.remove(one)
-                    over.remove(again)
             is_mean = self.terms[0].kind == "mean" or used is not None
-            own = self._own(times, over, units, is_mean and not self.is_shared_out)
+            own = self._own(times, over, units, is_mean)
             weights = [
                 first * math.prod(t) / math.prod(o)
                 for first, t, o in zip(base, _rows(times, base), _rows(over, base), strict=True)
@@ -108,9 +91,6 @@ class Column:
         counts = [term.count for term in self.terms]
         if self.terms[0].kind == "mean":
             yield counts, [1.0] * len(counts), None
-            rows = [float(term.sizes[0]) if term.sizes else 0.0 for term in self.terms]
-            if all(rows) and _same([c / row for c, row in zip(counts, rows, strict=True)]):
-                yield rows, [1.0] * len(counts), None  # a mean over samples and their features
             return
         candidates = list(self._candidates(counts))
         over = _by_place(self.terms, "over")
@@ -118,14 +98,8 @@ class Column:
             for units in candidates:
                 if not _match(by, [1.0] * len(by)) and _match(by, units):
                     yield units, [1.0] * len(units), by
-                per_step = [unit * self.window.count for unit in units]
-                if not _same(by) and _match(by, per_step):
-                    yield units, [1.0 / self.window.count] * len(units), by
         for units in candidates:
             yield units, units, None
-        for by in over:  # a mean over what is counted in each micro-batch: a detector's positives
-            if self.is_alone and not _same(by):
-                yield list(by), [1.0] * len(by), by
 
     def _candidates(self, counts: list[float]) -> Iterator[list[float]]:
         """Yield what the units of a sum may be: elements, their weights, rows, other labels."""
@@ -137,7 +111,6 @@ class Column:
             return  # labels that are not ignored
         if all(len(term.sizes) > 1 for term in self.terms):
             yield [float(term.sizes[0]) for term in self.terms]
-        yield from (list(units) for units in self.others)
 
     def _own(
         self,
@@ -153,8 +126,7 @@ class Column:
         for one in times:
             is_shared = _same(one) and _take(shared_times, one[0])
             is_loop = is_shared and self.window.is_of_the_loop(one[0], units)
-            is_part = is_shared and not has_steps and one[0] < 0.4 and _is_whole(1 / one[0])
-            if _same(one) and not (is_loop or is_part or self.window.is_total(1 / one[0], units)):
+            if _same(one) and not (is_loop or self.window.is_total(1 / one[0], units)):
                 own *= one[0]
         for one in over:
             if not _same(one):
@@ -235,38 +207,17 @@ def read_columns(losses: Sequence[Sequence[LossTerm]], window: WindowNumbers) ->
     if not rows or not rows[0]:
         raise Unreadable("its graph has no mean and no sum over samples")
     if not _made_alike(rows):
-        rows = [_added(row) for row in rows]
-    if not _made_alike(rows):
         raise Unreadable("the micro-batches' losses are made in different ways")
     columns = [list(column) for column in zip(*rows, strict=True)]
     window = replace(window, columns=len(columns))
     times = [_constants(column, "times") for column in columns]
     over = [_constants(column, "over") for column in columns]
-    means = [[t.count for t in column] for column in columns if column[0].kind == "mean"]
-    made = [(column[0].node, column[0].kind) for column in columns]
-    return [
-        Column(column, window, _in_all(times), _in_all(over), means, made.count(one) == 1)
-        for column, one in zip(columns, made, strict=True)
-    ]
+    return [Column(column, window, _in_all(times), _in_all(over)) for column in columns]
 
 
 def _made_alike(rows: Sequence[Sequence[LossTerm]]) -> bool:
     kinds = [[(term.node, term.kind) for term in row] for row in rows]
     return all(kind == kinds[0] for kind in kinds)
-
-
-def _added(row: Sequence[LossTerm]) -> list[LossTerm]:
-    """Return one sum of terms that are made alike: a loss per image, or per step of time."""
-    alike: dict[object, list[LossTerm]] = {}
-    for term in row:
-        alike.setdefault((term.node, term.kind, term.times, term.over), []).append(term)
-    return [
-        replace(one, kind="sum", count=float(len(same)), sizes=(), weighed=None)
-        if one.kind == "mean"
-        else replace(one, count=sum(t.count for t in same), weighed=None, sizes=(len(same), 1))
-        for one, *rest in alike.values()
-        for same in [[one, *rest]]
-    ]
 
 
 def _by_place(terms: Sequence[LossTerm], name: str) -> list[tuple[float, ...]]:

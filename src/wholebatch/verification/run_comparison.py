@@ -123,26 +123,19 @@ def compare_updates(
         places=kept,
         judged_by_line=False,
     )
-    notes = []
-    left_out = [line.name for i, line in enumerate(lines) if i not in kept]
-    if left_out and distance(ours.update, whole.update, runs.devices) > found.tolerance:
-        notes.append(
-            f"the gradient of {listed(left_out)} is zero up to rounding, so its update is "
-            "arbitrary for the undivided batch too: left out of the update's distance"
-        )
     if found.same or not gradient.same:
-        return found, notes
+        return found, []
     # The same with single numbers of a gradient. If the optimizer makes this very update of the
     # gradient that it saw, nothing else is in it.
     own = distance(of(ours), of(runs.replayed(ours)), [runs.devices[i] for i in kept])
     rounded = _ratio(math.hypot(*resolution), math.hypot(*map(norm_of, of(whole))))
     if own > 10 * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
-        return found, notes
-    notes.append(
+        return found, []
+    note = (
         f"the update is {percent(found.distance)} off because the optimizer divides by numbers of "
         "the size of rounding; from the gradient it got, it made the right update"
     )
-    return replace(found, tolerance=max(found.tolerance, found.distance)), notes
+    return replace(found, tolerance=max(found.tolerance, found.distance)), [note]
 
 
 def compare(

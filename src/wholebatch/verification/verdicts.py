@@ -207,9 +207,10 @@ class Watched:
             None: "the end of the data is not known: the loop has no DataLoader",
         }
         seen = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
+        notes = (seen, "averages of the weights and the schedule's length were not judged")
         if not self.not_judged:
-            return (seen,)
-        return seen, f"not judged, no optimizer step was seen: {listed(self.not_judged)}"
+            return notes
+        return *notes, f"not judged, no optimizer step was seen: {listed(self.not_judged)}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge, micro_batches
+from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge
 from wholebatch.verification.mistakes import (
     NOT_JUDGED,
     RIGHT,
@@ -41,8 +39,6 @@ from wholebatch.verification.window_recorder import RecordedWindow, WindowRecord
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-_LOW_SCALE = 2.0**6
 
 
 def verify_loop(
@@ -152,7 +148,6 @@ class _CaseTrials:
     device: torch.device
     numbers: Numbers = field(default_factory=Numbers)
     notes: list[str] = field(default_factory=list)
-    low_scale: bool = False
 
     def __post_init__(self) -> None:
         self.model = self.case.model().to(self.device)
@@ -206,17 +201,14 @@ class _CaseTrials:
         kind = "equal" if len({unit for row in units for unit in row}) == 1 else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
         self._left = any(one.keeps_gradients for one in ranks)
-        windows = [_one_window(one.windows) for one in ranks]
-        steps = {len(row) for row in windows}
-        firsts = [row[0] for row in windows if row] or [_no_window()]
+        steps = {len(one.windows) for one in ranks}
+        firsts = [one.windows[0] for one in ranks if one.windows] or [_no_window()]
         judge = LoopJudge(
             firsts, f"{count} {kind} micro-batches{short}", self.steps, case=self.case.name
         )
         judge.notes, judge.units = list(self.notes), [unit for row in units for unit in row]
         if not even and kind == "equal" and count > 1:
             judge.notes.append(f"{self.case.name}: {EQUAL_UNITS}")
-        if any(one.skipped for one in ranks):
-            judge.notes.append("the loss scaler skipped the step: its gradients were not finite")
         trial = self._without_one_update(judge, ranks, steps)
         if trial is None:
             means = [one.means for one in ranks]
@@ -239,6 +231,11 @@ class _CaseTrials:
         judge: LoopJudge, ranks: Sequence[_Recorded], steps: set[int]
     ) -> LoopTrial | None:
         """Return the verdict on a window with no step, with several, or with ranks that differ."""
+        if any(one.skipped for one in ranks):
+            return judge.not_judged(
+                "the loss scaler skipped the step, because gradients were not finite: let it begin "
+                "at a smaller scale, such as GradScaler(init_scale=64.0)"
+            )
         if steps == {0} and not any(one.moved for one in ranks):
             return judge.told(MistakeFit("no-update", "no optimizer step"))
         if len(steps) > 1:
@@ -251,6 +248,10 @@ class _CaseTrials:
             )
         if any(one.stepped_twice for one in ranks):
             return judge.told(MistakeFit(*STEPPED_TWICE))
+        if any(len({window.optimizer for window in one.windows}) > 1 for one in ranks):
+            return judge.not_judged(
+                "several optimizers step on parts of the model: use wb.watch, which judges each"
+            )
         if max(steps) > 1:
             variant = f"{max(steps)} steps in the window"
             return judge.told(MistakeFit("stepped-every-micro-batch", variant))
@@ -275,10 +276,6 @@ class _CaseTrials:
             for _ in range(times):
                 copies = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
                 self.loop(handed, optimizer, copies)
-        if recorder.skipped_steps and not recorder.windows and not self.low_scale:
-            self.low_scale = True
-            with _low_loss_scale():
-                return self._recorded(micros, times)
         update = recorder.sample(start.update(recorder.parameters))
         beside = 0.0
         if recorder.after_step is not None and recorder.after_step.numel():
@@ -298,7 +295,7 @@ class _CaseTrials:
             keeps_gradients=any(
                 p.grad is not None and bool(p.grad.any()) for p in model.parameters()
             ),
-            skipped=bool(recorder.skipped_steps) and not recorder.windows,
+            skipped=recorder.overflowed and not recorder.windows,
             stepped_twice=recorder.stepped_twice,
             means=means,
             units=units,
@@ -336,32 +333,6 @@ class _CaseTrials:
         return means, units, apart(added, right), max(runs.unit, apart(again, right))
 
 
-def _one_window(windows: Sequence[RecordedWindow]) -> list[RecordedWindow]:
-    """Return the windows in micro-batches; steps on different parameters make one update."""
-    made: list[RecordedWindow] = []
-    for window in windows:
-        last = made[-1] if made else None
-        if last is not None and not set(last.indices) & set(window.indices):
-            both = {**_by_index(last), **_by_index(window)}
-            order = sorted(both)
-            made[-1] = replace(
-                last,
-                indices=tuple(order),
-                gradient=torch.cat([both[index] for index in order]),
-                backwards=[],
-                clips=[],
-            )
-        else:
-            made.append(window if window.ledger_units else micro_batches(window))
-    return made
-
-
-def _by_index(window: RecordedWindow) -> dict[int, Tensor]:
-    assert window.gradient is not None
-    parts = window.gradient.split(window.sizes)
-    return dict(zip(window.indices, parts, strict=True))
-
-
 def _no_window() -> RecordedWindow:
     return RecordedWindow(0, 0, [], [], 2.0**-24, False)
 
@@ -385,17 +356,3 @@ def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
             trial = replace(trial, found=best.key)
         result.append(trial)
     return result
-
-
-@contextmanager
-def _low_loss_scale() -> Iterator[None]:
-    """Let every new GradScaler begin at 64 or lower instead of 65536: its first step is no skip."""
-    original = torch.amp.GradScaler.__init__
-
-    def low(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if self.is_enabled():
-            self._init_scale = min(self._init_scale, _LOW_SCALE)
-
-    with patch.object(torch.amp.GradScaler, "__init__", low):
-        yield

@@ -205,12 +205,10 @@ def moved_buffers(
 
 
 def _close(ours: Tensor, other: Tensor) -> bool:
-    if not ours.is_floating_point():
-        return torch.equal(ours.cpu(), other.cpu())
     left, right = ours.double().cpu(), other.detach().double().cpu()
     size = float(right.abs().max()) if right.numel() else 0.0
-    tolerance = 100 * torch.finfo(ours.dtype).eps
-    return bool(((left - right).abs() <= tolerance * max(size, 1e-30)).all())
+    eps = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
+    return torch.allclose(left, right, rtol=0.0, atol=100 * eps * size)
 
 
 _FLOAT64_UNIT = torch.finfo(torch.float64).eps / 2
@@ -444,28 +442,14 @@ class _Proof:
             ) from error
 
     def _largest_that_fits(self) -> WindowRun:
-        """Run the undivided batch, or the largest part of it whose undivided update fits."""
-        whole, samples = self.batch, self.of_samples
-        self.batch, run = _halved_until_it_fits(self.runs, whole)
-        fits = self.batch.samples
-        if fits == samples:
-            return run
-        # Come within an eighth of the largest; the gradient does not get truer beyond.
-        fails = min(samples, 2 * fits)
-        while fails - fits > max(1, fits // 8):
-            part = whole.first((fits + fails) // 2)
-            try:
-                self.runs.whole(part.whole)
-                fits, self.batch = part.samples, part
-            except torch.OutOfMemoryError:
-                fails = part.samples
-                self.runs.begin()
-                torch.cuda.empty_cache()
-        self.notes.append(
-            f"the undivided batch of {samples} samples does not fit in memory: the proof uses "
-            f"{fits}, the largest part that fits"
-        )
-        return self.runs.whole(self.batch.whole)
+        """Run the undivided batch, or the first half, quarter, ... of it that fits."""
+        self.batch, run = _halved_until_it_fits(self.runs, self.batch)
+        if self.batch.samples < self.of_samples:
+            self.notes.append(
+                f"the undivided batch of {self.of_samples} samples does not fit in memory: the "
+                f"proof uses {self.batch.samples} of them"
+            )
+        return run
 
     # ------------------------------------------------------------ random numbers
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from wholebatch.distributed.process_group import all_meet, world_size
 from wholebatch.errors import OptionError
-from wholebatch.verification.loop_judge import LoopJudge, micro_batches, turns_of
-from wholebatch.verification.mistakes import NOT_JUDGED, RIGHT, STEPPED_TWICE, MistakeFit
+from wholebatch.verification.loop_judge import LoopJudge
+from wholebatch.verification.mistakes import RIGHT, STEPPED_TWICE, MistakeFit
 from wholebatch.verification.verdicts import LoopTrial, LoopVerdict, Watched
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
@@ -122,11 +122,10 @@ class Watch:
     def _records(self, *, is_over: bool) -> _Records:
         recorder = self._recorder
         # Backwards that are made in another way are of another purpose: a Hessian's estimate.
-        windows = [micro_batches(window) for window in recorder.windows if window.backwards]
-        known = {b.signature for window in windows for b in window.backwards}
-        pending = [micro for micro in recorder.pending if not micro.is_stepped]
-        left = [micro for micro in pending if not known or micro.signature in known]
-        left = left if is_over or not known else []
+        made = [{micro.signature for micro in window.backwards} for window in recorder.windows]
+        known = set().union(*(row for row in made if len(row) == 1))
+        left = recorder.pending if is_over or not made else []
+        left = [micro for micro in left if not known or micro.signature in known]
         return _Records(
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),
@@ -243,57 +242,26 @@ def _trials(records: Sequence[_Records], *, given: bool) -> list[LoopTrial]:
 
 def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> list[LoopTrial]:
     """Judge the windows of one optimizer."""
-    empty = [len(w.backwards) == 0 and not w.ledger_units for row in ranks for w in row]
-    if empty and all(empty):
+    made = [{w.number: w for w in row if w.backwards or w.ledger_units} for row in ranks]
+    if not any(made):
         reason = "an optimizer step was seen, but no backward before it"
         return [_nothing(prefix).not_judged(reason)]
-    turns = next((turns_of(w) for w in ranks[0] if w.is_full and w.backwards), 1)
-    joined = [
-        [micro_batches(w, 0 if w.is_full else turns) for w in row if w.backwards or w.ledger_units]
-        for row in ranks
-    ]
-    counts = Counter(len(w.backwards) for row in joined for w in row)
-    usual = max(counts, key=lambda count: (counts[count], count))
-    for row in filter(None, joined):  # what later windows show is a doubt about the first, too
-        row[0].moved_after_step = any(window.moved_after_step for window in row)
-        row[0].moved_state = next((w.moved_state for w in row if w.moved_state), "")
-        row[0].has_no_rate = len(row) > 1 and all(window.has_no_rate for window in row[1:])
-    by_number = [{w.number: w for w in row} for row in joined]
-    shared = sorted(set.intersection(*(set(row) for row in by_number)))
+    shared = sorted(set.intersection(*map(set, made)))
     if not shared:
         return [_nothing(prefix).not_judged("the ranks have made different steps")]
+    counts = Counter(len(window.backwards) for row in made for window in row.values())
+    usual = max(counts, key=lambda count: (counts[count], count))
+    first = len(made[0][shared[0]].backwards)
     trials: list[LoopTrial] = []
-    certain = {shared[0]}
-    first = len(by_number[0][shared[0]].backwards)
     owns: Sequence[float] = ()
     for number in shared:
-        window = [row[number] for row in by_number]
+        window = [row[number] for row in made]
         # A loss's own weight may grow with the windows; a short one has that of the first.
-        is_short = len(window[0].backwards) != first
-        known = owns if is_short else ()
+        known = owns if len(window[0].backwards) != first else ()
         judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=known)
         trials.append(judge.trial())
         owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
-        if judge.has_other_weights and not is_short:
-            certain.add(number)
-    # Of a later window, it is not known to which model a loss belongs, nor what was moved.
-    unknown = ("cleared-in-the-window", "only-the-last", NOT_JUDGED)
-    full = {window.number for window in ranks[0] if window.is_full} | {shared[0]}
-    pairs = list(zip(shared, trials, strict=True))
-    if trials[0].found not in (RIGHT, NOT_JUDGED):
-        return trials
-    is_right = trials[0].found == RIGHT
-    kept = [
-        trial
-        for number, trial in pairs
-        if number in certain
-        or (number in full and trial.found != NOT_JUDGED)
-        or (is_right and trial.found not in unknown)
-    ]
-    if missed := len(trials) - len(kept):
-        note = f"{missed} of {len(trials)} windows that were kept could not be judged"
-        kept[0] = replace(kept[0], notes=(*kept[0].notes, note))
-    return kept
+    return trials
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:

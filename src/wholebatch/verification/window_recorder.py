@@ -10,7 +10,6 @@ Windows of wholebatch itself (Accumulator, WholeBatch, adapters) are read from t
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import traceback
 from collections import Counter
@@ -18,30 +17,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from wholebatch.batch.samples import tensors_of
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
-from wholebatch.verification.loss_terms import (
-    LossTerm,
-    compares_samples,
-    has_normalised_factor,
-    nodes_until,
-    picks_among,
-    terms_of,
-)
+from wholebatch.verification.loss_terms import DDP_SINK, LossTerm, doubt_about, loss_graph, terms_of
 from wholebatch.window import window as ledger
 
 _log = logging.getLogger("wholebatch")
@@ -51,18 +41,16 @@ _REPLACED = {
     "_clip": (torch.nn.utils, "clip_grads_with_norm_"),  # clip_grad_norm_ calls it too
     "_clip_by_value": (torch.nn.utils, "clip_grad_value_"),
     "_scale": (torch.amp.GradScaler, "scale"),
-    "_scaled_step": (torch.amp.GradScaler, "step"),
     "_iterate": (DataLoader, "__iter__"),
+    "_average": (AveragedModel, "update_parameters"),
 }
 """The functions that are replaced while a recorder is open: owner and name, by the method."""
 
 _NUMBERS = 1 << 13
 """Numbers kept of a gradient; at least one of each parameter."""
-_MOST_FULL = 12
-"""Windows recorded in full while an optimizer has not had its turn."""
 _MOST_WINDOWS = 8
 """Windows kept of one optimizer, and one of each further size."""
-_MOST_NODES, _MOST_GRAPH, _MOST_PENDING = 1 << 15, 1 << 8, 1 << 9
+_MOST_BACKWARDS = 1 << 9
 _TRAINERS = {
     "trl": "TRL",
     "transformers": "HF Trainer",
@@ -89,37 +77,15 @@ class RecordedBackward:
     """Learning rates and weight decays of each optimizer that is known."""
     moved: frozenset[int] = frozenset()
     """Parameters that have changed since the backward before."""
-    moved_state: str = ""
-    """A buffer (but for a BatchNorm's) or untrained weight of a called module that has changed
-    since the backward before."""
-    calls: frozenset[tuple[int, int]] = frozenset()
-    """The calls that its loss was made of: a number of each, and of its module."""
-    has_sample_calls: bool = False
-    """True if every call of the model is a sample, with a term of the loss of its own."""
-    is_passed_on: bool = False
-    """True if a model was given the output of another one: a GAN's generator loss."""
+    touched: frozenset[int] = frozenset()
+    """Parameters that it brought a gradient."""
+    signature: frozenset[object] = frozenset()
+    """The operations of its loss: backwards of another purpose differ in it."""
     is_repeated: bool = False
     """True if there was a backward of the same loss before."""
-    is_called_without_gradients: bool = False
-    """True if its model was also called without gradients, in training mode, since the last one."""
-    compares: bool = False
-    """True if the loss compares samples with each other."""
-    picks: bool = False
-    """True if the loss sorts its samples, or picks the largest of them."""
-    has_normalised_factor: bool = False
-    """True if factors of its samples may be normalised over the micro-batch: advantages."""
     batchnorms: tuple[str, ...] = ()
-    graph: tuple[str, ...] = ()
-    """The names of the nodes between the loss and the model."""
-    waits_for: frozenset[int] = frozenset()
-    """Parameters that it brought a gradient, and that no optimizer has stepped on since."""
-    is_stepped: bool = False
-    """True if an optimizer has stepped on a gradient of it."""
-
-    @property
-    def signature(self) -> tuple[tuple[str, str, int], ...]:
-        """Return how its loss is made: backwards of another purpose differ in it."""
-        return tuple((t.node, t.kind, len(t.over)) for t in self.terms)
+    doubt: str = ""
+    """The reason why a gradient that is added rightly may still differ from the whole batch's."""
 
 
 @dataclass(frozen=True)
@@ -155,30 +121,14 @@ class RecordedWindow:
     """The gradient of the step; None if it was not seen."""
     indices: tuple[int, ...] = ()
     """The parameters that the optimizer steps on."""
-    is_full: bool = True
-    is_hooked: bool = False
-    """True if the loop has hooks of its own on parameters, which may change gradients."""
-    is_resumed: bool = False
-    """True if the optimizer had a state before the first step."""
-    moved_state: str = ""
-    """The name of a tensor, other than a trained weight, that changed between two backwards."""
-    has_no_rate: bool = False
-    """True if every learning rate is 0, and this is not the first step."""
-    moved_after_step: bool = False
-    """True if the weights went on, or back, along the step before, before the first backward."""
+    is_averaged_inside: bool = False
+    """True if an AveragedModel was updated between two backwards."""
+    doubt: str = ""
+    """The reason why the window cannot be called right."""
     ledger_units: tuple[float, ...] = ()
     """The units of each micro-batch, in a window of wholebatch."""
     schedule_moved: bool = False
     """True if the learning rate changed within a window of wholebatch."""
-
-
-@dataclass(eq=False)
-class _Call:
-    """One outermost call of a model."""
-
-    number: int
-    module: nn.Module
-    given: list[Tensor]
 
 
 @dataclass(eq=False)
@@ -241,40 +191,34 @@ class WindowRecorder:
         """How many windows each optimizer has made."""
         self.optimizer_names: dict[int, str] = {}
         self.parameters: list[nn.Parameter] = []
-        self.pending: list[RecordedBackward] = []
-        """Backwards that are in no step yet."""
         self.autocast: set[torch.dtype] = set()
-        self.skipped_steps = self.lost_steps = 0
-        """Steps that a loss scaler has skipped, and steps without a backward."""
         self.stepped_twice = self.stepped_inside = self.steps_on_copies = False
-        self.is_sharded = self.is_light = self.loader_restarted = False
+        self.lost_steps = self.is_sharded = self.loader_restarted = False
         self.after_step: Tensor | None = None
         """The weights after the last step."""
         self._known: dict[int, torch.optim.Optimizer] = {}
-        self._had_state: list[bool] = []
         self._names: list[str] = []
         self._sizes: list[int] = []
         self._index: dict[int, int] = {}
         self._hooks: dict[int, Any] = {}
         self._is_hooked = False
-        self._last_step: dict[int, int] = {}
-        self._last_stepper: Any = None
-        self._stepped_on: set[int] = set()
+        self._history: list[RecordedBackward] = []
+        """Backwards that some optimizer has still to step on."""
+        self._stepped_at: dict[int, tuple[int, int]] = {}
+        """How many backwards came before the last step on a parameter, and whose step it was."""
         self._had_gradient: set[int] = set()
         self._clips: list[RecordedClip] = []
+        self._averaged: list[int] = []
         self._parts: dict[int, Tensor] = {}
-        self._calls: list[_Call] = []
-        self._nodes: dict[Any, _Call] = {}
-        self._losses: set[Any] = set()
-        self._outputs: list[Tensor] = []
-        self._inner_outputs: list[Tensor] = []
-        self._loss_compares = False
-        self._no_grad_calls: set[int] = set()
-        self._called: dict[int, nn.Module] = {}  # outermost modules, with gradients or without
+        self._called: dict[int, nn.Module] = {}  # outermost modules
+        self._beside: dict[int, nn.Module] = {}
+        self._inner: set[int] = set()
+        self._with_gradients: set[int] = set()
+        self._without_gradients: set[int] = set()
+        self._nodes: set[Any] = set()
         self._state: dict[tuple[int, str], Tensor] = {}
         self._weights = torch.zeros(0)
-        self._moved_after = False
-        self._number = self._depth = self._outer_depth = self._step_depth = 0
+        self._number = self._step_depth = 0
         self._inside = False  # a backward, or a closure that is evaluated again
         self._loss_scale = 1.0
         self._own_window: Any = None
@@ -282,26 +226,20 @@ class WindowRecorder:
         self._own_parameters: set[int] = set()
         self._loaders: list[_Loader] = []
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._own = None if model is None else set(map(id, model.modules()))
-        self._eager = ExitStack()
-        self._forward_hooks = ExitStack()
         self._undo = ExitStack()
 
     # ------------------------------------------------------------- open and close
 
     def __enter__(self) -> WindowRecorder:
         if hasattr(torch.compiler, "set_stance"):  # compiled code hides how a loss is made
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        for forward_hook in (
+            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for hook in (
             register_module_forward_pre_hook(self._enter_call),
-            register_module_forward_hook(self._leave_call, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ):
-            self._forward_hooks.callback(forward_hook.remove)
-        for stack in (self._eager, self._forward_hooks):
-            self._undo.callback(stack.close)
-        self._undo.callback(self._leave_parameters)
-        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            self._undo.callback(hook.remove)
+        self._undo.callback(lambda: [hook.remove() for hook in self._hooks.values()])
         for method, (owner, function) in _REPLACED.items():
             self._replace(owner, function, getattr(self, method))
         ledger.observers.append(self)
@@ -331,20 +269,6 @@ class WindowRecorder:
         for place, known_as in places:
             setattr(place, known_as, replaced)
             self._undo.callback(partial(setattr, place, known_as, original))
-
-    def _leave_parameters(self) -> None:
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-
-    def _go_lightly(self) -> None:
-        """Watch no forwards of the windows to come."""
-        self.is_light = True
-        self._eager.close()
-        self._forward_hooks.close()
-        self._leave_parameters()
-        for kept in (self._calls, self._nodes, self._losses, self._outputs, self.pending):
-            kept.clear()
 
     # ------------------------------------------------------------- parameters and gradients
 
@@ -414,70 +338,23 @@ class WindowRecorder:
         parts = self._padded(row).split(self._sizes)
         return torch.cat([parts[i] for i in indices]) if indices else row[:0]
 
-    # ------------------------------------------------------------- forwards
-
-    def _is_ours(self, module: nn.Module) -> bool:
-        if self._inside or isinstance(module, nn.parallel.DistributedDataParallel):
-            return False
-        return self._own is None or id(module) in self._own
+    # ------------------------------------------------------------- backwards
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        self._outer_depth += 1
-        if self._is_ours(module):
-            if torch.is_autocast_enabled(self._device):
-                self.autocast.add(torch.get_autocast_dtype(self._device))
-            self._depth += 1
-
-    @_never_fails
-    def _leave_call(self, module: nn.Module, args: Any, result: Any = None) -> None:
-        self._outer_depth = max(0, self._outer_depth - 1)
-        if not self._outer_depth and not self._inside:
-            self._called[id(module)] = module
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            # It returns its model's outputs through a node of its own.
-            self._outputs += [one for one in tensors_of(result) if one.grad_fn is not None]
-        if not self._is_ours(module):
+        """Note an outermost module that is called, and if it is called without gradients."""
+        number = id(module)
+        if torch.is_autocast_enabled(self._device):
+            self.autocast.add(torch.get_autocast_dtype(self._device))
+        if self._inside or number in self._inner:
             return
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 1 and not self.pending:
-            self._inner_outputs += tensors_of(result)[:4]
-        if self._depth or self._own_window is not None:
-            return
-        if not torch.is_grad_enabled():
-            self._no_grad_calls |= {id(module)} if module.training else set()
-        elif any(parameter.requires_grad for parameter in module.parameters()):
-            self._keep_call(module, args, result)
-        self._inner_outputs = []
-
-    def _keep_call(self, module: nn.Module, args: Any, result: Any) -> None:
-        tensors = [tensor for tensor in tensors_of(result) if tensor.grad_fn is not None]
-        call = _Call(len(self._calls) + self._number * 4096, module, tensors_of(args))
-        self._calls.append(call)
-        self._nodes.update({tensor.grad_fn: call for tensor in tensors})
-        self._outputs += tensors
-        losses = [tensor for tensor in tensors if not tensor.dim()]
-        if losses and self._inner_outputs and not self.pending:  # its parts have the samples
-            self._loss_compares = self._compares_any(losses[0], self._inner_outputs[:8])
-
-    def _reached(self, nodes: Sequence[Any]) -> list[_Call]:
-        """Return the calls whose outputs these losses were made of."""
-        found: dict[_Call, None] = {}
-        waiting = list(nodes)
-        seen = {None, *waiting}
-        while waiting and len(seen) < _MOST_NODES:
-            node = waiting.pop()
-            if node in self._nodes:  # on through what the call was given, not through the model
-                call = self._nodes[node]
-                found[call] = None
-                below = [tensor.grad_fn for tensor in call.given if tensor.grad_fn not in seen]
-            else:
-                below = [child for child, _ in node.next_functions if child not in seen]
-            seen.update(below)
-            waiting += below
-        return list(found)
-
-    # ------------------------------------------------------------- backwards
+        if number not in self._called:
+            self._called[number] = module
+            self._inner |= {id(inner) for inner in module.modules()} - {number}
+        if torch.is_grad_enabled():
+            self._with_gradients.add(number)
+        elif module.training:
+            self._without_gradients.add(number)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self.over is not None and not self._inside:
@@ -507,69 +384,82 @@ class WindowRecorder:
         listed = [roots] if isinstance(roots, Tensor) else list(roots)
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
         given = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
-        calls = [] if self.is_light else self._reached([root.grad_fn for root in listed])
-        if not self.is_light:
-            for call in self._calls if self.model is None else ():
-                self._adopt(call.module)
-            self._hook_parameters()
+        for module in self._called.values() if self.model is None else ():
+            self._adopt(module)
+        self._hook_parameters()
         if self.is_sharded or not self.parameters:
             return None
         before, weights = self._gradients(), self.sample(self.parameters)
+        if self.overflowed and not before.any():  # a loss scaler has skipped the step
+            self._history.clear()
         micro = RecordedBackward(self._number, before, before, before)
         micro.terms = [t for r, s in zip(listed, given, strict=False) for t in terms_of(r, s)]
         micro.loss_scale, self._loss_scale = self._loss_scale, 1.0
         if not self._step_depth:  # in a closure, the rate is that of the step that has begun
             micro.rates = {n: _rates(one) for n, one in enumerate(self._known.values())}
-        if self.pending:
-            micro.moved = self._filled(
-                weights - torch.cat([self._weights, weights])[: len(weights)]
-            )
-        elif self.after_step is not None:
-            moved = weights[: len(self.after_step)] - self.after_step
-            made = self.after_step - self._weights[: len(self.after_step)]
-            size = float(made.norm() * moved.norm())
-            self._moved_after |= size > 0 and abs(float(made @ moved)) > 0.999 * size
-            self.after_step = None
+        micro.moved = self._filled(weights - torch.cat([self._weights, weights])[: len(weights)])
         self._weights = weights
-        if not self.is_light:
-            self._note_graph(micro, listed, calls)
+        self._note_graph(micro, listed)
+        if self.after_step is not None and not weights[: len(self.after_step)].equal(
+            self.after_step
+        ):
+            micro.doubt = "the loop changes the weights beside the step"
+        self.after_step = None
         return micro
 
-    def _note_graph(
-        self, micro: RecordedBackward, roots: Sequence[Tensor], calls: Sequence[_Call]
-    ) -> None:
-        """Note how the loss of a backward is made of the model's outputs, and what has changed."""
-        nodes = [root.grad_fn for root in roots]
-        micro.is_repeated = any(node in self._losses for node in nodes)
-        self._losses.update(nodes)
-        micro.calls = frozenset((call.number, id(call.module)) for call in calls)
-        micro.is_passed_on = any(t.grad_fn is not None for call in calls for t in call.given)
-        until = set(self._nodes)
-        graph = [n for n in nodes_until(nodes, until, _MOST_GRAPH) if n not in until]
-        micro.graph = tuple(node.name() for node in graph)
-        micro.has_normalised_factor = any(map(has_normalised_factor, graph))
-        micro.picks = any(map(picks_among, graph))
-        modules = {id(call.module): call.module for call in (calls or self._calls)}.values()
-        norms = [pair for module in modules for pair in batchnorms(module)]
+    def _note_graph(self, micro: RecordedBackward, roots: Sequence[Tensor]) -> None:
+        """Note what the loss is made of, and the reasons to doubt that its samples are apart."""
+        called = {n: m for n, m in self._called.items() if n in self._with_gradients}
+        norms = [pair for module in called.values() for pair in batchnorms(module)]
         micro.batchnorms = tuple(n for n, m in norms if m.training and uses_batch_statistics(m))
+        nodes = [root.grad_fn for root in roots]
+        graph = list(loss_graph(nodes))
+        targets = {term.target for term in micro.terms}
+        names = {node.name() for node in graph} - {DDP_SINK}
+        micro.signature = frozenset(names | targets)
+        micro.is_repeated = any(node in self._nodes for node in nodes)
         state = self._held_state()
         moved = [k[1] for k, was in self._state.items() if not state.get(k, was).equal(was)]
-        micro.moved_state, self._state = moved[0] if moved and self.pending else "", state
-        modules_of_loss = {module for _, module in micro.calls}
-        micro.is_called_without_gradients = bool(self._no_grad_calls & modules_of_loss)
-        self._no_grad_calls.clear()
-        each = max(Counter(module for _, module in micro.calls).values(), default=1)
-        made = Counter((term.node, term.kind) for term in micro.terms).values()
-        micro.has_sample_calls = each > 1 and bool(made) and not any(n % each for n in made)
-        found, self._loss_compares = self._loss_compares, False
-        if not (micro.has_sample_calls or self.pending) and len(roots) == 1:
-            micro.compares = found or self._compares_any(roots[0], self._outputs)
+        has_begun = bool(self.pending)
+        doubts = [
+            (
+                not self._nodes.isdisjoint(graph),
+                "two backwards of the window have a part of their graph in common",
+            ),
+            (
+                self._is_hooked,
+                "the loop has hooks on parameters, and they may change the gradient of each "
+                "micro-batch",
+            ),
+            (
+                has_begun and bool(self._without_gradients & self._with_gradients),
+                "the model is also called without gradients before every backward, so the loss may "
+                "use a statistic of one micro-batch",
+            ),
+            (
+                has_begun and bool(moved),
+                f"{next(iter(moved), '')} changes between two backwards of the window, so a "
+                "micro-batch may depend on those before it",
+            ),
+        ]
+        doubt = next((reason for holds, reason in doubts if holds), "")
+        micro.doubt = doubt or next(filter(None, map(doubt_about, graph)), "")
+        self._nodes.update(graph)
+        self._state = state
+        self._with_gradients.clear()
+        self._without_gradients.clear()
 
     @torch.no_grad()
     def _held_state(self) -> dict[tuple[int, str], Tensor]:
-        """Return a few numbers of what called modules hold, but for trained weights."""
+        """Return a few numbers of what modules hold, but for trained weights.
+
+        These are the modules that are called, and those in the loop's frames: a copy of the model
+        may be an average of its weights.
+        """
         found = {}
-        for number, module in enumerate(self._called.values()):
+        if not self.pending:
+            self._beside = _modules_in_frames()
+        for number, module in (self._beside | self._called).items():
             for name, part in module.named_modules():
                 held: list[tuple[str, Tensor]] = [*part.named_parameters(recurse=False)]
                 if not hasattr(part, "running_mean"):
@@ -581,39 +471,39 @@ class WindowRecorder:
                         found[number, f"{name}.{own}".lstrip(".")] = few.cpu().clone()
         return found
 
-    def _compares_any(self, loss: Tensor, outputs: Sequence[Tensor]) -> bool:
-        """Ask a loss if it compares samples, of which it must have as many as the outputs."""
-        terms = [t for t in terms_of(loss, None) if t.kind in ("mean", "sum", "unknown")]
-        most = max((t.weighed or t.count for t in terms if t.kind != "unknown"), default=math.inf)
-        rows = [one for one in outputs if one.dim() and len(one) <= most]
-        is_inside, self._inside = self._inside, True
-        try:
-            return compares_samples(loss, rows)
-        finally:
-            self._inside = is_inside
-
     @_never_fails
     def _after_backward(self, micro: RecordedBackward | None) -> None:
         """Keep the backward, if it brought a watched parameter a gradient."""
-        self._outputs.clear()
         if micro is None:
             return
         micro.after = self._gradients()
-        micro.contribution = micro.after - micro.before
-        if self._parts:
-            micro.contribution = self._row([self._parts.get(i) for i in range(len(self._sizes))])
-        micro.waits_for = self._filled(micro.contribution)
-        if micro.waits_for:
-            self._had_gradient |= micro.waits_for
+        micro.contribution = self._row([self._parts.get(i) for i in range(len(self._sizes))])
+        micro.touched = self._filled(micro.contribution)
+        if micro.touched:
+            self._had_gradient |= micro.touched
             self._number += 1
-            self.pending.append(micro)
+            self._history.append(micro)
 
-    # ------------------------------------------------------------- clipping and scaling
+    @property
+    def pending(self) -> list[RecordedBackward]:
+        """Return the backwards that no optimizer has stepped on."""
+        return [micro for micro in self._history if not self._steps_since(micro)]
+
+    @property
+    def overflowed(self) -> bool:
+        """True if a backward without a step has brought numbers that are not finite."""
+        return not all(bool(micro.contribution.isfinite().all()) for micro in self.pending)
+
+    def _steps_since(self, micro: RecordedBackward) -> set[int]:
+        """Return the parameters of a backward that have been stepped on after it."""
+        return {i for i in micro.touched if self._stepped_at.get(i, (0, 0))[0] > micro.number}
+
+    # ------------------------------------------------------------- clips, scales, averages
 
     def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and "parameters" in kwargs:
             args = (kwargs.pop("parameters"),)
-        if not args or self.failure or not self.pending:
+        if not args or self.failure or not self._history:
             return original(*args, **kwargs)
         given, *rest = args
         given = given if isinstance(given, Tensor) else list(given)  # it may be a generator
@@ -637,13 +527,9 @@ class WindowRecorder:
         self._loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         return scaled
 
-    def _scaled_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        made = sum(self.window_counts.values())
-        result = original(scaler, *args, **kwargs)
-        if made == sum(self.window_counts.values()):  # its gradients were not finite
-            self.skipped_steps += 1
-            self.pending.clear()
-        return result
+    def _average(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._averaged.append(self._number)
+        return original(*args, **kwargs)
 
     # ------------------------------------------------------------- the end of the data
 
@@ -689,7 +575,7 @@ class WindowRecorder:
         self._own_window = window
         self._own_rates = {id(one): _rates(one) for one in window.target.optimizers}
         self._own_parameters |= {id(p) for p in window.current.inputs}
-        self.pending.clear()
+        self._history.clear()
 
     @_never_fails
     def window_closes(self, window: Any) -> None:
@@ -750,9 +636,7 @@ class WindowRecorder:
         elif any(id(parameter) in self._own_parameters for parameter in owned):
             self._see_ledger(optimizer, indices)
         elif not indices:
-            called = {id(p) for call in self._calls for p in call.module.parameters()}
-            is_other = any(id(parameter) in called for parameter in owned)
-            self.steps_on_copies |= bool(self.pending) and not is_other
+            self.steps_on_copies |= bool(self.pending)
         elif not self.is_sharded:
             self._keep(self._window(optimizer, indices))
 
@@ -776,7 +660,6 @@ class WindowRecorder:
         if id(optimizer) not in self._known:
             self.optimizer_names[len(self._known)] = type(optimizer).__name__
             self._known[id(optimizer)] = optimizer
-            self._had_state.append(bool(optimizer.state))
         return list(self._known).index(id(optimizer))
 
     def _new_window(
@@ -793,21 +676,15 @@ class WindowRecorder:
             eps=max(torch.finfo(dtype).eps / 2 for dtype in dtypes),
             is_half=bool(dtypes & {torch.float16, torch.bfloat16}),
             indices=tuple(indices),
-            is_full=not self.is_light,
-            is_hooked=self._is_hooked,
-            is_resumed=self.window_counts[which] == 1 and self._had_state[which],
         )
 
     def _window(self, optimizer: torch.optim.Optimizer, indices: list[int]) -> RecordedWindow:
-        """Return the window that this step ends."""
+        """Return the window that this step ends: the backwards since the last step on its own."""
         window, own = self._new_window(optimizer, indices), frozenset(indices)
-        since = self._last_step.get(window.optimizer, 0)
-        self._last_step[window.optimizer] = self._number
+        steps = [self._stepped_at[i] for i in indices if i in self._stepped_at]
+        since, stepped_by = max(steps, default=(0, window.optimizer))
         window.gradient = self._gradients_of(optimizer, indices)
-        mine = [b for b in self.pending if b.number >= since]
-        mine = [b for b in mine if self._filled(b.contribution) & own]
-        stepped = frozenset().union(*(self._filled(b.contribution) - b.waits_for for b in mine))
-        self.stepped_twice |= bool(stepped & own)
+        mine = [b for b in self._history if b.number >= since and b.touched & own]
         window.backwards = [
             replace(
                 micro,
@@ -828,22 +705,20 @@ class WindowRecorder:
             for clip in self._clips
             if clip.number > since
         ]
-        window.moved_state = next((micro.moved_state for micro in mine if micro.moved_state), "")
-        rates = [group["lr"] for group in optimizer.param_groups]
-        window.has_no_rate = window.number > 1 and not any(float(rate) for rate in rates)
-        window.moved_after_step, self._moved_after = self._moved_after, False
-        if not mine:
-            self.lost_steps += 1
-            is_again = bool(window.gradient.any()) and self._last_stepper not in (None, optimizer)
-            self.stepped_twice |= is_again and bool(self._stepped_on & own)
-        self._last_stepper = optimizer
-        # A backward is kept until all optimizers whose parameters it reaches have stepped.
-        self._stepped_on |= own
-        for micro in self.pending:
-            micro.is_stepped |= bool(micro.waits_for & own)
-            micro.waits_for -= own
-        kept = [micro for micro in self.pending if not micro.is_stepped or micro.waits_for]
-        self.pending = kept[-_MOST_PENDING:]
+        window.doubt = next((micro.doubt for micro in mine if micro.doubt), "")
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if window.number > 1 and not any(rates):
+            window.doubt = "the learning rate is 0; a schedule may be stepped too often"
+        inside = range(mine[0].number + 1, mine[-1].number + 1) if mine else ()
+        window.is_averaged_inside = any(number in inside for number in self._averaged)
+        self.lost_steps |= not mine
+        self.stepped_twice |= (
+            not mine and stepped_by != window.optimizer and bool(window.gradient.any())
+        )
+        self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
+        waiting = [b for b in self._history if b.touched - self._steps_since(b)]
+        self._history = waiting[-_MOST_BACKWARDS:]
+        self._nodes.clear()
         return window
 
     def _keep(self, window: RecordedWindow) -> None:
@@ -853,16 +728,7 @@ class WindowRecorder:
         if len(same) >= _MOST_WINDOWS and not is_new:
             self.windows.remove(same[-1])
         self.windows.append(window)
-        if not self.is_light and self._all_had_their_turn():
-            self._go_lightly()
-        for kept in (self._calls, self._nodes, self._losses):
-            kept.clear()
         self._stepped()
-
-    def _all_had_their_turn(self) -> bool:
-        """True if all optimizers have stepped twice: a teacher may be a copy at first."""
-        had = not self.unstepped and min(self.window_counts.values()) >= 2
-        return had or sum(self.window_counts.values()) >= _MOST_FULL
 
     @_never_fails
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -873,12 +739,24 @@ class WindowRecorder:
     @property
     def unstepped(self) -> list[str]:
         """Return the parameters that had gradients and that no optimizer has stepped on."""
-        return [self._names[i] for i in sorted(self._had_gradient - self._stepped_on)]
+        return [self._names[i] for i in sorted(self._had_gradient - set(self._stepped_at))]
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     groups, names = optimizer.param_groups, ("lr", "weight_decay")
     return tuple(float(group.get(name) or 0.0) for name in names for group in groups)
+
+
+def _modules_in_frames() -> dict[int, nn.Module]:
+    """Return the modules that are variables of the calling frames, or attributes of these."""
+    found = {}
+    for frame, _ in traceback.walk_stack(None):
+        for value in frame.f_locals.values():
+            held = [] if isinstance(value, ModuleType) else getattr(value, "__dict__", {}).values()
+            for one in (value, *held):
+                if isinstance(one, nn.Module):
+                    found[id(one)] = one
+    return found
 
 
 def _trainer_at_hand() -> str:

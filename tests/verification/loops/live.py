@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import wholebatch as wb
 from wholebatch.verification import ZOO, LoopVerdict
@@ -246,16 +247,18 @@ def _average(moment: Moment) -> None:
         average.lerp_(parameter, 0.1)
 
 
+def _with_averaged_model(moment: Moment) -> None:
+    moment.held["averaged"] = AveragedModel(moment.model)
+
+
+def _average_model(moment: Moment) -> None:
+    moment.held["averaged"].update_parameters(moment.model)
+
+
 def _second_step(moment: Moment) -> None:
     if "second" not in moment.held:
         moment.held["second"] = torch.optim.SGD(moment.model.parameters(), lr=0.01)
     moment.held["second"].step()
-
-
-def _doubled(moment: Moment) -> None:
-    gradient = moment.parameters[-1].grad
-    assert gradient is not None
-    gradient *= 2
 
 
 def _resumed(moment: Moment) -> None:
@@ -309,13 +312,12 @@ MISTAKES = {
         lambda mean, u, all_, k: mean / STEPS,
         steps_at=lambda i, place, k: i % STEPS == 0,
     ),
-    "last left out": Plant("left-out", steps_at=lambda i, place, k: place == k - 2),
+    "last left out": Plant("cleared-in-the-window", steps_at=lambda i, place, k: place == k - 2),
     "first counted twice": Plant("counted-twice", again=0),
     "two optimizers": Plant("two-owners", after_step=_second_step),
-    "one gradient doubled": Plant("two-owners", before_step=_doubled),
     "added in 16 bits": Plant("16-bit-accumulation", windows=(24,), half=True),
-    "lost after a resume": Plant(
-        "lost-after-resume", shares_of_a_full_window, start=_resumed, windows=(2, 4)
+    "averaged every time": Plant(
+        "averaged-per-micro-batch", start=_with_averaged_model, after_backward=_average_model
     ),
     "stepped every time": Plant(
         "stepped-every-micro-batch",
@@ -331,7 +333,8 @@ STYLES = {
     "values clipped once": Plant("right", before_step=_clip_value),
     "scheduled once": Plant("right", start=_with_schedule, after_step=_schedule),
     "averaged once": Plant("right", start=_with_average, after_step=_average),
-    "decayed once": Plant("right", after_step=_decay),
+    "model averaged once": Plant("right", start=_with_averaged_model, after_step=_average_model),
+    "decayed once": Plant("not judged", after_step=_decay),
     "resumed": Plant("right", start=_resumed),
     "scaled": Plant("right", loss_scale=1024.0),
     "norm measured every time": Plant(
@@ -342,7 +345,7 @@ STYLES = {
     "long window": Plant("right", windows=(9,)),
     "two micro-batches": Plant("right", windows=(2, 2)),
 }
-"""Right loops, for every kind of model and every entry point that can run them."""
+"""Right loops, with their verdicts, for every kind of model and every entry point."""
 
 # ------------------------------------------------------------------------ entry points
 
@@ -430,7 +433,7 @@ def by_hand(run: Run, wrap: Callable[..., Any] | None = None) -> LoopVerdict:
                     if plant.clears:
                         steps.zero_grad()
                 index += 1
-            if at is not None and plant.key == "left-out":
+            if at is not None and plant.key == "cleared-in-the-window":
                 steps.zero_grad()
     return watched.verdict
 
@@ -508,25 +511,36 @@ def lightning(run: Run) -> LoopVerdict:
     return watched.verdict
 
 
+def _lines(plant: Plant, moment: Moment) -> Any:
+    """Return a callback of HF Trainer that runs the lines of a plant at their places."""
+    from transformers import TrainerCallback
+
+    class Lines(TrainerCallback):
+        def on_step_begin(self, *_: Any, **more: Any) -> None:
+            moment.place = 0
+
+        def on_substep_end(self, *_: Any, **more: Any) -> None:
+            plant.after_backward(moment)
+            moment.place += 1
+
+        def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
+            plant.after_backward(moment)
+            plant.before_step(moment)
+
+        def on_optimizer_step(self, *_: Any, **more: Any) -> None:  # before gradients are cleared
+            plant.after_step(moment)
+
+    return Lines()
+
+
 def hf_trainer(run: Run, folder: Path = Path("build/watch")) -> LoopVerdict:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     model = run.model()
     micros = [micro for window in run.windows() for micro in window]
     optimizer = _sgd(model)
     moment = Moment(model, optimizer)
     run.plant.start(moment)
-
-    class Lines(TrainerCallback):
-        def on_substep_end(self, *_: Any, **more: Any) -> None:
-            run.plant.after_backward(moment)
-
-        def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
-            run.plant.after_backward(moment)
-            run.plant.before_step(moment)
-
-        def on_step_end(self, *_: Any, **more: Any) -> None:
-            run.plant.after_step(moment)
 
     class Planted(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Tensor:
@@ -557,11 +571,26 @@ def hf_trainer(run: Run, folder: Path = Path("build/watch")) -> LoopVerdict:
         train_dataset=micros,
         data_collator=lambda rows: rows[0],
         optimizers=(optimizer, constant),
-        callbacks=[Lines()],
+        callbacks=[_lines(run.plant, moment)],
     )
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(micros)  # type: ignore[method-assign]
     with wb.watch(model, optimizer) as watched:
         trainer.train()
+    return watched.verdict
+
+
+def trl_sft(run: Run) -> LoopVerdict:
+    """Run TRL's SFTTrainer, with a model, data and a loss of its own, and the lines of a plant."""
+    from tests.integrations import trl_training
+
+    trainer = trl_training.sft(lambda kind: kind, STEPS, num_train_epochs=2)
+    moment = Moment(trainer.model, trainer.create_optimizer())
+    run.plant.start(moment)
+    trainer.add_callback(_lines(run.plant, moment))
+    if not run.plant.clears:
+        trainer.model.zero_grad = lambda *_, **__: None
+    with wb.watch(trainer.model, trainer.optimizer) as watched:
+        trl_training.trained(trainer, 2)
     return watched.verdict
 
 
@@ -571,6 +600,7 @@ ENTRY_POINTS: dict[str, Callable[[Run], LoopVerdict]] = {
     "Fabric": fabric,
     "Lightning": lightning,
     "HF Trainer": hf_trainer,
+    "TRL": trl_sft,
 }
 BY_HAND = ("plain torch", "Accelerate", "Fabric")
 
@@ -579,6 +609,8 @@ def can_run(entry_point: str, plant: Plant) -> bool:
     """True if this entry point has a place for this plant."""
     if entry_point in BY_HAND:
         return True
+    if entry_point == "TRL" and plant.weigh is not right:
+        return False
     return not plant.by_hand and plant.windows in ((4, 4, 3), (4, 4))
 
 

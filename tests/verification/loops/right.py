@@ -199,7 +199,7 @@ def bf16_autocast(model: Any, optimizer: Any, micros: Any) -> None:
 
 
 def fp16_with_a_scaler(model: Any, optimizer: Any, micros: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     all_units = units(micros)
     for micro in micros:
         with torch.autocast("cpu", dtype=torch.float16):
@@ -239,18 +239,19 @@ def stepped_with_a_closure(model: Any, optimizer: Any, micros: Any) -> None:
 
 def stepped_with_a_named_closure(model: Any, optimizer: Any, micros: Any) -> None:
     def closure() -> None:
-        one_backward(model, micros)
+        backwards(model, micros)
 
     optimizer.zero_grad()
     optimizer.step(closure=closure)
 
 
-def one_backward(model: Any, micros: Any) -> None:
-    (torch.stack([total(model, micro) for micro in micros]).sum() / units(micros)).backward()
+def backwards(model: Any, micros: Any) -> None:
+    for micro in micros:
+        (total(model, micro) / units(micros)).backward()
 
 
 def clipped_in_two_calls(model: Any, optimizer: Any, micros: Any) -> None:
-    one_backward(model, micros)
+    backwards(model, micros)
     gradients = [p.grad for p in model.parameters()]
     norm = nn.utils.get_total_norm(gradients)
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
@@ -259,7 +260,7 @@ def clipped_in_two_calls(model: Any, optimizer: Any, micros: Any) -> None:
 
 
 def clipped_in_two_imported_calls(model: Any, optimizer: Any, micros: Any) -> None:
-    one_backward(model, micros)
+    backwards(model, micros)
     norm = get_total_norm([p.grad for p in model.parameters()])
     clip_grads_with_norm_(model.parameters(), 0.01, norm)
     optimizer.step()
@@ -268,7 +269,7 @@ def clipped_in_two_imported_calls(model: Any, optimizer: Any, micros: Any) -> No
 
 def an_optimizer_made_inside(model: Any, optimizer: Any, micros: Any) -> None:
     inside = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    one_backward(model, micros)
+    backwards(model, micros)
     inside.step()
     inside.zero_grad()
 
@@ -284,7 +285,7 @@ def an_optimizer_for_each_part(model: Any, optimizer: Any, micros: Any) -> None:
 
 
 def rate_set_before_the_step(model: Any, optimizer: Any, micros: Any) -> None:
-    one_backward(model, micros)
+    backwards(model, micros)
     for group in optimizer.param_groups:
         group["lr"] = 0.003
     optimizer.step()
