@@ -192,7 +192,7 @@ if hasattr(_aten, "_grouped_mm"):
 @cache
 def _writes_lists(func: Any) -> bool:
     """True for an optimizer's operation in place over lists of tensors: it allocates nothing."""
-    name = func.name().partition(".")[0]
+    name: str = func.name().partition(".")[0]
     return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
