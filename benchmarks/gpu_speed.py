@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="model/loop/size each; those of the page if none")
     parser.add_argument("--keep", action="store_true", help="leave out rows that have a time")
     parser.add_argument("--execute", default="graph", help="of WholeBatch")
-    parser.add_argument("--together", type=int, default=4, help="rows that get ready side by side")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds in all")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -112,7 +111,6 @@ def main() -> None:
         ),
         expected,
         until=began + options.budget,
-        together=options.together,
         report=results.add,
     )
     print(results.markdown())
