@@ -185,7 +185,7 @@ class Bench:
             "notes": executor.notes.history[-3:],
         }
         if self._options.distances and not self.case.random and self.case.group != "reference":
-            with self._alone():
+            with self._alone(stops=False):  # In float64 it takes long, and much memory.
                 found |= self._distances(train, model)
         return found
 
@@ -217,11 +217,11 @@ class Bench:
         return found
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Hold the lock that all processes share, and stop the other ones within this context."""
+    def _alone(self, *, stops: bool = True) -> Iterator[None]:
+        """Hold the lock that all processes share; with `stops`, stop the others meanwhile."""
         with open(self._options.lock, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            with stopped(_siblings()):
+            with stopped(_siblings() if stops else []):
                 time.sleep(0.2)  # Kernels that they have launched come to an end.
                 yield
 
@@ -385,7 +385,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
         return [model.name for model in REFERENCES]
     names = [model.name for model in MODELS]
     part, _, parts = options.slice.partition("/")
-    return names[int(part) - 1 :: int(parts)][::-1]  # The last ones take the compilers longest.
+    return names[int(part) - 1 :: int(parts)]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

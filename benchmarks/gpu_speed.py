@@ -44,7 +44,7 @@ MAIN: list[Spec] = [
 ]
 # Of earlier runs on an H200, a little rounded up: they decide what is prepared beside what.
 GIB = {"gpt-124m": 9.0, "gpt-1.3b": 38.0, "resnet-50": 8.0, "encoder": 15.0}
-GIB |= {"llama": 9.0, "llama-1b": 35.0, "qwen2": 16.0, "lora": 20.0, "t5": 12.0}
+GIB |= {"llama": 9.0, "llama-1b": 35.0, "qwen2": 16.0, "lora": 20.0}
 UNDIVIDED_GIB = {("gpt-124m", 64): 62.0, ("gpt-1.3b", 32): 95.0}
 UNDIVIDED_GIB |= {("llama", 64): 42.0, ("llama-1b", 32): 78.0}
 COMPILING = {"gpt-124m": 45.0, "gpt-1.3b": 80.0, "resnet-50": 75.0, "encoder": 110.0}
@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help="model/loop/size each; those of the page if none")
     parser.add_argument("--keep", action="store_true", help="leave out rows that have a time")
     parser.add_argument("--execute", default="graph", help="of WholeBatch")
-    parser.add_argument("--together", type=int, default=4, help="rows that get ready side by side")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds in all")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -112,7 +111,6 @@ def main() -> None:
         ),
         expected,
         until=began + options.budget,
-        together=options.together,
         report=results.add,
     )
     print(results.markdown())

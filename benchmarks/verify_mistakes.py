@@ -120,9 +120,10 @@ def write(made: dict[str, str]) -> None:
         "`python benchmarks/verify_mistakes.py --entry-point NAME --page`.\n\n"
         "TRL trains a model and a loss of its own, so mistakes in the weights of a loss are "
         "planted in\n`tests/integrations/test_trl.py` instead. A loop in DeepSpeed has the loss "
-        "alone: the engine clips, steps and clears. Three\nweights are planted there "
-        "(`tests/integrations/deepspeed_worker.py`): named with ZeRO 0, not judged with ZeRO 3.\n\n"
-        "| entry point | mistakes named | right loops called right | run with |\n"
+        "alone: the engine clips, steps and clears.\n`tests/integrations/deepspeed_worker.py` has "
+        'two weights with ZeRO 0 and two with ZeRO 3: each verdict is right or "not judged".\n\n'
+        "| entry point | mistakes named | right styles with the wanted verdict "
+        '(one is "not judged") | run with |\n'
         "|---|---|---|---|\n" + "\n".join(table) + "\n",
         encoding="utf-8",
     )

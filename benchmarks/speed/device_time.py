@@ -30,44 +30,29 @@ def milliseconds(marks: Sequence[Any]) -> list[float]:
     return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
 
-class Profile:
-    """What runs on the device from here on, until `found` is called."""
-
-    def __init__(self) -> None:
-        from torch.profiler import ProfilerActivity, profile
-
-        self._profiler = profile(activities=[ProfilerActivity.CUDA])
-        self._profiler.start()
-
-    def found(self, windows: int) -> dict[str, Any]:
-        """Return the longest kernels of a window, and when there was none."""
-        torch.cuda.synchronize()
-        self._profiler.stop()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end, event.key)
-            for event in self._profiler.events()
-            if event.device_type.name == "CUDA" and not event.is_user_annotation
-        )
-        all_of: dict[str, tuple[float, int]] = {}
-        for start, end, name in spans:
-            ms, count = all_of.get(name, (0.0, 0))
-            all_of[name] = (ms + (end - start) / 1e3 / windows, count + 1)
-        kernels = sorted(
-            ((ms, n / windows, name) for name, (ms, n) in all_of.items()), reverse=True
-        )
-        return {
-            "kernel_ms": sum(ms for ms, _, _ in kernels),
-            "kernels": kernels[:32],
-            **_gaps(spans, windows),
-        }
-
-
 def profiled_windows(window: Callable[[], Any], windows: int = 2) -> dict[str, Any]:
-    """Return what ran on the device in a window."""
-    profile = Profile()
-    for _ in range(windows):
-        window()
-    return profile.found(windows)
+    """Return the longest kernels of a window, and when there was none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(windows):
+            window()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.key)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    )
+    all_of: dict[str, tuple[float, int]] = {}
+    for start, end, name in spans:
+        ms, count = all_of.get(name, (0.0, 0))
+        all_of[name] = (ms + (end - start) / 1e3 / windows, count + 1)
+    kernels = sorted(((ms, n / windows, name) for name, (ms, n) in all_of.items()), reverse=True)
+    return {
+        "kernel_ms": sum(ms for ms, _, _ in kernels),
+        "kernels": kernels[:32],
+        **_gaps(spans, windows),
+    }
 
 
 def _gaps(spans: list[tuple[float, float, str]], windows: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import wholebatch as wb
 from speed.device_time import mark, milliseconds
 from speed.models import DEVICE, Case
 
-__all__ = ["LOOPS", "MEASURED", "WARM", "Job"]
+__all__ = ["LOOPS", "Job"]
 
 WARM = 4  # windows that are not counted
 MEASURED = 8

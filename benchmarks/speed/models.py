@@ -224,19 +224,15 @@ def gpt_of(layers: int, width: int, heads: int, vocabulary: int, length: int, wi
 
 def transformer_of(kind: str, sizes: dict[str, Any], window: int, length: int = 1024) -> Case:
     """Return a language model of Transformers on sequences of one length, clipped by norm."""
-    vocabulary = sizes["vocab_size"]
 
     def build() -> Any:
         import transformers
 
         config = getattr(transformers, f"{kind}Config")(use_cache=False, **sizes)
-        if kind == "T5":
-            config.decoder_start_token_id = config.pad_token_id = 0
-            return transformers.T5ForConditionalGeneration(config)
         return getattr(transformers, f"{kind}ForCausalLM")(config)
 
     def sample(index: int) -> Sample:
-        row = _tokens(index, length, vocabulary)["x"]
+        row = _tokens(index, length, sizes["vocab_size"])["x"]
         return {"input_ids": row, "labels": row}
 
     return Case(build, sample, window, of_transformers, clip_norm=1.0)
@@ -264,7 +260,6 @@ def _with_lora() -> Any:
 
 _LARGE = llama_of(2048, 5632, 22, 32)
 _QWEN2 = llama_of(896, 4864, 24, 14, num_key_value_heads=2, tie_word_embeddings=True)
-_T5 = {"vocab_size": 32_128, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
 CASES: dict[str, Case] = {
     "gpt-124m": gpt_of(12, 768, 12, 50304, 1024, window=64),
     "gpt-1.3b": gpt_of(24, 2048, 16, 50304, 1024, window=32),
@@ -282,6 +277,5 @@ CASES: dict[str, Case] = {
     "llama-1b": transformer_of("Llama", _LARGE, 32),
     "lora": dataclasses.replace(transformer_of("Llama", _LARGE, 32), build=_with_lora),
     "qwen2": transformer_of("Qwen2", _QWEN2 | {"vocab_size": 151_936}, 32),
-    "t5": transformer_of("T5", _T5, 64, length=512),
     "tiny": transformer_of("Llama", llama_of(32, 64, 2, 2, vocab_size=64), 8, length=16),
 }

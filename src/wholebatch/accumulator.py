@@ -491,8 +491,9 @@ class Accumulator(HasWindow):
             )
         if self._beside and self._window.sync.ranks > 1:
             raise WindowError(
-                "announce() on several ranks, with several accumulators in one loop: a rank that "
-                "has run out of data could not tell whose turn it is; give each a loop of its own"
+                "announce() on several ranks, with several accumulators in one loop: a rank "
+                "without data would not know which accumulator comes next; give each accumulator "
+                "its own loop"
             )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")

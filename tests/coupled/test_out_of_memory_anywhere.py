@@ -20,7 +20,7 @@ from tests.coupled.test_coupled_loss import batch as pairs
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, pieces, samples, sgd
 
-SIZES = [5, 5, 3]
+MICRO, SIZES = 5, [5, 5, 3]
 State = list[Tensor]
 
 
@@ -48,64 +48,58 @@ def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
     return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
-def whole(model: nn.Module, sizes: list[int], **options: Any) -> Any:
-    """Return a WholeBatch that cuts its batch into these micro-batches."""
-    train = wb.WholeBatch(model, sgd(model), micro_batch=max(sizes), **{"loss": loss, **options})
-    if sizes != SIZES:
-        train._fitting.split = lambda batch: pieces(batch, sizes)  # type: ignore[method-assign]
+def whole(model: nn.Module, micro: int, **options: Any) -> Any:
+    train = wb.WholeBatch(model, sgd(model), micro_batch=micro, **{"loss": loss, **options})
     torch.manual_seed(8)
     return train
 
 
-def plain(sizes: list[int], failure: OutOfMemoryAt) -> tuple[nn.Module, list[int]]:
-    """Train a model with dropout; return how its batch was cut in the end."""
+def plain(micro: int, failure: OutOfMemoryAt) -> tuple[nn.Module, int]:
+    """Train a model with dropout; return the size of its micro-batches in the end."""
     model = Counted(nn.Dropout(0.5))
-    train = whole(model, sizes)
+    train = whole(model, micro)
     with failure:
         train.step(samples(13))
-    for cut in train._fitting.recovered:
-        sizes = sizes.copy()
-        sizes[cut.micro_batch : cut.micro_batch + 1] = [cut.into, cut.samples - cut.into]
-    return model, sizes
+    return model, min([micro, *(cut.into for cut in train._fitting.recovered)])
 
 
-def normed(sizes: list[int], failure: OutOfMemoryAt) -> tuple[nn.Module, list[int]]:
+def normed(micro: int, failure: OutOfMemoryAt) -> tuple[nn.Module, int]:
     """Train a model with BatchNorm, undivided: its blocks are checkpointed."""
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)]
     model = Counted(*blocks)
-    train = whole(model, sizes)
+    train = whole(model, micro)
     with failure:
         train.step(samples(13))
-    return model, sizes
+    return model, micro
 
 
-def compared(sizes: list[int], failure: OutOfMemoryAt) -> tuple[nn.Module, list[int]]:
+def compared(micro: int, failure: OutOfMemoryAt) -> tuple[nn.Module, int]:
     """Train two towers by a contrastive loss."""
     model = Clip()
 
     def of_all(made: Any) -> wb.Loss:
         return wb.losses.clip_loss(made["image"], made["text"], scale=model.log_scale.exp())
 
-    train = whole(model, sizes, loss=wb.Coupled(encode, of_all))
+    train = whole(model, micro, loss=wb.Coupled(encode, of_all))
     with failure:
         train.step(pairs(13))
-    return model, sizes
+    return model, micro
 
 
-def looped(sizes: list[int], failure: OutOfMemoryAt) -> tuple[nn.Module, list[int]]:
+def looped(micro: int, failure: OutOfMemoryAt) -> tuple[nn.Module, int]:
     """Train by acc.run; a window that ran out of memory is discarded and made again."""
     model = Counted(nn.Tanh())
-    acc = wb.Accumulator(model, sgd(model), steps=len(sizes))
+    acc = wb.Accumulator(model, sgd(model), steps=len(SIZES))
     with failure:
         for _ in range(2):
             model.count.zero_()
             try:
-                for micro in pieces(samples(13), sizes):
-                    acc.run(lambda micro: loss(model, micro), micro)
+                for part in pieces(samples(13), SIZES):
+                    acc.run(lambda part: loss(model, part), part)
                 break
             except torch.OutOfMemoryError:
                 acc.discard()
-    return model, sizes
+    return model, micro
 
 
 def state(model: nn.Module) -> State:
@@ -126,24 +120,24 @@ def _quick_collections() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("run", [plain, normed, compared, looped])
 def test_a_failure_anywhere_is_recovered_or_raised(
-    run: Callable[[list[int], OutOfMemoryAt], tuple[nn.Module, list[int]]],
+    run: Callable[[int, OutOfMemoryAt], tuple[nn.Module, int]],
 ) -> None:
-    run(SIZES, OutOfMemoryAt())  # what a process does once only is not counted
+    run(MICRO, OutOfMemoryAt())  # what a process does once only is not counted
     everything = OutOfMemoryAt()
-    right = {tuple(SIZES): state(run(SIZES, everything)[0])}
+    right = {MICRO: state(run(MICRO, everything)[0])}
     places = random.Random(0).sample(range(everything.seen), 25)
     refused = 0
     for place in places:
         failure = OutOfMemoryAt(place)
         try:
-            model, sizes = run(SIZES, failure)
+            model, micro = run(MICRO, failure)
         except torch.OutOfMemoryError:
             refused += 1  # in the close or the update, which are never repeated
             continue
         assert failure.failed_at is not None
-        if tuple(sizes) not in right:
-            right[tuple(sizes)] = state(run(sizes, OutOfMemoryAt())[0])
-        for found, expected in zip(state(model), right[tuple(sizes)], strict=True):
+        if micro not in right:
+            right[micro] = state(run(micro, OutOfMemoryAt())[0])
+        for found, expected in zip(state(model), right[micro], strict=True):
             gap = torch.linalg.vector_norm((found - expected).double())
             assert gap <= EXACT * expected.double().norm(), (place, failure.failed_at)
     assert len(places) - refused > 10

@@ -70,6 +70,12 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("_step", _GRPO, "completions of a window before its first forward"),
         Internal("_entropy_bonus_enabled", _GRPO, "an entropy bonus over other units is refused"),
     ),
+    "accelerate": (  # attributes without an underscore that no page describes
+        Internal("is_fsdp2", "accelerate/accelerator.py", "FSDP1 is refused"),
+        Internal("end_of_dataloader", "accelerate/state.py", "loops without accumulate() fail"),
+        Internal("parallelism_config", "accelerate/accelerator.py", "shared batches are refused"),
+    ),
+    "jax": (Internal("Tracer", "jax/core.py", "the test of a loss is left out inside of jit"),),
     "lightning": (
         Internal(
             "_in_fabric_backward",

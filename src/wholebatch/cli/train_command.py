@@ -135,6 +135,7 @@ def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -
     from wholebatch.cli.metrics import Metrics
     from wholebatch.cli.stop_signal import StopRequest
     from wholebatch.cli.train_loop import TrainingLoop
+    from wholebatch.window.forward_state import restore_random
 
     world, config, metrics = run.world, run.config, None
     again = f"--resume --out {path_from_here(folder)}"
@@ -146,7 +147,7 @@ def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -
                     Metrics(folder, windows=run.windows, wandb=config.wandb, settings=config.stored)
                 )
             )
-            _restore_random(random)
+            restore_random(random)
         stop = stack.enter_context(StopRequest(told=world.is_first))
         terminal.begin(done=run.train.updates, total=config.updates)
         stack.callback(terminal.end)
@@ -169,12 +170,6 @@ def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -
         more = f"{again} --updates {2 * run.train.updates}"
         terminal.command("Continue with:", _command_line(world, more))
     return 0
-
-
-def _restore_random(random: Any) -> None:
-    from wholebatch.window.forward_state import restore_random
-
-    restore_random(random)
 
 
 # --------------------------------------------------------------------------------- the run's folder

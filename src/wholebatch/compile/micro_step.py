@@ -625,26 +625,30 @@ class Executor:
         """Capture a step whose kernels were launched one by one so far."""
         joint, seeds = prepared.joint, self._seeds(prepared.form)
         before = ForwardState(self._model)
-        held = self._gradients.set_aside(joint.used)
         began = time.perf_counter()
         try:
-            rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+            held = self._gradients.set_aside(joint.used)
+            try:
+                rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+            finally:
+                self._gradients.put_back(joint.used, held)
+                del held  # Capturing computes nothing.
             return replace(prepared, run=self._captured(joint, inputs, seeds))
         except CannotTrace as reason:
             self._plan.captures = False
             self.notes.tell(str(reason))
             return prepared
         finally:
-            self._gradients.put_back(joint.used, held)
             before.restore()
             if self._fingerprint is not None:
                 self._fingerprint.accept_tensors()
             self._plan.spent += time.perf_counter() - began
-            del before, held
-            empty_cache(self._device)  # The rehearsal's memory belongs to its own stream.
+            empty_cache(self._device)
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
         """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
+        # Its static inputs stay: they must not lie in the gaps of memory that can be released.
+        empty_cache(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:

@@ -258,9 +258,10 @@ class UnmovedLoss:
             return
         raise UnsupportedError(
             f"the loss of the same samples was {self._first:.6g} at the first micro-batch of this "
-            f"window and is {now:.6g} at its last, and the weights have not moved: something moves "
-            "once per micro-batch (a teacher that follows the model, a counter, the number of the "
-            "batch). Move it once per update, after the Step. audit=False trains it all the same"
+            f"window and is {now:.6g} at its last, although the weights have not changed: "
+            "something changes with every micro-batch (a teacher that follows the model, a "
+            "counter, the number of the batch). Change it once per update, after the Step. "
+            "audit=False skips this test"
         )
 
     @torch.no_grad()

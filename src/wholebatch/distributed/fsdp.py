@@ -59,7 +59,8 @@ class Sharded(Sync):
         if self._gathers_once and not hasattr(FSDPModule, "set_reshard_after_forward"):
             raise UnsupportedError(
                 f'sync="gathered" with torch {torch.__version__}: FSDP2 has '
-                'set_reshard_after_forward from torch 2.8 on; use a newer torch, or sync="hold"'
+                "set_reshard_after_forward from torch 2.8 on; use a newer torch, or "
+                'close=wb.Close(sync="hold")'
             )
         self._is_gathered = False  # True while parameters stay whole
         self._sums_every = sync == "every"

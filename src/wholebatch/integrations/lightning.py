@@ -463,9 +463,9 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
         )
     if type(module).backward is not LightningModule.backward:
         raise UnsupportedError(
-            f"{type(module).__name__} has a backward() of its own, and ExactAccumulation makes the "
-            "backward itself: scale the loss in training_step instead, or use a wb.Accumulator "
-            "with automatic_optimization = False"
+            f"{type(module).__name__} overrides backward(), and ExactAccumulation runs the "
+            "backward pass itself: scale the loss in training_step instead, or use a "
+            "wb.Accumulator with automatic_optimization = False"
         )
     _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:

@@ -77,11 +77,6 @@ class Column:
             if used is not None:
                 over.remove(used)
             over = [one for one in over if not _match(one, [1.0] * len(one))]
-            for one in [one for one in times if _same(one) and one[0] > 1]:
-                again = next((o for o in over if _match(o, one)), None)
-                if again is not None:  # and divided by it again
-                    times.remove(one)
-                    over.remove(again)
             is_mean = self.terms[0].kind == "mean" or used is not None
             own = self._own(times, over, units, is_mean)
             weights = [
@@ -96,9 +91,6 @@ class Column:
         counts = [term.count for term in self.terms]
         if self.terms[0].kind == "mean":
             yield counts, [1.0] * len(counts), None
-            rows = [float(term.sizes[0]) if term.sizes else 0.0 for term in self.terms]
-            if all(rows) and _same([c / row for c, row in zip(counts, rows, strict=True)]):
-                yield rows, [1.0] * len(counts), None  # a mean over samples and their features
             return
         candidates = list(self._candidates(counts))
         over = _by_place(self.terms, "over")
@@ -134,8 +126,7 @@ class Column:
         for one in times:
             is_shared = _same(one) and _take(shared_times, one[0])
             is_loop = is_shared and self.window.is_of_the_loop(one[0], units)
-            is_part = is_shared and not has_steps and one[0] < 0.4 and _is_whole(1 / one[0])
-            if _same(one) and not (is_loop or is_part or self.window.is_total(1 / one[0], units)):
+            if _same(one) and not (is_loop or self.window.is_total(1 / one[0], units)):
                 own *= one[0]
         for one in over:
             if not _same(one):

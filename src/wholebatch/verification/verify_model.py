@@ -140,7 +140,9 @@ def _named(findings: Sequence[AuditFinding]) -> Iterator[Cause]:
     for finding in findings:
         by_kind.setdefault(_KINDS.get(finding.kind, "coupled samples"), []).append(finding)
     for kind, found in by_kind.items():
-        yield Cause(kind, tuple(f.name for f in found if f.name[:1] != "("), found[0].advice, "")
+        # "the loss function" is no module.
+        where = tuple(one.name for one in found if " " not in one.name)
+        yield Cause(kind, where, found[0].advice, "")
 
 
 def _freeze_norms(model: nn.Module) -> None:

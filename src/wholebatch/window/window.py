@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -282,7 +282,7 @@ class OpenWindow:
     """True if a backward failed half way and added a part of a micro-batch."""
     reduced: bool = False
     """True if the last backward has reduced the gradients over the ranks."""
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=perf_counter)
     _last_seed: tuple[str, float, Tensor] | None = None
     _units_of_micro_batch: dict[str, Units] = field(default_factory=dict)
 
@@ -702,7 +702,8 @@ class Window:
             for parameter, made in zip(shared, counts, strict=True):
                 if made == 0:
                     self.store.drop(parameter)
-        is_valid = total.isfinite().all() & count.isfinite().all() & (count.max() > 0)
+        # A number that is not finite makes the sum so: one test instead of two.
+        is_valid = (total.sum() + count.sum()).isfinite() & (count.max() > 0)
         if window.known is not None and window.known.keys() == set(names):
             known = column([window.known[name] for name in names], count.device)
             is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
@@ -763,7 +764,7 @@ class Window:
         return Step(
             update=self.updates,
             micro_batches=window.micro_batches,
-            seconds=time.perf_counter() - window.started,
+            seconds=perf_counter() - window.started,
             loss_scale=window.loss_scale,
             **found,
         )
