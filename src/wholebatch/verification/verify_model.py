@@ -264,7 +264,8 @@ def verify(
             `scheduler=` and `ema=` are ignored: they change nothing before the update.
 
     Returns:
-        A Verdict, which is true if the update is the same.
+        A `wholebatch.verification.Verdict`, which is true if the update is the same: `same`,
+        `causes`, `notes`, and the distances `gradient`, `update` and `float64`.
     """
     began = time.perf_counter()
     check_functions(loss, options.get("units"))
