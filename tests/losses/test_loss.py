@@ -132,7 +132,7 @@ def test_units_on_a_device_are_checked_at_the_close(units: float) -> None:
 
 
 def test_a_complex_total_is_refused() -> None:
-    with pytest.raises(LossError, match="complex64: must be real"):
+    with pytest.raises(LossError, match="complex64: must be a real number"):
         wb.Loss(scalar().to(torch.complex64), 1)
 
 
