@@ -8,11 +8,11 @@ train = wb.WholeBatch(model, optimizer, loss=loss_fn, micro_batch=8, clip_norm=1
 for batch in loader:
     step = train.step(batch)
 
-# You have a loop of your own over micro-batches: change one line.
+# You have a loop of your own over micro-batches: keep its loss, and say what it is a mean over.
 acc = wb.Accumulator(model, optimizer, steps=8, clip_norm=1.0)
 for micro in acc.over(loader):
-    total = F.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
-    step = acc.backward(total, units=micro["y"].numel())
+    loss = F.cross_entropy(model(micro["x"]), micro["y"])
+    step = acc.backward(mean=loss, units=len(micro["y"]))
 ```
 
 Names are loaded when first used, so `import wholebatch` alone does not import torch.

@@ -181,7 +181,11 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
         (["train", "bytes-gtp"], "there is no such file (did you mean bytes-gpt?)"),
         (["train", "--device", "abacus"], "--device abacus: must be auto, cpu, cuda"),
         (["train", "--seed", str(1 << 64)], f"--seed {1 << 64}: must be a whole number below"),
-        (["report"], "RUN...: is missing: Folders of runs"),
+        (["report"], "error: give at least one RUN: folders that wholebatch train wrote, and"),
+        (["plan", "--gpu-memory", "24"], "what is free now (did you mean 24GiB?)"),
+        (["tune", "--precision", "bf16,bfloat16"], "bf16-pure (did you mean bf16?)"),
+        (["verify", "--precision", "float16"], "bf16-pure (did you mean fp16?)"),
+        (["verify", "nofile.py"], "nofile.py: there is no such file; the embedded recipes are: by"),
         (["recipes", "--fit"], "no such option: --fit (see --help)"),
     ],
 )

@@ -152,7 +152,7 @@ def test_every_help_begins_alike_and_has_examples(name: str) -> None:
     assert (found.run.__doc__ or "").partition("\n")[0] == COMMANDS[name]
     assert found.examples
     for example in found.examples:
-        line = example.replace("torchrun --nproc-per-node 8 -m wholebatch.cli", "wholebatch")
+        line = example.replace("torchrun --nproc-per-node 8 -m wholebatch", "wholebatch")
         _, command, *arguments = re.findall(r'"[^"]*"|\S+', line.split(" >")[0])
         other = load(command)
         assert isinstance(other, Command)

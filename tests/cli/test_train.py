@@ -335,3 +335,13 @@ def test_batchnorm_is_an_option(command: Command, recipe: Write, tmp_path: Path)
     freeze, allow = (newest_checkpoint(tmp_path / name)["model"] for name in ("freeze", "allow"))
     assert not freeze["1.running_mean"].any()
     assert allow["1.running_mean"].any()
+
+
+def test_a_batch_that_is_not_split_has_no_arithmetic(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    path = recipe(NOISY, ("nn.Dropout(0.3)", "nn.BatchNorm1d(16)"))
+    ran = command("train", path, "--updates", 1, "--out", "whole")
+    assert ran.status == 0, ran.err
+    assert "batch   10 samples an update, not split (BatchNorm)" in ran.out
+    assert metrics_of(tmp_path / "whole")[0]["micro_batches"] == 1

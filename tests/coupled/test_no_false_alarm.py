@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -267,3 +268,47 @@ def test_groups_that_a_micro_batch_cuts_are_refused(group: int, micro: int) -> N
         wb.errors.UnsupportedError, match="make the micro-batch a multiple of k samples"
     ):
         train.step(samples(48))
+
+
+class CoarseInSixteenBits(torch.autograd.Function):
+    """Stands for kernels whose 16-bit gradient is mostly rounding, and another for each size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        [gradient] = gradients
+        return gradient * len(gradient) if gradient.dtype == torch.bfloat16 else gradient
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_16_bit_gradient_of_rounding_is_compared_in_full_precision(clips: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = CoarseInSixteenBits.apply(self.first(x))
+            if clips and hidden.requires_grad:
+                hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            made: Tensor = self.last(hidden.tanh())
+            return made
+
+    model = Net()
+    train = wb.WholeBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, micro: wb.cross_entropy(model(micro["x"]).float(), micro["y"]),
+        micro_batch=3,
+        precision="bf16",
+    )
+    batch = {"x": torch.randn(12, 6), "y": torch.randint(0, 3, (12,))}
+    with (
+        pytest.raises(wb.errors.UnsupportedError, match="its gradient is not")
+        if clips
+        else nullcontext()
+    ):
+        train.step(batch)

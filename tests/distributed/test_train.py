@@ -103,7 +103,7 @@ def test_all_ranks_stop_at_the_same_window_and_go_on_bit_for_bit(
     assert [rank[f"stop/stopped{kind}"]["status"] for rank in ranks] == [130, 130, 130]
     said = ranks[0][f"stop/stopped{kind}"]["out"]
     assert "stopped after update " in said
-    assert "Continue with: torchrun --nproc-per-node 3 -m wholebatch.cli train --resume" in said
+    assert "Continue with: torchrun --nproc-per-node 3 -m wholebatch train --resume" in said
     assert [rank[f"again/stopped{kind}"]["status"] for rank in ranks] == [0, 0, 0], ranks[0]
     straight, stopped = folder / f"straight{kind}", folder / f"stopped{kind}"
     one, other = newest_checkpoint(straight), newest_checkpoint(stopped)

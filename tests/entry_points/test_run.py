@@ -340,7 +340,5 @@ def test_a_teacher_that_moves_once_per_micro_batch_is_refused(execute: Any) -> N
                     theirs.data.lerp_(ours.data, 0.1)
 
     train(once_per_update=True)
-    with pytest.raises(
-        UnsupportedError, match=r"same samples was .*something changes with every micro-batch"
-    ):
+    with pytest.raises(UnsupportedError, match=r"same samples was .*changes with every"):
         train(once_per_update=False)

@@ -152,9 +152,7 @@ def test_an_open_window_is_left_alone(library: str) -> None:
     loop = Loop(library)
     loop.add()
     loop.inner.zero_grad()
-    with pytest.raises(
-        WindowError, match=r"the gradient of .* has changed .* .1 of its micro-batches"
-    ):
+    with pytest.raises(WindowError, match=r"the gradient of .* has changed .*1 of its micro"):
         loop.add()
     loop = Loop(library)
     loop.add()

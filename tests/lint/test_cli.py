@@ -12,6 +12,7 @@ from types import FrameType
 
 import pytest
 
+from wholebatch.cli.app import COMMANDS
 from wholebatch.lint import RULES, SettingsError, lint_source
 from wholebatch.lint.command_line import CLEAN, FOUND, USAGE, main
 from wholebatch.lint.lint_settings import load_settings
@@ -70,7 +71,9 @@ def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["train.py", "--select", "XX1"], "select='XX1': names no rule"),
+        (["train.py", "--select", "XX1"], "error: --select XX1: names no rule"),
+        (["train.py", "absent.py"], "error: absent.py: there is no such file or folder\n"),
+        (["train.py", "--format", "xml"], "--format xml: must be one of text, json, github"),
         (["--explain", "WB999"], "no such rule; rules are WB101"),
         (["--explain", "X"], "--explain X: no such rule"),
     ],
@@ -80,15 +83,6 @@ def test_wrong_usage(
 ) -> None:
     assert main(arguments) == USAGE
     assert words in capsys.readouterr().err
-
-
-def test_a_missing_path_is_reported_and_the_rest_goes_on(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["absent.py", "train.py"]) == FOUND
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "absent.py:1:1 WB002 no such file or folder"
-    assert any("WB101" in line for line in lines)
 
 
 def test_without_a_path_the_folder_is_read(
@@ -130,7 +124,19 @@ def test_no_such_option(option: str, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         main(["train.py", option])
     assert ended.value.code == USAGE
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+    assert f"error: no such option: {option} (" in capsys.readouterr().err
+
+
+def test_the_help_is_that_of_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: wholebatch lint [PATH...] [options]\n\n{COMMANDS['lint']}\n")
+    assert "--format text|json|github" in said
+    assert "\nexamples:\n  wholebatch lint src/ --select WB1\n" in said
+    with pytest.raises(SystemExit):
+        main(["--selct", "WB1"])
+    assert capsys.readouterr().err == "error: no such option: --selct (did you mean --select?)\n"
 
 
 def test_standard_input(

@@ -104,6 +104,9 @@ def test_batchnorm_policies_that_are_exact(policy: str) -> None:
     before = [type(module) for module in model.modules()]
     verdict = wb.verify(model, loss, samples(30, dtype=F32), micro_batch=7, batchnorm=policy)
     assert verdict.same, verdict
+    said = "not split (BatchNorm)" if policy == "exact" else "in 5 micro-batches"
+    assert (said in verdict.line, verdict.undivided) == (True, policy == "exact")
+    assert verdict.micro_batches == (1 if policy == "exact" else 5)
     assert [type(module) for module in model.modules()] == before, "the conversion was left behind"
 
 

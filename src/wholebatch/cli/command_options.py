@@ -103,7 +103,8 @@ class Command:
         for one in fields(self.options):
             check, value = one.metadata.get("check"), typed.get(one.name, one.default)
             if value is MISSING:
-                raise OptionError(f"{flag_of(one)}: is missing: {one.metadata['help']}")
+                help, name = one.metadata["help"].rstrip("."), flag_of(one).rstrip(".")
+                raise OptionError(f"give at least one {name}: {help[0].lower()}{help[1:]}")
             if check is not None and value is not None:
                 typed[one.name] = check(value, flag_of(one))
         return self.run(self.options(**typed)) or 0

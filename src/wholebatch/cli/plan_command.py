@@ -18,14 +18,13 @@ from wholebatch.cli.command_options import (
     choice,
     command,
     must_be,
-    one_of,
     option,
     recipe_argument,
     switch,
     whole_number,
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
-from wholebatch.cli.run_settings import like_train
+from wholebatch.cli.run_settings import like_train, precision_of
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
 from wholebatch.plain_files import load_json
 from wholebatch.readable_sizes import bytes_said
@@ -48,10 +47,9 @@ class PlanOptions:
     )
     gpu_memory: str | None = like_train(
         "memory",
-        "Memory of each GPU, such as 24GiB. The GPU need not be in this machine. Default: this "
-        "machine's GPU, else its main memory.",
+        "Memory of each GPU: 24GiB, and the GPU need not be in this machine; or of the GPU here: "
+        "0.8 or 80% of it, or what is free now. Default: all of the GPU here, else main memory.",
         None,
-        metavar="SIZE",
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
     parallel: str = choice(
@@ -66,9 +64,9 @@ class PlanOptions:
     )
     precision: str | None = option(
         None,
-        "full|bf16|fp16",
+        "full|fp32|bf16|fp16",
         "Precision of the computation.",
-        check=one_of("full", "fp32", "bf16", "fp16"),
+        check=precision_of("full", "fp32", "bf16", "fp16"),
     )
     seq: int | None = option(
         None,

@@ -32,7 +32,9 @@ class ReportOptions:
     """The options of `wholebatch report`."""
 
     sources: list[str] = argument(
-        MISSING, "RUN...", "Folders of runs, and JSON files of wholebatch verify --json."
+        MISSING,
+        "RUN...",
+        "Folders that wholebatch train wrote, and JSON files of wholebatch verify --json.",
     )
     out: Path = option(Path("report.html"), "FILE", "The page.")
     title: str = option("Training runs", "TEXT", "Title of the page.")
@@ -42,7 +44,7 @@ class ReportOptions:
 @command(
     ReportOptions,
     "wholebatch report runs/first runs/second --out compared.html",
-    "wholebatch report runs/first verdict.json",
+    "wholebatch report runs/first verify.json",
 )
 def report(options: ReportOptions) -> None:
     """Write one HTML page that compares runs and measurements.

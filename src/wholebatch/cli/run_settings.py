@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from wholebatch.cli.command_options import (
+    Check,
     choice,
     count_of,
     flag_of,
     must_be,
-    one_of,
     option,
     positive_number,
     recipe_argument,
@@ -54,8 +54,18 @@ def _micro_batch(value: Any, label: str) -> int | str:
     raise OptionError(f"{label} {text}: must be {allowed}")
 
 
-def _precision(value: Any, label: str) -> str:
-    return "full" if one_of(*PRECISIONS)(value, label) == "fp32" else str(value)
+def precision_of(*names: str) -> Check:
+    """Return a check for one of these precisions; it returns "full" for "fp32"."""
+
+    def check(value: Any, label: str) -> str:
+        text = str(value)
+        if text in names:
+            return "full" if text == "fp32" else text
+        short = text.replace("bfloat", "bf").replace("float", "fp")  # torch's names
+        meant = f" (did you mean {short}?)" if short in names else ""
+        raise OptionError(f"{label} {text}: must be one of {', '.join(names)}{meant}")
+
+    return check
 
 
 def _memory(value: Any, label: str) -> str:
@@ -65,9 +75,10 @@ def _memory(value: Any, label: str) -> str:
     with suppress(ValueError):
         if 0 < float(text) <= 1 and "." in text:
             return text
+    meant = f" (did you mean {text}GiB?)" if text.isdigit() else ""
     raise OptionError(
         f"{label} {text}: must be a size such as 20GiB, a share of the device such as 0.8 or 80%, "
-        'or "free" for what is free now'
+        f'or "free" for what is free now{meant}'
     )
 
 
@@ -105,16 +116,16 @@ class Config:
     )
     precision: str = _batch_setting(
         "full",
-        "full|bf16|fp16|fp8|bf16-pure",
+        "|".join(PRECISIONS),
         "full (or fp32): as the model is. bf16, fp16: autocast. fp8: bf16 with linear layers in 8 "
         "bits. bf16-pure: 16-bit parameters, gradients added in fp32.",
-        check=_precision,
+        check=precision_of(*PRECISIONS),
     )
     memory: str | None = _batch_setting(
         None,
         "SIZE|SHARE|free",
-        "Memory to use: 20GiB, 0.8 of the device, or what is free. Without --micro-batch, the "
-        "largest that fits is chosen.",
+        "Memory to use: 20GiB, 0.8 or 80% of the device, or what is free now. Without "
+        "--micro-batch, the largest that fits is chosen.",
         check=_memory,
         may_change=True,
     )

@@ -44,7 +44,7 @@ _RUNS = Path("runs")
     'wholebatch train my_recipe.py --micro-batch "4096 tokens" --precision bf16',
     "wholebatch train my_recipe.py --memory 20GiB --out runs/first",
     "wholebatch train --resume --out runs/first",
-    "torchrun --nproc-per-node 8 -m wholebatch.cli train mine.py --parallel fsdp2",
+    "torchrun --nproc-per-node 8 -m wholebatch train mine.py --parallel fsdp2",
     partial=True,
 )
 def train(given: Given) -> int:
@@ -250,7 +250,7 @@ def _command_line(world: World, options: str) -> str:
         return f"wholebatch train {options}"
     local = os.environ.get("LOCAL_WORLD_SIZE", str(world.ranks))
     sharded = " --parallel fsdp2" if world.is_sharded else ""
-    return f"torchrun --nproc-per-node {local} -m wholebatch.cli train {options}{sharded}"
+    return f"torchrun --nproc-per-node {local} -m wholebatch train {options}{sharded}"
 
 
 def _about_here(world: World) -> dict[str, Any]:
@@ -316,7 +316,12 @@ def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: 
 
 def _batch_text(run: TrainingRun) -> str:
     """Return the arithmetic of the global batch."""
+    from wholebatch.coupled.normalisation_layers import needs_whole_batch
+
     config, size = run.config, run.train.micro_batch_size
+    if config.batchnorm == "exact" and needs_whole_batch(run.model):
+        over = "" if run.world.ranks == 1 else f" over {run.world.ranks} ranks"
+        return f"{config.batch_size} samples an update{over}, not split (BatchNorm)"
     if size is None:
         by = config.micro_batch if config.tokens else "as memory allows"
         return f"{config.batch_size} samples an update, in micro-batches of {by}"

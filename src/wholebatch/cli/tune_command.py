@@ -13,6 +13,7 @@ from wholebatch.cli.command_options import (
     Check,
     command,
     count_of,
+    one_of,
     option,
     positive_number,
     recipe_argument,
@@ -28,7 +29,7 @@ from wholebatch.cli.report.terminal_output import (
     say_command,
     short_count,
 )
-from wholebatch.cli.run_settings import PRECISIONS, like_train, resolve
+from wholebatch.cli.run_settings import PRECISIONS, like_train, precision_of, resolve
 from wholebatch.errors import OptionError
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said
@@ -43,15 +44,12 @@ if TYPE_CHECKING:
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def _names(*allowed: str) -> Check:
-    """Return a check for names with commas; it returns a tuple of them."""
+def _names(of_one: Check) -> Check:
+    """Return a check for names with commas, each checked by `of_one`; it returns a tuple."""
 
     def check(value: str, label: str) -> tuple[str, ...]:
         names = [part.strip() for part in value.split(",") if part.strip()]
-        for name in names or [value]:
-            if name not in allowed:
-                raise OptionError(f"{label} {name}: must be one of {', '.join(allowed)}")
-        return tuple("full" if name == "fp32" else name for name in names)
+        return tuple(of_one(name, label) for name in names or [value])
 
     return check
 
@@ -85,19 +83,24 @@ class TuneOptions:
     precision: tuple[str, ...] | None = option(
         None,
         "NAMES",
-        "Precisions to try: full, bf16, fp16, fp8, separated by commas. Default: the recipe's, and "
-        "on CUDA also bf16.",
+        "Precisions to try: full, fp32, bf16, fp16, fp8, separated by commas. Default: the "
+        "recipe's, and on CUDA also bf16.",
         typed=str | None,
-        check=_names(*PRECISIONS),
+        check=_names(precision_of(*PRECISIONS)),
     )
     execute: tuple[str, ...] | None = option(
         None,
         "NAMES",
         "Ways to run a micro-batch: eager, compile, graph. Default: eager, and on CUDA also graph.",
         typed=str | None,
-        check=_names("eager", "compile", "graph"),
+        check=_names(one_of("eager", "compile", "graph")),
     )
-    memory: str = like_train("memory", "Memory to use: 20GiB, 80% or free.", None, default="free")
+    memory: str = like_train(
+        "memory",
+        "Memory to use: 20GiB, 0.8 or 80% of the device, or what is free now.",
+        None,
+        default="free",
+    )
     seconds: float = option(
         300.0, "S", "Start no new setting after this time.", check=positive_number
     )

@@ -30,6 +30,7 @@ from wholebatch.cli.command_options import (
     whole_number,
 )
 from wholebatch.cli.recipe_measuring import made
+from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of
 from wholebatch.cli.run_settings import like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
@@ -63,9 +64,7 @@ class VerifyOptions:
         "Size of a micro-batch. Default: the recipe's, else about four uneven parts.",
         metavar='N|"N tokens"',
     )
-    precision: str | None = _like_recipes(
-        "precision", "Precision of the computation.", metavar="full|bf16|fp16|fp8"
-    )
+    precision: str | None = _like_recipes("precision", "Precision of the computation.")
     clip_norm: float | None = _like_recipes("clip_norm", "Clip to this norm.")
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
@@ -135,7 +134,8 @@ def _kind_of(what: str | None) -> str:
     if path.suffix != ".py":
         return "recipe"
     if not path.is_file():
-        raise OptionError(f"{what}: there is no such file")
+        known = ", ".join(EMBEDDED)
+        raise OptionError(f"{what}: there is no such file; the embedded recipes are: {known}")
     try:
         body = ast.parse(path.read_bytes()).body
     except SyntaxError as error:

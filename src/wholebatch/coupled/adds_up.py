@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.samples import Layout, readable_layout
+from wholebatch.compile.graph_check import without_autocast
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,
@@ -240,6 +241,8 @@ class _Test:
         if self._names_layers and (found := self._other_cuts(whole)):
             return AdditivityResult(found)
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
+            if self._adds_up_in_full_precision():
+                return AdditivityResult()
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
         found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
@@ -256,6 +259,20 @@ class _Test:
         if not self._names_layers:
             return (found,)
         return self._layers() or (found,)
+
+    def _adds_up_in_full_precision(self) -> bool:
+        """True if gradients that do not add up under autocast do without it.
+
+        A 16-bit gradient of a deep network may be mostly rounding, which differs from part to part.
+        """
+        samples = self._samples
+        if not self._names_layers or not samples.called.sixteen_bit:
+            return False
+        with without_autocast():
+            whole = samples.whole()
+            first = samples.part(0, samples.cut, backward=True, scale=1 / SCALE)
+            second = self._second(backward=True, scale=SCALE)
+        return samples.tolerance.gradient_gap(whole, (first, second)) is None
 
     def _other_cuts(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
         """Return why few samples do not add up in other parts: one cut may add up by chance."""

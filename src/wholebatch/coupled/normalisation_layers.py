@@ -56,6 +56,11 @@ def uses_whole_batch(module: nn.Module) -> bool:
     return uses_batch_statistics(module) if isinstance(module, BatchNorm) else module.training
 
 
+def needs_whole_batch(model: nn.Module) -> bool:
+    """True if a layer of the model trains now with the statistics of the whole batch."""
+    return any(uses_whole_batch(norm) for _, norm in whole_batch_norms(model))
+
+
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a normalisation layer's training-mode forward moves."""
     names = ("running_mean", "running_var", "num_batches_tracked")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Return 0 if clean (notes do not count), 1 with findings, 2 on wrong usage.
     """
-    given = _parser().parse_args(argv)
+    given = _parsed(argv)
     try:
         if given.explain is not None:
             print(_explanation(given.explain))
@@ -44,6 +48,8 @@ def _lint(given: argparse.Namespace) -> int:
     for name, values in (("PATH", given.paths), ("--exclude", given.exclude)):
         if "" in values:
             raise SettingsError(f'{name} "": is empty; give a value (a variable that is not set?)')
+    if given.form not in FORMATS:
+        raise SettingsError(f"--format {given.form}: must be one of {', '.join(FORMATS)}")
     settings = load_settings(
         Path.cwd(), select=given.select, ignore=given.ignore, exclude=given.exclude
     )
@@ -52,6 +58,9 @@ def _lint(given: argparse.Namespace) -> int:
         findings = check_source(Source("-", sys.stdin.read()), settings)
     else:
         paths = given.paths or ["."]
+        for path in paths:
+            if not os.path.exists(path):
+                raise SettingsError(f"{path}: there is no such file or folder")
         files = collect(paths, settings)
         if not files:
             print(f"warning: no script or notebook to read in {', '.join(paths)}", file=sys.stderr)
@@ -80,33 +89,67 @@ def _explanation(code: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, in the words of the other commands."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
+        message = message.replace("expected one argument", "needs a value")
         message = message.replace("ignored explicit argument", "takes no value, but was given")
         self.exit(USAGE, f"error: {message} (see --help)\n")
 
 
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; refuse an unknown one with the option that may be meant."""
+    parser = _parser()
+    given, unknown = parser.parse_known_intermixed_args(arguments)
+    if not unknown:
+        return given
+    flags = re.findall(r"^  (--[a-z-]+)", parser.format_help(), re.MULTILINE)
+    close = get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+    meant = f"did you mean {close[0]}?" if close else "see --help"
+    parser.exit(USAGE, f"error: no such option: {unknown[0]} ({meant})\n")
+
+
 def _parser() -> argparse.ArgumentParser:
+    width = min(100, shutil.get_terminal_size().columns)
+    about = (
+        "Find gradient accumulation mistakes in scripts and notebooks.",
+        "The code is read, never imported or run. Exit status: 0 clean (notes do not count), "
+        "1 findings, 2 wrong usage.",
+    )
     parser = _Parser(
         prog="wholebatch lint",
-        description="Find mistakes in gradient accumulation in training scripts and notebooks. "
-        "The code is read, never imported or run.",
-        epilog="Exit status: 0 clean (notes do not count), 1 findings, 2 wrong usage.",
+        usage="wholebatch lint [PATH...] [options]",
+        description="\n\n".join(textwrap.fill(paragraph, width) for paragraph in about),
+        epilog="examples:\n"
+        "  wholebatch lint src/ --select WB1\n"
+        "  wholebatch lint train.py --format github",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width),
         allow_abbrev=False,
     )
     parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="scripts, notebooks, folders, or - (default: .)"
+        "paths",
+        nargs="*",
+        metavar="PATH...",
+        help="Scripts, notebooks and folders; - is standard input. [default: .]",
     )
-    parser.add_argument("--format", dest="form", default="text", choices=sorted(FORMATS))
-    for name, metavar, about in (
-        ("--select", "CODES", "check only these: WB101,WB103 or WB1"),
-        ("--ignore", "CODES", "check all but these"),
-        ("--exclude", "GLOB", "leave these paths out"),
+    rules = parser.add_argument_group("Rules")
+    for group, name, metavar, help in (
+        (rules, "--select", "CODES", "Check only these rules: WB101,WB103, or WB1 for all WB1xx."),
+        (rules, "--ignore", "CODES", "Check all rules but these."),
+        (parser, "--exclude", "GLOB", "Leave out these paths."),
     ):
-        parser.add_argument(name, action="append", default=[], metavar=metavar, help=about)
-    parser.add_argument("--exit-zero", action="store_true", help="exit with 0 despite findings")
-    parser.add_argument("--explain", metavar="CODE", help="show what a rule finds, and its page")
-    parser.add_argument("--list-rules", action="store_true", help="show all rules")
+        group.add_argument(name, action="append", default=[], metavar=metavar, help=help)
+    rules.add_argument("--explain", metavar="CODE", help="Show what a rule finds, and its page.")
+    rules.add_argument("--list-rules", action="store_true", help="Show all rules.")
+    output = parser.add_argument_group("Output")
+    output.add_argument(
+        "--format",
+        dest="form",
+        default="text",
+        metavar="|".join(FORMATS),
+        help="text: lines for a terminal. json: a list of findings. github: annotations of a pull "
+        "request. [default: text]",
+    )
+    output.add_argument("--exit-zero", action="store_true", help="Exit with 0 despite findings.")
     return parser

@@ -50,11 +50,11 @@ def load_settings(
     files = [parent / "pyproject.toml" for parent in (folder, *folder.parents)]
     nearest = next((file for file in files if file.is_file()), None)
     settings = Settings() if nearest is None else _settings_of(nearest)
-    chosen = _codes(select, "select")
+    chosen = _codes(select, "--select ")
     return replace(
         settings,
         select=chosen or settings.select,
-        ignore=(*settings.ignore, *_codes(ignore, "ignore")),
+        ignore=(*settings.ignore, *_codes(ignore, "--ignore ")),
         exclude=(*settings.exclude, *exclude),
     )
 
@@ -70,8 +70,8 @@ def _settings_of(file: Path) -> Settings:
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise SettingsError(f"{file}: {name}={value!r}: must be a list of strings")
     return Settings(
-        select=_codes(table.get("select", ()), "select"),
-        ignore=_codes(table.get("ignore", ()), "ignore"),
+        select=_codes(table.get("select", ()), f"{file}: select = "),
+        ignore=_codes(table.get("ignore", ()), f"{file}: ignore = "),
         exclude=tuple(table.get("exclude", ())),
     )
 
@@ -94,14 +94,14 @@ def _table(file: Path) -> dict[str, Any]:
     return table
 
 
-def _codes(given: Iterable[str], name: str) -> tuple[str, ...]:
+def _codes(given: Iterable[str], place: str) -> tuple[str, ...]:
     """Split codes and prefixes at commas; refuse a code that matches no rule."""
     known: Sequence[str] = [*OTHER_CODES, *(rule.code for rule in RULES)]
     codes = tuple(code.upper() for item in given for code in item.replace(",", " ").split())
     for code in codes:
         if not any(k.startswith(code) for k in known):
             raise SettingsError(
-                f"{name}={code!r}: names no rule; codes are {RULES[0].code} to {RULES[-1].code}, "
+                f"{place}{code}: names no rule; codes are {RULES[0].code} to {RULES[-1].code}, "
                 "or a prefix such as WB1"
             )
     return codes

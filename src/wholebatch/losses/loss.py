@@ -133,6 +133,13 @@ class Terms:
 class Loss:
     """A sum over units; the window's loss is the sum of totals over the sum of units.
 
+    For a loss that is a mean use `wb.mean_loss(mean, units)`.
+
+    >>> import torch, wholebatch as wb
+    >>> def loss(model, micro):
+    ...     errors = (model(micro["x"]) - micro["y"]).abs()
+    ...     return wb.Loss(errors.sum(), units=errors.numel())
+
     Args:
         total: The loss of the micro-batch as a sum, a 0-dim tensor.
         units: What the sum is over: a number of samples or tokens, or a sum of weights. A 0-dim
@@ -213,15 +220,20 @@ def wide(values: Tensor) -> Tensor:
 def mean_loss(mean: Tensor, units: Units) -> Loss:
     """Return the Loss of a mean over `units`.
 
+    >>> import torch, wholebatch as wb
+    >>> def loss(model, micro):
+    ...     mean = torch.nn.functional.cross_entropy(model(micro["x"]), micro["y"])
+    ...     return wb.mean_loss(mean, units=(micro["y"] != -100).sum())
+
+    Args:
+        mean: The loss of the micro-batch as a mean, a 0-dim tensor.
+        units: What the mean is over: samples, tokens or a sum of weights.
+
     A micro-batch without units (all its tokens masked) has the mean 0/0; here it adds nothing
     instead of a nan. On a GPU, write a mean of your own that may have no units as
     `total / count.clamp(min=1)`: otherwise its backward computes 0/0 again. A mean over no units
     that is not 0 would be lost, and is refused. Where the units are on a GPU, the loss becomes nan
     instead, and the window makes no update.
-
-    Args:
-        mean: The loss of the micro-batch as a mean, a 0-dim tensor.
-        units: What the mean is over: samples, tokens or a sum of weights.
     """
     check_total(mean, "mean")
     units = check_units(units)

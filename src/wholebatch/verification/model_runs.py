@@ -21,7 +21,7 @@ from wholebatch.batch import batch_size_of, drop_samples, split, to_device
 from wholebatch.batch.samples import flatten, layout_of
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.coupled.normalisation_layers import needs_whole_batch, uses_batch_statistics
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, WholebatchError
 from wholebatch.losses.loss import as_loss, terms_of, wide
@@ -369,9 +369,10 @@ class ModelRuns:
     def accumulated(self, batch: DividedBatch) -> WindowRun:
         """Make the update of the batch by WholeBatch, in micro-batches."""
         self.begin()
+        is_undivided = self.batchnorm == "exact" and needs_whole_batch(self.inner)
         options = {
             **self.options,
-            "micro_batch": batch.micro_batch,
+            "micro_batch": batch.samples if is_undivided else batch.micro_batch,
             "batch_size": batch.batch_size,
             "static": batch.static,
             "clip_value": self.clip_value,
@@ -396,7 +397,9 @@ class ModelRuns:
         with StepObserver(self.parameters) as observer:
             step = train.step(batch.whole)
             run = observer.run(self.start, step.loss)
-        return replace(run, notes=(step.skipped,) if step.skipped else ())
+        notes = (step.skipped,) if step.skipped else ()
+        count = step.micro_batches
+        return replace(run, notes=notes, micro_batches=count, is_undivided=is_undivided)
 
     def replayed(self, run: WindowRun) -> WindowRun:
         """Make the update that the optimizer makes of the gradients this run saw."""

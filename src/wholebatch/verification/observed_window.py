@@ -127,6 +127,8 @@ class WindowRun:
     update: tuple[Tensor, ...]
     loss: float | None = None
     notes: tuple[str, ...] = ()
+    micro_batches: int = 1
+    is_undivided: bool = False
 
 
 class StepObserver:

@@ -84,6 +84,8 @@ class Verdict(_Answer):
     samples: int
     of_samples: int
     micro_batches: int
+    undivided: bool
+    """True if the batch was not split, because a BatchNorm trains with all of it."""
     precision: str
     device: str
     ranks: int
@@ -94,7 +96,8 @@ class Verdict(_Answer):
     @property
     def line(self) -> str:
         """Return the verdict in one line."""
-        size = f"{self.samples} samples in {self.micro_batches} micro-batches"
+        split = f" in {self.micro_batches} micro-batches"
+        size = f"{self.samples} samples{', not split (BatchNorm)' if self.undivided else split}"
         if self.samples < self.of_samples:
             size += f" (of {self.of_samples}: more do not fit undivided)"
         if self.ranks > 1:

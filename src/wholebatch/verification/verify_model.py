@@ -264,7 +264,8 @@ def verify(
             `scheduler=` and `ema=` are ignored: they change nothing before the update.
 
     Returns:
-        A Verdict, which is true if the update is the same.
+        A `wholebatch.verification.Verdict`, which is true if the update is the same: `same`,
+        `causes`, `notes`, and the distances `gradient`, `update` and `float64`.
     """
     began = time.perf_counter()
     check_functions(loss, options.get("units"))
@@ -408,7 +409,8 @@ class _Proof:
             "losses": tuple(math.nan if run.loss is None else run.loss for run in runs),
             "samples": self.batch.samples,
             "of_samples": self.of_samples,
-            "micro_batches": len(self.batch.micro_batches()),
+            "micro_batches": runs[-1].micro_batches,
+            "undivided": runs[-1].is_undivided,
             "precision": self.runs.numbers.precision,
             "device": str(self.runs.parameters[0].device),
             "ranks": world_size(),

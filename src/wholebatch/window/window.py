@@ -236,9 +236,17 @@ _SINGLE_WEIGHT = {SINGLE: 1.0}
 class Step:
     """The report of one update: its exact mean loss, its units and its gradient norm.
 
-    `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
-    the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
-    no update was made.
+    Attributes:
+        update: The number of updates so far, this one included.
+        loss: The mean over all units of the window and of all ranks.
+        units: These units.
+        grad_norm: The norm of the normalised gradient, after `on_gradient=` and before clipping.
+        micro_batches: The micro-batches of this rank.
+        seconds: The time of the window on the host's clock.
+        clip: The factor by which clipping multiplied the gradient.
+        loss_scale: The GradScaler's scale in this window; 1 without one.
+        terms: The mean of each term of a `wb.Loss.terms`, by name.
+        skipped: The reason when no update was made, else None.
     """
 
     update: int
