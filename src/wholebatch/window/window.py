@@ -201,6 +201,8 @@ class Turn:
     def __init__(self, call: str) -> None:
         self._call = call
         self._lock = threading.Lock()
+        self.failed = False
+        """True if the last call has raised."""
 
     @property
     def taken(self) -> bool:
@@ -223,6 +225,7 @@ class Turn:
         )
 
     def __exit__(self, *error: object) -> None:
+        self.failed = error[0] is not None
         self._lock.release()
 
 
@@ -821,9 +824,9 @@ class Window:
         target = self.target
         if self.open is not None:
             raise StateError(
-                f"state_dict() with {self.now.micro_batches} micro-batches in an open window: save "
-                "after the Step. A window that was interrupted is computed again, with the same "
-                "update"
+                f"state_dict() in an open window (micro-batches so far: {self.now.micro_batches}): "
+                "save where backward() or run() returned a Step (`if step is not None:`). A window "
+                "that was interrupted is computed again, with the same update"
             )
         return {
             "format": _FORMAT,
