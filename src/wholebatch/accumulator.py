@@ -167,6 +167,8 @@ class Accumulator(HasWindow):
 
     _written_by: ClassVar[str] = "the loop"
     """Who must not write to an open window, for messages."""
+    _closes_the_last: ClassVar[str] = "loop with over(loader)"
+    """What closes a short last window, for messages."""
 
     def __init__(
         self,
@@ -234,14 +236,16 @@ class Accumulator(HasWindow):
 
     def __del__(self) -> None:
         window = getattr(getattr(self, "_window", None), "open", None)
-        failed = hasattr(sys, "last_type")  # the program ends by an error, which says enough
-        if window is not None and window.micro_batches and not failed:
+        if window is None or not window.micro_batches:
+            return
+        # After an error, which says enough, no window is expected to be closed.
+        if not self._turn.failed and not hasattr(sys, "last_type"):
             _log.warning(
-                "%s was deleted with an open window of %d micro-batch(es), which made no update. "
-                "Close a short last window with flush(), or loop with over(loader), which closes "
-                "it (with Accelerate: prepare the loader)",
+                "%s was deleted with an open window (micro-batches in it: %d), which made no "
+                "update. Close a short last window with flush(), or %s, which closes it",
                 type(self).__name__,
                 window.micro_batches,
+                self._closes_the_last,
             )
 
     def __repr__(self) -> str:
@@ -624,9 +628,10 @@ class Accumulator(HasWindow):
         self._places = 0
         if self._window.options.zero_units == "raise":
             raise EmptyWindowError(
-                f"none of the {self._size} micro-batches of this window had a backward, so there "
-                "is no gradient to update with; pass close=wb.Close(zero_units='skip') if that "
-                "may happen"
+                f"none of the {self._size} micro-batches of this window was given to backward() or "
+                "run() of the accumulator, so there is no gradient to update with: call "
+                "acc.backward(mean=loss, units=...) in place of loss.backward(). If all "
+                "micro-batches of a window may be left out, pass close=wb.Close(zero_units='skip')"
             )
         self._window.skipped += 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from wholebatch.losses.loss import (
     Loss,
     Terms,
     Units,
+    check_total,
     check_units,
     is_known_to_be_zero,
     mean_loss,
@@ -73,8 +73,9 @@ class GivenLoss:
                 "weights that total is a sum over. If it is a mean, call backward(mean=..., "
                 "units=...)"
             )
-        given = cls(cast("Tensor", loss), check_units(units), mean is not None)
-        if mean is not None and is_known_to_be_zero(given.units) and isinstance(mean, Tensor):
+        checked = check_total(loss, "total" if mean is None else "mean")
+        given = cls(checked, check_units(units), mean is not None)
+        if mean is not None and is_known_to_be_zero(given.units):
             refuse_lost_mean(mean)
         return given
 

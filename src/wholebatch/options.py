@@ -26,6 +26,8 @@ SyncMode: TypeAlias = Literal["auto", "hold", "every", "gathered", "none"]
 class Close:
     """Options for the end of a window: reduce over ranks, clip, check, step.
 
+    `wb.WholeBatch(..., close=wb.Close(nonfinite="skip"))` skips windows with inf or nan.
+
     Args:
         clip_value: Clamp every number of the gradient. Clipping by norm is `clip_norm=` of
             `WholeBatch` and `Accumulator`.

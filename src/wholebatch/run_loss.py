@@ -6,6 +6,7 @@ test that the loss adds up, and run forward, backward and addition as one record
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class RunLoss:
                 f"run({loss!r}, micro): must be a function of the micro-batch that returns a "
                 "wb.Loss; a loss that is computed already goes to backward()"
             )
+        _refuse_other_arguments(loss)
         models, sync = window.target.models, window.sync
         self._window, self._precision, self._audits = window, precision, audit
         self._kind = window.target.device.type
@@ -162,6 +164,22 @@ class RunLoss:
             self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
         assert isinstance(loss, Loss)
         return loss
+
+
+def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with the micro-batch alone."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # a function of C without a signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise OptionError(
+            f"run() calls loss(micro), and {getattr(loss, '__name__', loss)!s} takes "
+            f"({', '.join(signature.parameters)}): "
+            "give a function of the micro-batch alone, which uses the model of your loop"
+        ) from None
 
 
 def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:

@@ -153,6 +153,22 @@ def test_a_sum_divided_by_the_steps_is_warned_of() -> None:
         acc.backward(summed(model, samples(5)) / STEPS, units=5)
 
 
+def test_a_sum_over_as_many_classes_as_steps_is_warned_of_at_the_line_of_the_loop() -> None:
+    def backward() -> None:
+        model = nn.Linear(3, STEPS)
+        acc = wb.Accumulator(model, sgd(model), steps=STEPS)
+        total = F.cross_entropy(model(torch.ones(5, 3)), torch.arange(5) % 4, reduction="sum")
+        acc.backward(total / STEPS, units=5)
+
+    with pytest.warns(UserWarning, match=WARNED) as caught:
+        backward()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "this loss is divided by 4")  # as the message says
+        backward()
+
+
 def test_the_weight_that_is_meant_is_exact() -> None:
     whole = Whole(mlp(), loss=lambda model, batch: mean(model, batch) * 0.25)
     whole.step(samples(16))
@@ -171,7 +187,8 @@ def test_reductions_are_read_from_the_graph() -> None:
     labels = torch.zeros(6, dtype=torch.long)
     smoothed = F.cross_entropy(logits, labels, label_smoothing=0.1)
     assert {one.kind for one in last_reductions(smoothed)} == {"mean", "sum"}
-    assert [one.kind for one in last_reductions(F.mse_loss(logits, logits.detach()))] == ["mean"]
+    mse = last_reductions(F.mse_loss(logits, logits.detach()))
+    assert [(one.kind, one.function) for one in mse] == [("mean", "mse_loss")]
     assert [one.kind for one in last_reductions(logits.exp().sum().log())] == ["unknown"]
     assert last_reductions(torch.zeros(())) == []
 

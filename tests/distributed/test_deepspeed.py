@@ -105,7 +105,10 @@ def test_what_is_advised_to_several_engines_and_other_orders(report: dict[str, A
         ("order", "the backwards of this window reached different parameters"),
         ("untouched", "True"),
         ("hook", "a parameter has a gradient hook: with ZeRO 1 no rank holds the whole"),
-        ("state", "state_dict() with 1 micro-batches in an open window: save after the Step"),
+        (
+            "state",
+            "state_dict() in an open window (micro-batches so far: 1): save where backward()",
+        ),
         ("flush", "a DeepSpeed engine reduces gradients inside a backward"),
     ],
 )

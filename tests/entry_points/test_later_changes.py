@@ -97,9 +97,14 @@ def test_a_value_that_changes_in_every_window_is_looked_at_less_and_less_often()
 
 
 def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(acc: Any) -> None:
+        with pytest.raises(wb.errors.LossError):
+            acc.backward(mean=1.0, units=4)
+
     ends: dict[Callable[[Any], Any], bool] = {
         lambda acc: None: True,
         lambda acc: acc.flush(): False,
+        fail: False,
     }
     for end, told in ends.items():
         model = mlp()
@@ -109,7 +114,8 @@ def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture)
         caplog.clear()
         del acc
         gc.collect()
-        assert ("open window of 1 micro-batch(es)" in caplog.text) is told
+        assert ("open window (micro-batches in it: 1), which made no" in caplog.text) is told
+        assert ("or loop with over(loader), which closes it" in caplog.text) is told
 
 
 def test_a_write_into_any_parameter_in_the_middle_of_a_window_is_refused() -> None:
@@ -295,6 +301,9 @@ def test_equal_means_real_and_fake_samples_and_a_list_may_be_one_unit() -> None:
     with pytest.warns(UserWarning, match="count the same: each is a mean over units=1"):
         made = windows(lambda a, m, b: a.backward(mean=each(m, b)[None].mean(), units=1), UNEVEN)
     assert made[0] == 1
+    with pytest.warns(UserWarning, match="count the same: each is a mean over units=4") as caught:
+        windows(lambda a, m, b: a.backward(mean=each(m, b).mean(), units=4), UNEVEN)
+    assert "silences this warning" in str(caught[0].message)
 
 
 def test_a_term_has_one_weight_in_a_window() -> None:

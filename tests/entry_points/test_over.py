@@ -114,7 +114,10 @@ def test_a_body_that_skips_backward_still_uses_its_place() -> None:
 def test_a_window_in_which_every_body_skips() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(wb.errors.EmptyWindowError, match="none of the 2 micro-batches"):
+    with pytest.raises(
+        wb.errors.EmptyWindowError,
+        match=r"none of the 2 micro-batches.* in place of loss\.backward",
+    ):
         for _ in acc.over([1, 2]):
             pass
     acc = wb.Accumulator(model, sgd(model), steps=2, close=wb.Close(zero_units="skip"))

@@ -238,7 +238,10 @@ def test_a_changed_value_that_the_function_reads_is_seen() -> None:
         assert distance(model.parameters(), whole.model.parameters()) < EXACT
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        return cross_entropy(model)(micro)
+
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)
     micro: Any = samples(3)
@@ -249,8 +252,15 @@ def test_what_is_refused() -> None:
         acc.run(cross_entropy(model), micro)
     with pytest.raises(wb.errors.LossError, match="bare scalar"):
         acc.run(lambda micro: model(micro["x"]).sum(), micro)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        acc.run(lambda micro: model(micro["x"][:, :1]), micro)
+    assert not caplog.records  # the error is not also logged by the test of the loss
     with pytest.raises(wb.errors.OptionError, match="must be a function of the micro-batch"):
         acc.run(3, micro)  # type: ignore[arg-type]
+    with pytest.raises(
+        wb.errors.OptionError, match=r"calls loss\(micro\), and loss takes \(model, micro\)"
+    ):
+        acc.run(loss, micro)  # type: ignore[arg-type]
     with pytest.raises(wb.errors.LossError, match="terms"):
         acc.run(lambda m: wb.Loss.terms({"a": (model(m["x"]).sum(), len(m["x"]))}), micro)
     with pytest.raises(wb.errors.OptionError, match="execute='fast'"):
@@ -330,5 +340,5 @@ def test_a_teacher_that_moves_once_per_micro_batch_is_refused(execute: Any) -> N
                     theirs.data.lerp_(ours.data, 0.1)
 
     train(once_per_update=True)
-    with pytest.raises(UnsupportedError, match=r"same samples was .*moves once per micro-batch"):
+    with pytest.raises(UnsupportedError, match=r"same samples was .*changes with every"):
         train(once_per_update=False)

@@ -336,7 +336,7 @@ def test_what_is_refused(hosts: Any, problem: Any, tmp_path: Path) -> None:
         exact(nn.Linear)
     with pytest.raises(OptionError, match="micro_batch=0: must be a positive number"):
         exact(Trainer, micro_batch=0)
-    with pytest.raises(OptionError, match='without micro_batch="auto"'):
+    with pytest.raises(OptionError, match=r'without micro_batch=: .*"auto" too'):
         exact(Trainer, memory="1GiB")
     with pytest.raises(OptionError, match="must be a function"):
         exact(Trainer, units=3)  # type: ignore[arg-type]

@@ -41,9 +41,9 @@ def test_other_results_are_refused_by_their_type(result: Any) -> None:
 @pytest.mark.parametrize(
     ("total", "units", "message"),
     [
-        (3.0, 1, "must be a 0-dim tensor"),
-        (torch.ones(2, requires_grad=True), 1, r"total of shape \(2,\)"),
-        (torch.tensor(1.0), 1, "does not require a gradient"),
+        (3.0, 1, r"total=3.0 is a float: must be a 0-dim tensor, the sum .*without \.item\(\)"),
+        (torch.ones(2, requires_grad=True), 1, r"total of shape \(2,\).*call \.sum\(\)"),
+        (torch.tensor(1.0), 1, r"total does not require a gradient.*without \.detach\(\)"),
         (scalar(), -1, "finite and not negative"),
         (scalar(), float("nan"), "finite and not negative"),
         (scalar(), float("inf"), "finite and not negative"),
@@ -56,6 +56,23 @@ def test_other_results_are_refused_by_their_type(result: Any) -> None:
 def test_what_is_no_sum_with_units_is_refused(total: Any, units: Any, message: str) -> None:
     with pytest.raises(LossError, match=message):
         wb.Loss(total, units)
+
+
+@pytest.mark.parametrize(
+    ("mean", "message"),
+    [
+        (1.5, r"mean=1.5 is a float: must be a 0-dim tensor, the mean .*without \.item\(\)"),
+        (torch.ones(2, requires_grad=True), r"mean of shape \(2,\).*call \.mean\(\) on per-unit"),
+        (torch.tensor(1.0), r"mean does not require a gradient.*without \.detach\(\)"),
+    ],
+)
+def test_what_is_no_mean_is_refused_as_a_mean(mean: Any, message: str) -> None:
+    with pytest.raises(LossError, match=message):
+        wb.mean_loss(mean, 2)
+    model = torch.nn.Linear(1, 1)
+    acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+    with pytest.raises(LossError, match=message):
+        acc.backward(mean=mean, units=2)
 
 
 def test_terms_take_two_or_three_parts() -> None:
@@ -132,7 +149,7 @@ def test_units_on_a_device_are_checked_at_the_close(units: float) -> None:
 
 
 def test_a_complex_total_is_refused() -> None:
-    with pytest.raises(LossError, match="complex64: must be real"):
+    with pytest.raises(LossError, match="complex64: must be a real number"):
         wb.Loss(scalar().to(torch.complex64), 1)
 
 

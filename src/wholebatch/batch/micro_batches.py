@@ -178,22 +178,21 @@ class Tokens:
     already (whose `position_ids` begin again within a row) is divided between its sequences.
     Labels that are shifted already must be called "shift_labels".
 
-    >>> import torch
+    >>> import torch, wholebatch as wb
     >>> batch = {
     ...     "input_ids": torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 7], [8, 9, 0, 0]]),
     ... }
     >>> batch["real"] = batch["input_ids"] != 0
-    >>> from wholebatch.batch import split
-    >>> [micro["input_ids"].tolist() for micro in split(batch, tokens(6, mask="real"))]
+    >>> [micro["input_ids"].tolist() for micro in wb.split(batch, wb.tokens(6, mask="real"))]
     [[[4, 5, 6, 7]], [[1, 2], [8, 9], [3, 0]]]
 
     Args:
         budget: The most tokens of a micro-batch, padding included.
         mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
         sort: Sort the samples by length. False keeps their order.
-        pack: Put several samples into each row, without padding. A number is the length of a row.
         multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
             each shape has its own compiled graph.
+        pack: Put several samples into each row, without padding. A number is the length of a row.
     """
 
     budget: int

@@ -404,8 +404,8 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
 
 
 def _as_options(hint: str) -> str:
-    """Return how `split` and how `WholeBatch` take an option about the batch."""
-    return f"{hint} (in WholeBatch: micro_batch=wb.samples(8, {hint}))"
+    """Return how `WholeBatch` and how `split` take an option about the batch."""
+    return f"micro_batch=wb.samples(..., {hint}) in WholeBatch, {hint} in wb.split"
 
 
 def _outside_lists(name: str, node: Any, fixed: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -488,7 +488,8 @@ def _refuse_other_rows(leaf: Leaf, size: int, source: str) -> None:
     given = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
     raise SplitError(
         f"{given}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs one "
-        "row for each sample. If it holds no samples, pass " + _as_options(f"static={leaf.name!r}")
+        "row for each sample; check the function that makes the batch (collate_fn). If "
+        f"{leaf.name!r} is not a value per sample, pass {_as_options(f'static={leaf.name!r}')}"
     )
 
 

@@ -167,8 +167,7 @@ class AdditivityTest:
             except torch.OutOfMemoryError:
                 _log.warning("the loss was not tested to add up over micro-batches: out of memory")
             except Exception as error:  # most often the loss's own, and the step will raise it
-                _log.warning("the loss was not tested to add up over micro-batches: %r", error)
-                found += self._not_testable(error, run, samples)
+                found += self._not_testable(error, run, samples, outputs)
         self._tries = 0 if result.conclusive else self._tries - 1
         for division in divisions:
             if division is not None and division.is_sure:
@@ -207,19 +206,26 @@ class AdditivityTest:
 
     @torch.no_grad()
     def _not_testable(
-        self, error: Exception, run: Callable[[Any], Any], samples: WindowData
+        self, error: Exception, run: Callable[[Any], Any], samples: WindowData, outputs: bool
     ) -> list[AuditFinding]:
-        """Refuse a loss that runs on a micro-batch, but not on a part of it."""
+        """Refuse a loss that runs on a micro-batch, but not on a part of it.
+
+        What cannot be refused is logged, if the step itself will not raise it.
+        """
+        is_alone = self._ranks == 1 and bool(samples.micros)
+        if is_alone:
+            try:
+                with ForwardState(self._model):
+                    made = run(samples.micros[0])
+                    if not outputs:
+                        as_loss(made)
+            except Exception:
+                return []  # The step will raise it.
         # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
-        if isinstance(error, WholebatchError) or isinstance(samples.batch, list):
+        may_be_right = isinstance(error, WholebatchError) or isinstance(samples.batch, list)
+        if may_be_right or not is_alone:
+            _log.warning("the loss was not tested to add up over micro-batches: %r", error)
             return []
-        if self._ranks > 1 or not samples.micros:
-            return []
-        try:
-            with ForwardState(self._model):
-                run(samples.micros[0])
-        except Exception:
-            return []  # The step will raise it.
         text = (
             f"it runs on a micro-batch, but not on another number of samples ({error!r}), so "
             "wholebatch cannot test if micro-batches add up to the batch. If the batch has a leaf "

@@ -17,7 +17,7 @@ from wholebatch.coupled.sample_runs import SCALE, FirstSamples, SampleRun, Unche
 _COUPLES = (
     "Either the loss or the model compares samples, or something depends on the batch (a "
     "capacity, a branch): move that part into wb.Coupled(encode, loss), which sees the whole "
-    "batch. Or the loss is a mean over other units than those given"
+    "batch"
 )
 _GROUPS = (
     "If every k neighbouring samples belong together (pairs, groups), make the micro-batch a "
@@ -78,7 +78,14 @@ def loss_cause(
         f"the loss of {samples.count} samples is {whole.total:.6g}, that of their parts "
         f"{first.total:.6g} and {second.total:.6g}"
     )
-    if _is_mean(samples, runs):
+    if _is_mean(samples, runs) and whole.units == first.units == second.units:
+        kind, text = (
+            "mean",
+            f"the units of {samples.count} samples are {whole.units:.6g}, and so are those of each "
+            "of their parts: the units do not follow the micro-batch. Count them in it, such as "
+            f"wb.mean_loss(mean, units=len(labels)); {seen}: a mean where a sum is expected",
+        )
+    elif _is_mean(samples, runs):
         kind, text = (
             "mean",
             f"{seen}: a mean where a sum is expected. Give wb.mean_loss(mean, units), or compute "
@@ -115,17 +122,22 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
     mean = whole.total / (whole.units or math.nan)
     apart = (first.total + second.total) / (first.units + second.units or math.nan)
     gap = abs(mean - apart) / max(abs(mean), abs(apart), 1e-300)
-    text = (
+    seen = (
         f"the loss of some samples is {mean:.6g}, of the same in two parts {apart:.6g} (relative "
-        f"difference {gap:.0e}). {_COUPLES}. {_GROUPS}"
+        f"difference {gap:.0e})"
     )
-    if all(run.units for run in runs):
-        parts = [half.total / half.units for half in (first, second)]
-        if min(parts) < mean < max(parts):
-            text += (
-                ". If the loss is a mean, the units may count something else (padding): count "
-                "what the loss is a mean over"
-            )
+    parts = [half.total / (half.units or math.nan) for half in (first, second)]
+    if min(parts) < mean < max(parts):  # as for a mean with other weights
+        seen += (
+            f". If the loss is a mean, the units may count something else: they are "
+            f"{whole.units:.6g} for {samples.count} samples. Count what the loss is a mean over, "
+            "such as units=(labels != -100).sum(), or return wb.cross_entropy(logits, labels). If "
+            "they are right, there is another cause"
+        )
+        text = f"{seen}. {_COUPLES}. {_GROUPS}"
+    else:
+        text = f"{seen}. {_COUPLES}. Or the loss is a mean over other units than those given. "
+        text += _GROUPS
     return AuditFinding(_LOSS, samples.name, "loss", text)
 
 

@@ -8,7 +8,7 @@ divided by 4.
 from __future__ import annotations
 
 import math
-import warnings
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Units
+from wholebatch.warn_user import warn_user
 
 # Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
 # over no units.
@@ -43,6 +44,7 @@ class Reduction:
 
     kind: Literal["mean", "sum", "unknown"]
     node: str
+    """Name of the node of autograd."""
     sizes: tuple[int, ...]
     """Shape of what was reduced; () if the graph does not tell."""
     scales: tuple[Scale, ...]
@@ -51,6 +53,13 @@ class Reduction:
     def count(self) -> int:
         """The number of elements that were reduced."""
         return math.prod(self.sizes)
+
+    @property
+    def function(self) -> str:
+        """The name of torch's function, as users write it: `mse_loss`."""
+        words = re.sub(r"Backward\d*$", "", self.node)
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
+        return "cross_entropy" if name.startswith("nll_loss") else name
 
 
 def last_reductions(loss: Tensor) -> list[Reduction]:
@@ -87,6 +96,8 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
         elif reduction in (1, 2):  # torch's own loss functions
             given = getattr(node, "_saved_self", None)
             shape = tuple(given.shape) if isinstance(given, Tensor) else ()
+            if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
+                shape = shape[:1] + shape[2:]
             yield Reduction("mean" if reduction == 1 else "sum", name, shape, scales)
         else:
             yield Reduction("unknown", name, (), scales)
@@ -130,7 +141,7 @@ class StepDivision:
         """Raise if it is sure, else warn; `off` is the option that leaves the test out."""
         if self.is_sure:
             raise LossError(f"{self.message} ({off}: leave this check out)")
-        warnings.warn(self.message, stacklevel=3)
+        warn_user(self.message)
 
 
 def find_step_division(
@@ -156,10 +167,11 @@ def find_step_division(
                 is_sure=True,
             )
         what = "multiplied by 1 /" if "by the inverse" in found else "divided by"
+        begin = f"this loss is {what} {number}"
         return StepDivision(
-            f"this loss is {what} {number}, and {number} is the number of steps. If that is left "
-            f"over from a loop that averaged over its steps, remove it: {_UNDIVIDED}. If it is a "
-            "weight, nothing is wrong",
+            f"{begin}, and {number} is the number of steps. If that is left over from a loop that "
+            f"averaged over its steps, remove it: {_UNDIVIDED}. If it is a weight, nothing is "
+            f'wrong; warnings.filterwarnings("ignore", "{begin}") silences this warning',
             is_sure=False,
         )
     return None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from wholebatch.coupled.last_reduction import Reduction, find_step_division, las
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
+from wholebatch.warn_user import warn_user
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.window import (
     graph_nodes,
@@ -66,20 +66,20 @@ def sum_or_mean(
         return None
     first, number = terms[0], f"{units:g}"
     if not is_mean and all(_is_mean(term, units) for term in terms):
-        made = first.node if first.kind == "mean" else f"a sum that is divided by {number}"
+        made = "a mean" if first.kind == "mean" else f"a mean, a sum divided by {number}"
         text = (
-            f"total is a mean ({made}), and must be the sum over its units={number}: its "
+            f"total is {made}, and must be the sum over its units={number}: its "
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
             f"say that it is a mean: backward(mean=..., units={number})"
         )
-        return AuditFinding(_LOSS, first.node, "mean", text)
+        return AuditFinding(_LOSS, first.function, "mean", text)
     if is_mean and units > 1 and all(map(_is_summed_loss, terms)):
         text = (
-            f"mean is a sum ({first.node}), and must be the mean over its units={number}: its "
+            f"mean is a sum, and must be the mean over its units={number}: its "
             f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
             "take the mean"
         )
-        return AuditFinding(_LOSS, first.node, "sum", text)
+        return AuditFinding(_LOSS, first.function, "sum", text)
     return None
 
 
@@ -240,7 +240,7 @@ class LoopChecks:
         self._calls: list[AuditFinding] = []
         self._called: set[nn.Module] = set()
         self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []
-        self._rows_of_one: list[int] = []  # of micro-batches whose mean has one unit
+        self._means: list[tuple[float, int]] = []  # units and rows of means
         self._warned = False
 
     def begin_window(self, number: int) -> None:
@@ -298,8 +298,8 @@ class LoopChecks:
     def _check(self, loss: Tensor, units: Units, is_mean: bool, steps: int) -> None:
         reductions, number = last_reductions(loss), float(units)
         self._reductions.append((reductions, None if is_mean else units))
-        if is_mean and number == 1 and self._outputs:
-            self._rows_of_one.append(max(map(len, self._outputs)))
+        if is_mean and self._outputs:
+            self._means.append((number, max(map(len, self._outputs))))
         found = [
             *(layer for model in self._models for layer in refused_by_type(model)),
             sum_or_mean(reductions, number, is_mean),
@@ -328,19 +328,19 @@ class LoopChecks:
         if self.active:
             self.stop()
             self._warn_of_division(micro_batches)
-            self._warn_of_one_unit()
+            self._warn_of_same_units()
             self._reductions.clear()
 
-    def _warn_of_one_unit(self) -> None:
-        """Warn of means with units=1 whose micro-batches differ in size."""
-        rows = self._rows_of_one
-        if len(set(rows)) > 1:
-            warnings.warn(
+    def _warn_of_same_units(self) -> None:
+        """Warn of means with the same units whose micro-batches differ in size."""
+        units, rows = {units for units, _ in self._means}, [rows for _, rows in self._means]
+        if len(units) == 1 and len(set(rows)) > 1:
+            warn_user(
                 f"micro-batches of {', '.join(map(str, rows[:8]))} rows count the same: each is a "
-                "mean over units=1. If the loss is a mean over samples or tokens, give their "
-                "number as units=. If each micro-batch is one unit (a graph, an episode), nothing "
-                "is wrong",
-                stacklevel=3,
+                f"mean over units={units.pop():g}. If the loss is a mean over samples or tokens, "
+                "give their number as units=, such as len(labels). If each micro-batch has as many "
+                "units (one graph, one episode), nothing is wrong; "
+                'warnings.filterwarnings("ignore", "micro-batches of") silences this warning'
             )
 
     def stop(self) -> None:

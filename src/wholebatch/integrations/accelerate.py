@@ -67,6 +67,7 @@ class AccelerateAccumulator(HandedOver):
     updates.
     """
 
+    _closes_the_last = "prepare the loader with accelerator.prepare()"
     closes_by = (
         "windows.backward() was not called for its last micro-batch, so its gradients are not "
         "complete; call windows.flush() before clipping and stepping"

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,21 +39,34 @@ _SUM_OR_MEAN = (
 )
 
 
-def check_total(total: object) -> Tensor:
-    """Return the total, or raise a LossError that says what is wrong with it."""
+_MUST_BE = {
+    "total": ("the sum over its units", "call .sum() on per-unit losses"),
+    "mean": ("the mean over its units", "call .mean() on per-unit losses, or give their sum"),
+}
+
+
+def check_total(total: object, name: Literal["total", "mean"] = "total") -> Tensor:
+    """Return the loss of a micro-batch, or raise a LossError that says what is wrong with it.
+
+    `name` says how it was given: as a sum, or as a mean.
+    """
+    must_be, reduce = _MUST_BE[name]
     if not isinstance(total, Tensor):
-        raise LossError(f"total={total!r}: must be a 0-dim tensor, the sum of the losses")
+        raise LossError(
+            f"{name}={total!r} is a {type(total).__name__}: must be a 0-dim tensor, {must_be}. "
+            "Give the tensor that the loss function returned, without .item() or float()"
+        )
     if total.dim() != 0:
         raise LossError(
-            f"total of shape {tuple(total.shape)}: must be a 0-dim tensor, the sum of the losses; "
-            "call .sum() on per-unit losses"
+            f"{name} of shape {tuple(total.shape)}: must be a 0-dim tensor, {must_be}; {reduce}"
         )
     if total.is_complex():
-        raise LossError(f"total of dtype {total.dtype}: must be a real number")
+        raise LossError(f"{name} of dtype {total.dtype}: must be a real number")
     if not total.requires_grad and torch.is_grad_enabled():  # a first pass makes no graph
         raise LossError(
-            "total does not require a gradient: it is detached from the model, was computed under "
-            "torch.no_grad(), or every parameter that it depends on is frozen"
+            f"{name} does not require a gradient: it is detached from the model, was computed "
+            "under torch.no_grad(), or every parameter that it depends on is frozen. Give the loss "
+            "of a forward pass of the model, without .detach()"
         )
     return total
 
@@ -222,7 +235,7 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     that is not 0 would be lost, and is refused. Where the units are on a GPU, the loss becomes nan
     instead, and the window makes no update.
     """
-    check_total(mean)
+    check_total(mean, "mean")
     units = check_units(units)
     mean = wide(mean)
     if is_known_to_be_zero(units):

@@ -201,6 +201,8 @@ class Turn:
     def __init__(self, call: str) -> None:
         self._call = call
         self._lock = threading.Lock()
+        self.failed = False
+        """True if the last call has raised."""
 
     @property
     def taken(self) -> bool:
@@ -223,6 +225,7 @@ class Turn:
         )
 
     def __exit__(self, *error: object) -> None:
+        self.failed = error[0] is not None
         self._lock.release()
 
 
@@ -233,9 +236,17 @@ _SINGLE_WEIGHT = {SINGLE: 1.0}
 class Step:
     """The report of one update: its exact mean loss, its units and its gradient norm.
 
-    `loss` is the mean over all units of the window and of all ranks; `grad_norm` is the norm of
-    the normalised gradient, after `on_gradient=` and before clipping; `skipped` is the reason when
-    no update was made.
+    Attributes:
+        update: The number of updates so far, this one included.
+        loss: The mean over all units of the window and of all ranks.
+        units: These units.
+        grad_norm: The norm of the normalised gradient, after `on_gradient=` and before clipping.
+        micro_batches: The micro-batches of this rank.
+        seconds: The time of the window on the host's clock.
+        clip: The factor by which clipping multiplied the gradient.
+        loss_scale: The GradScaler's scale in this window; 1 without one.
+        terms: The mean of each term of a `wb.Loss.terms`, by name.
+        skipped: The reason when no update was made, else None.
     """
 
     update: int
@@ -813,9 +824,9 @@ class Window:
         target = self.target
         if self.open is not None:
             raise StateError(
-                f"state_dict() with {self.now.micro_batches} micro-batches in an open window: save "
-                "after the Step. A window that was interrupted is computed again, with the same "
-                "update"
+                f"state_dict() in an open window (micro-batches so far: {self.now.micro_batches}): "
+                "save where backward() or run() returned a Step (`if step is not None:`). A window "
+                "that was interrupted is computed again, with the same update"
             )
         return {
             "format": _FORMAT,
