@@ -27,7 +27,13 @@ from tests.verification.loops.mistakes import (
     total,
     units,
 )
-from tests.verification.loops.right import RIGHT, bf16_autocast, fp16_with_a_scaler
+from tests.verification.loops.right import (
+    RIGHT,
+    bf16_autocast,
+    fp16_with_a_scaler,
+    sums_over_counted_units,
+)
+from wholebatch.losses.loss import Terms
 from wholebatch.verification import MISTAKES, ZOO, Case, verify_loop
 from wholebatch.verification.example_models import loss
 
@@ -275,7 +281,7 @@ def test_batchnorm_is_a_coupling_and_no_mistake_of_the_loop() -> None:
         return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
 
     case = Case("batchnorm", model, loss, _windows_of_several)
-    verdict = verify_loop(RIGHT[0], case=case)
+    verdict = verify_loop(sums_over_counted_units, case=case)
     assert verdict.mistakes == ("coupled",), str(verdict)
 
 
@@ -355,3 +361,69 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     for name, verdict in found["loops"].items():
         assert verdict["found"][:1] == verdict["wanted"], (name, verdict["said"])
         assert verdict["same"] == (not verdict["wanted"]), name
+
+
+def _of_two_terms(model: nn.Module, micro: dict[str, Tensor]) -> Terms:
+    """Return a term over all labels, and one with a weight over the labels of class 0."""
+    each = functional.cross_entropy(
+        model(micro["x"]).flatten(0, -2), micro["y"].flatten(), reduction="none"
+    )
+    some = (micro["y"].flatten() == 0).to(each)
+    terms = {"all": (each.sum(), each.numel())}
+    return wb.Loss.terms({**terms, "some": ((each.square() * some).sum(), int(some.sum()), 3.0)})
+
+
+def _undivided_terms(model: nn.Module, optimizer: Any, micros: Any) -> None:
+    whole = {key: torch.cat([micro[key] for micro in micros]) for key in micros[0]}
+    terms = _of_two_terms(model, whole).by_name.values()
+    sum(term.weight * term.total / term.units for term in terms).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _announced_terms(model: nn.Module, optimizer: Any, micros: Any) -> None:
+    acc = wb.Accumulator(model, optimizer, steps=len(micros))
+    labels = [micro["y"] for micro in micros]
+    some = sum(int((y == 0).sum()) for y in labels)
+    acc.announce({"all": sum(y.numel() for y in labels), "some": some})
+    for micro in acc.over(micros):
+        acc.backward(_of_two_terms(model, micro))
+
+
+def _means_of_terms(model: nn.Module, optimizer: Any, micros: Any) -> None:
+    for micro in micros:
+        terms = _of_two_terms(model, micro).by_name.values()
+        mean = sum(term.weight * term.total / max(term.units, 1) for term in terms)
+        (mean / len(micros)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _in_float64(steps: int, even: bool, rank: int) -> list[dict[str, Tensor]]:
+    return [{"x": m["x"].double(), "y": m["y"]} for m in ZOO["mlp"].window(steps, even, rank)]
+
+
+def test_each_term_is_judged_over_its_own_units() -> None:
+    case = Case("terms", lambda: ZOO["mlp"].model().double(), _of_two_terms, _in_float64)
+    for right in (_undivided_terms, _announced_terms):
+        verdict = verify_loop(right, case=case)
+        assert verdict.same, str(verdict)
+        assert max(trial.right.distance for trial in verdict.trials) < 1e-12
+    wrong = verify_loop(_means_of_terms, case=case)
+    assert wrong.mistakes == ("mean-of-means",), str(wrong)
+
+
+@pytest.mark.parametrize("holds_frozen", [True, False])
+def test_a_frozen_parameter_does_not_change_the_verdict(holds_frozen: bool) -> None:
+    def frozen() -> nn.Module:
+        model = ZOO["mlp"].model()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        held = [p for p in model.parameters() if holds_frozen or p.requires_grad]
+        return torch.optim.SGD(held, lr=0.1)
+
+    case = Case("frozen", frozen, loss, ZOO["mlp"].window)
+    assert verify_loop(sums_over_counted_units, case=case, optimizer=make).same
+    assert verify_loop(not_divided, case=case, optimizer=make).mistakes == ("not-divided",)

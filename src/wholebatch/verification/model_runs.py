@@ -82,9 +82,18 @@ def _uses_tf32(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
+class TermGradient:
+    """The gradient of one term's weighted sum over a batch (not divided), and its units."""
+
+    gradient: list[Tensor | None]
+    units: float
+
+
+@dataclass(frozen=True)
 class Objective:
     """The sums of one batch, the units of each, and the weight of its mean."""
 
+    names: tuple[str, ...]
     totals: tuple[Tensor, ...]
     units: tuple[float, ...]
     weights: tuple[float, ...]
@@ -106,8 +115,10 @@ def objective(
     device = next(model.parameters()).device
     with numbers.forward(model):
         result = as_loss(loss(model, to_device(batch, device)))
-    terms = terms_of(result).values()
+    by_name = terms_of(result)
+    terms = by_name.values()
     return Objective(
+        tuple(by_name),
         tuple(wide(term.total) for term in terms),  # its division adds no rounding of its own
         tuple(float(term.units) for term in terms),
         tuple(term.weight for term in terms),
@@ -341,10 +352,35 @@ class ModelRuns:
         with self.numbers.window(self.inner):
             found = objective(self.inner, self.loss, batch, self.numbers)
             total = found.mean([1.0] * len(found.units)) * scale
-            gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
-        return [
-            None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
-        ], found.units
+            return self._gradient_of(total), found.units
+
+    def gradients_of_terms(self, batch: Any) -> dict[str, TermGradient]:
+        """Return the gradient and the units of each term of a batch's loss, by name."""
+        self.begin()
+        with self.numbers.window(self.inner):
+            found = objective(self.inner, self.loss, batch, self.numbers)
+            terms = zip(found.names, found.totals, found.units, found.weights, strict=True)
+            return {
+                name: TermGradient(
+                    self._gradient_of(
+                        total * (weight * self.numbers.loss_scale),
+                        keep_graph=name != found.names[-1],
+                    ),
+                    units,
+                )
+                for name, total, units, weight in terms
+            }
+
+    def _gradient_of(self, total: Tensor, *, keep_graph: bool = False) -> list[Tensor | None]:
+        """Return the gradient of a scaled sum; None for a parameter that is frozen or not used."""
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        if not total.requires_grad:  # a term that has no unit in this batch
+            return [None] * len(self.parameters)
+        made = torch.autograd.grad(total, trained, retain_graph=keep_graph, allow_unused=True)
+        by_parameter = dict(zip(map(id, trained), made, strict=True))
+        gradients = [by_parameter.get(id(parameter)) for parameter in self.parameters]
+        scale = self.numbers.loss_scale
+        return [None if g is None else g.to_dense().cpu().div_(scale) for g in gradients]
 
     def draws_random_numbers(self, batch: Any) -> bool:
         """Tell if the forward of the batch moves a random generator.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,9 +131,34 @@ class _Recorded:
     skipped: bool
     """True if a loss scaler has skipped the only step."""
     stepped_twice: bool
-    means: list[Tensor]
-    units: list[float]
+    terms: list[dict[str, tuple[Tensor, float]]]
+    """The gradient of each term's sum and its units, by name, of each micro-batch."""
     micros: list[Any]
+
+    @property
+    def means(self) -> list[Tensor]:
+        """The gradient of each micro-batch's own mean."""
+        return [_added(row, {n: units for n, (_, units) in row.items()}) for row in self.terms]
+
+    @property
+    def units(self) -> list[float]:
+        """The units of each micro-batch, of its first term."""
+        return [next(iter(row.values()))[1] for row in self.terms]
+
+
+def _added(terms: Mapping[str, tuple[Tensor, float]], units: Mapping[str, float]) -> Tensor:
+    """Return the gradients of the terms' sums, each divided by its units, added up."""
+    parts = [gradient / (units.get(name) or 1.0) for name, (gradient, _) in terms.items()]
+    return torch.stack(parts).sum(0)
+
+
+def _units_of_all(rows: Iterable[Mapping[str, tuple[Tensor, float]]]) -> dict[str, float]:
+    """Return the units of each term over all micro-batches."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        for name, (_, units) in row.items():
+            totals[name] = totals.get(name, 0.0) + units
+    return totals
 
 
 @dataclass
@@ -198,7 +223,8 @@ class _CaseTrials:
         micros = self.case.window(self.steps, even, self.rank)[:count]
         ranks, floor, coupled = self._recorded(micros)
         units = [one.units for one in ranks]
-        kind = "equal" if len({unit for row in units for unit in row}) == 1 else "uneven"
+        counts = {tuple(u for _, u in row.values()) for one in ranks for row in one.terms}
+        kind = "equal" if len(counts) == 1 else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
         self._left = any(one.keeps_gradients for one in ranks)
         steps = {len(one.windows) for one in ranks}
@@ -211,11 +237,10 @@ class _CaseTrials:
             judge.notes.append(f"{self.case.name}: {EQUAL_UNITS}")
         trial = self._without_one_update(judge, ranks, steps)
         if trial is None:
-            means = [one.means for one in ranks]
-            zeros = torch.zeros_like(means[0][0])
-            parts = WindowParts(zeros, means, units, self.steps)
-            total = sum(judge.units)
-            parts = replace(parts, right=parts.weighted([[u / total for u in r] for r in units]))
+            rows = [row for one in ranks for row in one.terms]
+            total = _units_of_all(rows)
+            summed = torch.stack([_added(row, total) for row in rows]).sum(0)
+            parts = WindowParts(summed, [one.means for one in ranks], units, self.steps)
             inputs = [one.micros for one in ranks]
             trial = judge.trial_of(parts, floor, inputs, coupled=coupled)
         off = max(one.moved_beside for one in ranks)
@@ -287,7 +312,7 @@ class _CaseTrials:
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
         own = copy.deepcopy(self.model)
         runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, numbers=self.numbers)
-        means, units, off, floor = self._parts(runs, recorder, micros)
+        terms, off, floor = self._parts(runs, recorder, micros)
         mine = _Recorded(
             windows=recorder.windows,
             moved=bool(update.any()),
@@ -297,8 +322,7 @@ class _CaseTrials:
             ),
             skipped=recorder.overflowed and not recorder.windows,
             stepped_twice=recorder.stepped_twice,
-            means=means,
-            units=units,
+            terms=terms,
             micros=list(micros),
         )
         limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
@@ -312,25 +336,30 @@ class _CaseTrials:
 
     def _parts(
         self, runs: ModelRuns, recorder: WindowRecorder, micros: Sequence[Any]
-    ) -> tuple[list[Tensor], list[float], float, float]:
-        """Return the mean gradient and the units of each micro-batch.
+    ) -> tuple[list[dict[str, tuple[Tensor, float]]], float, float]:
+        """Return the gradient and the units of each term, of each micro-batch.
 
         Also how far the undivided batch is from their sum, and from itself in another order.
         """
-        means, units = [], []
-        for micro in micros:
-            gradient, counted = runs.gradient_of(micro)
-            means.append(recorder.sample(gradient) / (counted[0] or 1.0))
-            units.append(counted[0])
+
+        def terms_of(batch: Any) -> dict[str, tuple[Tensor, float]]:
+            return {
+                name: (
+                    recorder.sample_of_step(dict(zip(runs.names, term.gradient, strict=True))),
+                    term.units,
+                )
+                for name, term in runs.gradients_of_terms(batch).items()
+            }
+
+        terms = [terms_of(micro) for micro in micros]
         whole = joined(micros)
         if whole is None:
-            return means, units, 0.0, runs.unit
-        sums = zip(means, units, strict=True)
-        added = torch.stack([mean * unit for mean, unit in sums]).sum(0)
-        right = recorder.sample(runs.gradient_of(whole)[0])
-        other, order = DividedBatch(whole).in_other_orders()[0]
-        again = recorder.sample(runs.gradient_of(other, order)[0])
-        return means, units, apart(added, right), max(runs.unit, apart(again, right))
+            return terms, 0.0, runs.unit
+        total = _units_of_all(terms)
+        added = torch.stack([_added(row, total) for row in terms]).sum(0)
+        right = _added(terms_of(whole), total)
+        again = _added(terms_of(DividedBatch(whole).in_other_orders()[0][0]), total)
+        return terms, apart(added, right), max(runs.unit, apart(again, right))
 
 
 def _no_window() -> RecordedWindow:

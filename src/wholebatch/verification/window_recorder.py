@@ -13,7 +13,7 @@ import logging
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -311,6 +311,15 @@ class WindowRecorder:
     def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return whole tensors of the parameters as they are kept: every n-th number, float64."""
         return self._row([None if one is None else self._part(one) for one in tensors])
+
+    def sample_of_step(self, named: Mapping[str, Tensor | None]) -> Tensor:
+        """Return whole tensors by parameter, as the gradient of the first step is kept.
+
+        Without a step, those of all parameters.
+        """
+        row = self.sample([named.get(name) for name in self._names])
+        indices = self.windows[0].indices if self.windows else ()
+        return self._selected(row, indices) if indices else row
 
     def _row(self, parts: Sequence[Tensor | None]) -> Tensor:
         rows = [
