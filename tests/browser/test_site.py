@@ -132,7 +132,7 @@ def test_copying_takes_the_commands_alone(browser: Tab, site: str) -> None:
     browser.open(f"{site}/index.html", scheme="light", width=1280)
     copied = browser.run(
         "const code = [...document.querySelectorAll('article pre > code')]"
-        ".find(one => one.innerText.includes('wholebatch verify digits-cnn'));"
+        ".find(one => one.innerText.includes('wholebatch verify bytes-gpt'));"
         "code.setAttribute('data-md-copying', ''); return code.innerText"
     )
-    assert copied.strip() == "wholebatch verify digits-cnn"
+    assert copied.strip() == "wholebatch verify bytes-gpt"

@@ -27,7 +27,8 @@ def runs(command: Command, recipe: Write, tmp_path: Path) -> Path:
 
 
 def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> None:
-    (runs / "verdict.json").write_text(json.dumps({"passed": True, "error": 1e-16, "deep": [1]}))
+    verdict = {"line": "same update: 0 off", "same": True, "of_samples": 256, "deep": [1]}
+    (runs / "verdict.json").write_text(json.dumps(verdict))
     ran = command("report", "first", "<b>second", "verdict.json", "--title", "Both & all")
     assert ran.status == 0, ran.err
     assert ran.out == "page: report.html\n"
@@ -38,10 +39,15 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
         assert f"<h3>{title}</h3>" in body
     assert "&lt;b&gt;second" in body  # a name is not markup
     assert "<b>second" not in text
-    differs = re.findall(r'<tr class="differs"><th>(\w+)</th>', body)
-    assert differs == ["micro_batch"]
+    differs = re.findall(r'<tr class="differs"><th>([\w ]+)</th>', body)
+    assert differs == ["micro batch"]
+    assert "<th>micro-batches in the first update</th><td>3</td><td>2</td>" in body
+    assert re.search(r"<th>began</th><td>\d{4}-\d\d-\d\d \d\d:\d\d</td>", body)
+    assert "<noscript>" in body
     assert "Verdict: verdict.json" in body
-    assert "<th>passed</th><td>True</td>" in body
+    assert "<p>same update: 0 off</p>" in body
+    assert "<th>of samples</th><td>256</td>" in body
+    assert "<th>same</th>" not in body
     [plots] = re.findall(r"const plots = (.*);\n", text)
     curves = {plot["title"]: plot["traces"] for plot in json.loads(plots)}
     lines = (runs / "first/metrics.jsonl").read_text().splitlines()

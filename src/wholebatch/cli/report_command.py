@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from wholebatch.cli.command_options import argument, command, option, switch
-from wholebatch.cli.report.terminal_output import Spinner, console_of, path_from_here, say
+from wholebatch.cli.report.terminal_output import (
+    Spinner,
+    console_of,
+    path_from_here,
+    say,
+    short_duration,
+)
 from wholebatch.cli.run_settings import read_config
 from wholebatch.errors import MissingExtraError, OptionError
 from wholebatch.plain_files import open_file, read_json, reason, write_atomically
@@ -87,7 +94,10 @@ def page(sources: list[Path], *, title: str) -> str:
         runs=runs,
         verdicts=verdicts,
         plots=[_plot(runs, *plot) for plot in PLOTS.items()] if runs else [],
-        settings=[(key, [run["settings"].get(key, "") for run in runs]) for key in settings],
+        settings=[
+            (key.replace("_", " "), [_shown(run["settings"].get(key)) for run in runs])
+            for key in settings
+        ],
         results=_results(runs),
         plotly=get_plotlyjs(),
     )
@@ -129,7 +139,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_verdict(path: Path) -> dict[str, Any]:
-    """Return the rows of a verdict: its line first, then its other plain values."""
+    """Return a verdict: its line in words, and rows with its other plain values."""
     try:
         found = read_json(path)
     except OSError as error:
@@ -139,9 +149,12 @@ def _read_verdict(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
     plain = str | int | float | bool
-    keys = sorted(found, key=lambda key: key != "line")
-    rows = [(key, _shown(found[key])) for key in keys if isinstance(found[key], plain)]
-    return {"name": path.name, "rows": rows}
+    rows = [
+        (key.replace("_", " "), _shown(value))
+        for key, value in found.items()
+        if isinstance(value, plain) and key not in ("line", "same")
+    ]
+    return {"name": path.name, "line": found.get("line", ""), "rows": rows}
 
 
 def _short_names(paths: list[Path]) -> list[str]:
@@ -187,14 +200,20 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         found = (record.get(field) for record in reversed(run["records"]))
         return next((value for value in found if value is not None), None)
 
-    rows = {
+    rows: dict[str, list[Any]] = {
+        "folder": [str(run["path"]) for run in runs],
+        "began": [_time(run["records"][0].get("time")) if run["records"] else None for run in runs],
         "updates": [last(run, "update") for run in runs],
         "first loss": [run["records"][0].get("loss") if run["records"] else None for run in runs],
         "last loss": [last(run, "loss") for run in runs],
         "held-out loss": [last(run, "validation_loss") for run in runs],
         "peak memory": [_size(last(run, "memory")) for run in runs],
-        "seconds": [
-            round(sum(record.get("seconds") or 0.0 for record in run["records"]), 1) for run in runs
+        "micro-batches in the first update": [
+            run["records"][0].get("micro_batches") if run["records"] else None for run in runs
+        ],
+        "time in updates": [
+            short_duration(sum(record.get("seconds") or 0.0 for record in run["records"]))
+            for run in runs
         ],
         "windows without an update": [
             sum(record.get("skipped") is not None for record in run["records"]) for run in runs
@@ -205,6 +224,11 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         for name, values in rows.items()
         if any(value is not None for value in values)
     ]
+
+
+def _time(seconds: float | None) -> str | None:
+    """Return a time of `metrics.jsonl` in this machine's time zone."""
+    return None if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
 def _size(number: int | None) -> str | None:
@@ -219,6 +243,8 @@ def _shown(value: Any) -> str:
     """
     if value is None:
         return ""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -30,7 +30,8 @@ from wholebatch.cli.command_options import (
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import load_json
 
-PRECISIONS = ("full", "fp32", "bf16", "fp16", "fp8", "bf16-pure")
+AUTOCAST = ("full", "fp32", "bf16", "fp16", "fp8")
+PRECISIONS = (*AUTOCAST, "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _BATCH, _RUN = "Batch and update", "Run"
 

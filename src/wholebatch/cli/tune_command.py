@@ -29,7 +29,7 @@ from wholebatch.cli.report.terminal_output import (
     say_command,
     short_count,
 )
-from wholebatch.cli.run_settings import PRECISIONS, like_train, precision_of, resolve
+from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
 from wholebatch.errors import OptionError
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said
@@ -83,10 +83,10 @@ class TuneOptions:
     precision: tuple[str, ...] | None = option(
         None,
         "NAMES",
-        "Precisions to try: full, fp32, bf16, fp16, fp8, separated by commas. Default: the "
-        "recipe's, and on CUDA also bf16.",
+        f"Precisions to try: {', '.join(AUTOCAST)}, separated by commas. Default: the recipe's, "
+        "and on CUDA also bf16.",
         typed=str | None,
-        check=_names(precision_of(*PRECISIONS)),
+        check=_names(precision_of(*AUTOCAST)),
     )
     execute: tuple[str, ...] | None = option(
         None,
@@ -160,8 +160,6 @@ def _tune(
     if precisions is None:
         also = ("bf16",) if where.type == "cuda" and not is_pure else ()
         precisions = tuple(dict.fromkeys((config.autocast, *also)))
-    elif "bf16-pure" in precisions:
-        raise OptionError("--precision bf16-pure: set it in the recipe's defaults; it is then kept")
     task = task_of(recipe, config, where)
     doing("predicting memory")
 

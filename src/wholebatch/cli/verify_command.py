@@ -32,7 +32,7 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of
-from wholebatch.cli.run_settings import like_train, resolve
+from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -64,7 +64,14 @@ class VerifyOptions:
         "Size of a micro-batch. Default: the recipe's, else about four uneven parts.",
         metavar='N|"N tokens"',
     )
-    precision: str | None = _like_recipes("precision", "Precision of the computation.")
+    precision: str | None = option(
+        None,
+        "|".join(AUTOCAST),
+        "Precision of the computation.",
+        _BATCH,
+        check=precision_of(*AUTOCAST),
+        of_recipes=True,
+    )
     clip_norm: float | None = _like_recipes("clip_norm", "Clip to this norm.")
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
