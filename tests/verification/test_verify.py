@@ -107,6 +107,7 @@ def test_batchnorm_policies_that_are_exact(policy: str) -> None:
     said = "not split (BatchNorm)" if policy == "exact" else "in 5 micro-batches"
     assert (said in verdict.line, verdict.undivided) == (True, policy == "exact")
     assert verdict.micro_batches == (1 if policy == "exact" else 5)
+    assert ("units of the loss were not tested" in str(verdict)) == verdict.undivided
     assert [type(module) for module in model.modules()] == before, "the conversion was left behind"
 
 

@@ -405,6 +405,8 @@ class _Proof:
 
     def _about(self, *runs: WindowRun) -> dict[str, Any]:
         """Return what a verdict says of the proof itself."""
+        if runs[-1].is_undivided:
+            self.notes.append("the batch was not split, so the units of the loss were not tested")
         return {
             "losses": tuple(math.nan if run.loss is None else run.loss for run in runs),
             "samples": self.batch.samples,
