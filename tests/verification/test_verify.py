@@ -133,6 +133,13 @@ def test_tokens_and_reading_of_the_batch() -> None:
 # --------------------------------------------------------------- nothing is touched
 
 
+def test_an_option_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(
+        wb.errors.OptionError, match=r"wb\.verify\(\.\.\., microbatch=.*no such option"
+    ):
+        wb.verify(mlp(), lambda m, b: m(b["x"]).sum(1), samples(4), microbatch=3)
+
+
 def test_grouped_options_are_those_of_wholebatch() -> None:
     """Each part of the objects has an effect: the split, the clipping, and where sums are kept."""
     model = small().double()
