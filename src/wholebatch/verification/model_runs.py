@@ -341,10 +341,14 @@ class ModelRuns:
         with self.numbers.window(self.inner):
             found = objective(self.inner, self.loss, batch, self.numbers)
             total = found.mean([1.0] * len(found.units)) * scale
-            gradients = torch.autograd.grad(total, self.parameters, allow_unused=True)
-        return [
-            None if g is None else g.to_dense().cpu().div_(scale) for g in gradients
-        ], found.units
+            trained = [p for p in self.parameters if p.requires_grad]  # others are frozen
+            gradients = torch.autograd.grad(total, trained, allow_unused=True)
+        known = {
+            id(p): g.to_dense().cpu().div_(scale)
+            for p, g in zip(trained, gradients, strict=True)
+            if g is not None
+        }
+        return [known.get(id(p)) for p in self.parameters], found.units
 
     def draws_random_numbers(self, batch: Any) -> bool:
         """Tell if the forward of the batch moves a random generator.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import world_size
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge
 from wholebatch.verification.mistakes import (
@@ -319,18 +319,40 @@ class _CaseTrials:
         """
         means, units = [], []
         for micro in micros:
-            gradient, counted = runs.gradient_of(micro)
-            means.append(recorder.sample(gradient) / (counted[0] or 1.0))
+            row, counted = _sampled_gradient(runs, recorder, micro)
+            if len(counted) > 1:
+                raise UnsupportedError(
+                    f"loss() returned wb.Loss.terms with {len(counted)} terms: a loop is judged by "
+                    "a loss with one count. Prove the loss function with wb.verify(model, loss, "
+                    "batch, units=units)"
+                )
+            means.append(row / (counted[0] or 1.0))
             units.append(counted[0])
         whole = joined(micros)
         if whole is None:
             return means, units, 0.0, runs.unit
         sums = zip(means, units, strict=True)
         added = torch.stack([mean * unit for mean, unit in sums]).sum(0)
-        right = recorder.sample(runs.gradient_of(whole)[0])
+        right = _sampled_gradient(runs, recorder, whole)[0]
         other, order = DividedBatch(whole).in_other_orders()[0]
-        again = recorder.sample(runs.gradient_of(other, order)[0])
+        again = _sampled_gradient(runs, recorder, other, order)[0]
         return means, units, apart(added, right), max(runs.unit, apart(again, right))
+
+
+def _sampled_gradient(
+    runs: ModelRuns, recorder: WindowRecorder, batch: Any, order: Sequence[int] | None = None
+) -> tuple[Tensor, tuple[float, ...]]:
+    """Return the gradient of a batch as the recorder keeps that of a step, and the units.
+
+    The recorder watches all parameters, and a step has those of its optimizer.
+    """
+    gradients, units = runs.gradient_of(batch, order)
+    known = {id(p): g for p, g in zip(runs.parameters, gradients, strict=True)}
+    every = [*runs.model.parameters()]
+    row = [known.get(id(p)) for p in every]
+    row += [None] * (len(recorder.parameters) - len(row))  # those of models met on the way
+    stepped = [place for place, p in enumerate(every) if id(p) in known]
+    return recorder.selected(recorder.sample(row), stepped), units
 
 
 def _no_window() -> RecordedWindow:

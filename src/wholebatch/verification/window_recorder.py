@@ -334,7 +334,8 @@ class WindowRecorder:
         """Return a row with zeros for parameters that were adopted after it was recorded."""
         return torch.cat([row, row.new_zeros(sum(self._sizes) - row.numel())])
 
-    def _selected(self, row: Tensor, indices: Sequence[int]) -> Tensor:
+    def selected(self, row: Tensor, indices: Sequence[int]) -> Tensor:
+        """Return the numbers of a row that belong to these parameters."""
         parts = self._padded(row).split(self._sizes)
         return torch.cat([parts[i] for i in indices]) if indices else row[:0]
 
@@ -643,7 +644,7 @@ class WindowRecorder:
     def _gradients_of(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> Tensor:
         """Return the gradient of a step; a fused optimizer divides by its scale itself."""
         scale = getattr(optimizer, "grad_scale", None)
-        return self._selected(self._gradients(), indices) / (1.0 if scale is None else float(scale))
+        return self.selected(self._gradients(), indices) / (1.0 if scale is None else float(scale))
 
     def _see_ledger(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
         """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
@@ -688,9 +689,9 @@ class WindowRecorder:
         window.backwards = [
             replace(
                 micro,
-                before=self._selected(micro.before, indices),
-                after=self._selected(micro.after, indices),
-                contribution=self._selected(micro.contribution, indices),
+                before=self.selected(micro.before, indices),
+                after=self.selected(micro.after, indices),
+                contribution=self.selected(micro.contribution, indices),
                 moved=micro.moved & own,
             )
             for micro in mine
@@ -699,8 +700,8 @@ class WindowRecorder:
             replace(
                 clip,
                 number=sum(micro.number < clip.number for micro in mine),
-                before=self._selected(clip.before, indices),
-                after=self._selected(clip.after, indices),
+                before=self.selected(clip.before, indices),
+                after=self.selected(clip.after, indices),
             )
             for clip in self._clips
             if clip.number > since
