@@ -9,9 +9,9 @@ from pathlib import Path
 _PACKAGE = str(Path(__file__).parent)
 
 
-def warn_user(message: str) -> None:
-    """Issue a UserWarning that points at the last line outside of this package."""
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that points at the last line outside of this package."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

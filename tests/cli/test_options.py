@@ -151,6 +151,19 @@ def test_ctrl_c_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     assert capfd.readouterr().err == "stopped\n"
 
 
+def test_a_failure_of_verify_itself_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: object) -> None:
+        raise ValueError("inside")
+
+    monkeypatch.setattr("wholebatch.cli.app.load", failing)
+    assert main(["verify"]) == 3
+    assert "ValueError: inside" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="inside"):
+        main(["train"])
+
+
 @pytest.mark.parametrize("name", ["train", "verify", "tune", "plan"])
 def test_an_empty_recipe_is_not_the_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, " "]) == 2

@@ -424,3 +424,29 @@ def test_gradients_that_are_divided_by_the_rows_of_a_micro_batch() -> None:
     )
     with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
         train.step(x)
+
+
+def test_a_batchnorm_that_was_allowed_between_two_outputs_is_no_comparison() -> None:
+    """A PostNet: the second output is made of the first, and the loss takes both."""
+
+    class Speaker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mel, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            mel = self.mel(x)
+            return mel, self.norm(mel) + mel
+
+    model = Speaker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = wb.Accumulator(model, optimizer, steps=2, batchnorm="allow")
+    for x in torch.randn(2, 4, 4):
+        mel, post = model(x)
+        losses = mel.square() + post.square() + post.pow(3)
+        step = acc.backward(mean=losses.mean(), units=len(x))
+    assert step is not None
+    acc = wb.Accumulator(model, optimizer, steps=2, batchnorm="allow")
+    mel, post = model(x)
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(mean=(post @ post.T).logsumexp(1).mean() + mel.square().mean(), units=len(x))

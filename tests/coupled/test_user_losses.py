@@ -176,7 +176,7 @@ REFUSED_ONES: dict[str, tuple[Any, Any, str]] = {
     "CTC with the targets as units": (
         Recurrent,
         lambda m, b: wb.mean_loss(ctc(m, b), targets(b).sum()),
-        "mean over other units",
+        "mean over other units|units may count something else",
     ),
     "a mean over the longest sequence": (Recurrent, longest, "one sample changed|compares samples"),
     "Dice of the batch": (

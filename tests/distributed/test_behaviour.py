@@ -103,5 +103,5 @@ def test_refusals_name_what_was_given(ranks: Any) -> None:
     assert 'sync="every" with DistributedDataParallel' in every
     assert "sync='sometimes': must be" in unknown
     assert "Sequential around DistributedDataParallel" in inside
-    assert "save after the Step" in state
+    assert "save where backward() or run() returned a Step" in state
     assert "has no backward left" in flush

@@ -62,10 +62,12 @@ def test_status_and_lines(script: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_notes_do_not_fail(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(NOTE)
     assert main(["train.py"]) == CLEAN
-    assert capsys.readouterr().out.startswith(
+    said = capsys.readouterr()
+    assert said.out.startswith(
         "train.py:4:5 WB003 note: this loop accumulates and was not understood: run "
         "`wholebatch verify train.py`\n"
     )
+    assert said.err == "0 findings and 1 note in 1 file\n"
 
 
 @pytest.mark.parametrize(

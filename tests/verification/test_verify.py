@@ -107,6 +107,7 @@ def test_batchnorm_policies_that_are_exact(policy: str) -> None:
     said = "not split (BatchNorm)" if policy == "exact" else "in 5 micro-batches"
     assert (said in verdict.line, verdict.undivided) == (True, policy == "exact")
     assert verdict.micro_batches == (1 if policy == "exact" else 5)
+    assert ("units of the loss were not tested" in str(verdict)) == verdict.undivided
     assert [type(module) for module in model.modules()] == before, "the conversion was left behind"
 
 
@@ -130,6 +131,13 @@ def test_tokens_and_reading_of_the_batch() -> None:
 
 
 # --------------------------------------------------------------- nothing is touched
+
+
+def test_an_option_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(
+        wb.errors.OptionError, match=r"wb\.verify\(\.\.\., microbatch=.*no such option"
+    ):
+        wb.verify(mlp(), lambda m, b: m(b["x"]).sum(1), samples(4), microbatch=3)
 
 
 def test_grouped_options_are_those_of_wholebatch() -> None:

@@ -582,6 +582,7 @@ def test_what_cannot_be_known_is_not_judged() -> None:
     with wb.watch(nn.Linear(2, 2)) as nothing:
         pass
     assert "no backward was seen" in nothing.verdict.line
+    assert str(nothing.verdict) == nothing.verdict.line  # it has no table of no window
 
 
 def _doubtful(what: str) -> LoopVerdict:

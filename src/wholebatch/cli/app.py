@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -81,9 +82,13 @@ def run(arguments: Sequence[str]) -> int:
 
         files = filter(None, map(re.compile(r".+\.py").match, arguments))  # a recipe or a loop
         place = next(filter(None, (place_of(error, Path(one[0]).resolve()) for one in files)), None)
+        judges = arguments[0] == "verify"  # there, status 1 is another update
         if place is None:
-            raise
-        status = 3 if arguments[0] == "verify" else 1  # there, 1 is another update
+            if not judges or isinstance(error, ModuleNotFoundError):
+                raise
+            traceback.print_exception(error)
+            return 3
+        status = 3 if judges else 1
         return fail(f"{type(error).__name__}: {error}, at {place}", status)
 
 

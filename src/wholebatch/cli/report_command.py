@@ -200,7 +200,7 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
         found = (record.get(field) for record in reversed(run["records"]))
         return next((value for value in found if value is not None), None)
 
-    rows = {
+    rows: dict[str, list[Any]] = {
         "folder": [str(run["path"]) for run in runs],
         "began": [_time(run["records"][0].get("time")) if run["records"] else None for run in runs],
         "updates": [last(run, "update") for run in runs],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.warn_user import warn_user
 
 _LOG = logging.getLogger("wholebatch.compile")
 _TRACE_AFTER = 3.0
@@ -66,18 +66,17 @@ class Notes:
             self.show(f"micro-steps run {to}: {reason}")
         elif text not in self.history:
             self.history.append(text)
-            warnings.warn(text, ExecuteWarning, stacklevel=2)
+            warn_user(text, ExecuteWarning)
 
     def stale(self, reason: str, updates: int) -> None:
         """Warn that a graph no longer computes what eager code does."""
-        warnings.warn(
+        warn_user(
             f"the recorded graph was out of date at update {updates + 1} ({reason}): the loss "
             "function or the model reads a value that changed after the graph was traced. The "
             "graph is traced again, but the updates since the last comparison (update "
             f"{max(1, (updates + 1) // 2)}) may have used the old value. Pass such values in the "
             "batch",
             ExecuteWarning,
-            stacklevel=2,
         )
 
     def runs_in(self, mode: str) -> None:

@@ -132,7 +132,8 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
             f". If the loss is a mean, the units may count something else: they are "
             f"{whole.units:.6g} for {samples.count} samples. Count what the loss is a mean over, "
             "such as units=(labels != -100).sum(), or return wb.cross_entropy(logits, labels). If "
-            "they are right, there is another cause"
+            "it adds several means over different counts, return wb.Loss.terms({name: (total, "
+            "units), ...}). If the units are right, there is another cause"
         )
         text = f"{seen}. {_COUPLES}. {_GROUPS}"
     else:

@@ -109,6 +109,7 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditF
     are linked with a row, the loss of n rows has n / k independent parts, and needs as many units.
     """
     outputs = [one for one in outputs if _can_be_differentiated(one, units)]
+    outputs = [one for one in outputs if not _is_below_a_batchnorm(one, outputs)]
     if units <= 1 or not outputs:
         return None
     between = graph_nodes([loss], {one.grad_fn for one in outputs})
@@ -127,6 +128,19 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditF
     except (RuntimeError, NotImplementedError):  # an operation without a second derivative
         return None
     return None
+
+
+def _is_below_a_batchnorm(output: Tensor, others: Iterable[Tensor]) -> bool:
+    """True if another output is computed from this one, through a BatchNorm that was allowed.
+
+    That BatchNorm links the rows, not the loss.
+    """
+    for other in others:
+        above = list(graph_nodes([other], {output.grad_fn} - {other.grad_fn}))
+        leads = any(node is output.grad_fn for n in above for node, _ in n.next_functions)
+        if leads and any("BatchNorm" in node.name() for node in above):
+            return True
+    return False
 
 
 def _can_be_differentiated(output: Tensor, units: float) -> bool:

@@ -75,8 +75,15 @@ def _lint(given: argparse.Namespace) -> int:
 
 
 def _summary(findings: Sequence[Finding], files: int) -> str:
-    found = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
-    return f"{found} in {files} file{'' if files == 1 else 's'}"
+    notes = sum(finding.level == "note" for finding in findings)
+    found = _counted(len(findings) - notes, "finding")
+    if notes:
+        found += f" and {_counted(notes, 'note')}"
+    return f"{found} in {_counted(files, 'file')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _explanation(code: str) -> str:

@@ -274,12 +274,15 @@ class LoopVerdict(_Answer):
         what = "update" if first.observed_by == "updates" else "gradient"
         if not math.isfinite(first.right.distance):  # seen without a gradient to compare
             return f"DIFFERENT update: {fit.name}: {self.loop}: {fit.variant}{where}{more}"
+        left = f"to within {percent(fit.distance)}" if fit.distance else "exactly"
         return (
             f"DIFFERENT update: {fit.name}: the {what} of {self.loop} is {off} off, and this "
-            f"mistake explains it to {percent(fit.distance)} ({fit.variant}){where}{more}"
+            f"mistake explains it {left} ({fit.variant}){where}{more}"
         )
 
     def __str__(self) -> str:
+        if self.watched is not None and not (self.watched.windows or self.watched.not_judged):
+            return self.line
         parts, rows, before = [self.line], [], ""
         for trial in self.trials:
             far, fit = trial.right.distance, trial.found_fit

@@ -8,10 +8,11 @@ weighting of the micro-batches give the undivided batch (by least squares).
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
 from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
-from wholebatch.options import BatchNormPolicy, flattened
+from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, flattened
 from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, uneven
 from wholebatch.verification.observed_window import WindowRun
@@ -41,7 +42,7 @@ from wholebatch.verification.run_comparison import (
     percent,
 )
 from wholebatch.verification.verdicts import Cause, Verdict, cause
-from wholebatch.whole_batch import MicroBatch
+from wholebatch.whole_batch import MicroBatch, WholeBatch
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.precision import PrecisionName
 
@@ -271,6 +272,13 @@ def verify(
     check_functions(loss, options.get("units"))
     modules_of(model)
     options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})
+    known = inspect.signature(WholeBatch).parameters
+    inside = {one.name for group in (Close, Memory, Samples) for one in fields(group)}
+    if unknown := sorted(options.keys() - known.keys() - inside):
+        raise OptionError(
+            f"wb.verify(..., {unknown[0]}=...): no such option; it takes those of WholeBatch: "
+            f"{', '.join(known)}"
+        )
     for left_out in ("scheduler", "ema"):
         options.pop(left_out, None)
     if optimizer is None:
@@ -405,6 +413,8 @@ class _Proof:
 
     def _about(self, *runs: WindowRun) -> dict[str, Any]:
         """Return what a verdict says of the proof itself."""
+        if runs[-1].is_undivided:
+            self.notes.append("the batch was not split, so the units of the loss were not tested")
         return {
             "losses": tuple(math.nan if run.loss is None else run.loss for run in runs),
             "samples": self.batch.samples,

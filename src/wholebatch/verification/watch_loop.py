@@ -205,7 +205,10 @@ class Watch:
             )
         if recorder.lost_steps:
             return "an optimizer step was seen, but no backward before it"
-        return "no backward was seen in this process; if it starts others, use torchrun instead"
+        return (
+            "no backward was seen in this process. A script must train, and a recipe must have "
+            "model(), data() and loss(). If the script starts other processes, use torchrun instead"
+        )
 
 
 def _failure(error: Exception) -> str:

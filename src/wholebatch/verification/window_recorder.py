@@ -344,6 +344,7 @@ class WindowRecorder:
         return torch.cat([row, row.new_zeros(sum(self._sizes) - row.numel())])
 
     def _selected(self, row: Tensor, indices: Sequence[int]) -> Tensor:
+        """Return the numbers of a row that belong to these parameters."""
         parts = self._padded(row).split(self._sizes)
         return torch.cat([parts[i] for i in indices]) if indices else row[:0]
 

@@ -135,8 +135,8 @@ def _depends_on_mode(module: nn.Module) -> bool:
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. The window computes "
-        "the gradients: remove zero_grad(), loss.backward(), scaler.unscale_() and gradient "
-        "clipping from {by}{clips}"
+        "the gradients and makes the update: remove zero_grad(), loss.backward(), "
+        "optimizer.step(), scaler.unscale_() and gradient clipping from {by}{clips}"
     ),
     "value": (
         "{} has changed in the middle of the window. The window's last backward makes the "
