@@ -27,12 +27,7 @@ from tests.verification.loops.mistakes import (
     total,
     units,
 )
-from tests.verification.loops.right import (
-    RIGHT,
-    bf16_autocast,
-    fp16_with_a_scaler,
-    sums_over_counted_units,
-)
+from tests.verification.loops.right import RIGHT, bf16_autocast, fp16_with_a_scaler
 from wholebatch.losses.loss import Terms
 from wholebatch.verification import MISTAKES, ZOO, Case, verify_loop
 from wholebatch.verification.example_models import loss
@@ -281,7 +276,7 @@ def test_batchnorm_is_a_coupling_and_no_mistake_of_the_loop() -> None:
         return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
 
     case = Case("batchnorm", model, loss, _windows_of_several)
-    verdict = verify_loop(sums_over_counted_units, case=case)
+    verdict = verify_loop(RIGHT[0], case=case)
     assert verdict.mistakes == ("coupled",), str(verdict)
 
 

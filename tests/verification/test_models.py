@@ -260,3 +260,16 @@ def test_a_loss_that_fails_on_a_micro_batch() -> None:
 
     with pytest.raises(LossError, match=r"fails on a micro-batch.*out of range.*wb\.Coupled"):
         wb.verify(network(3), loss, BATCH, micro_batch=4)
+
+
+def test_a_frozen_parameter_in_the_optimizer_is_left_out() -> None:
+    def squared_mean(model: nn.Module, micro: Any) -> wb.Loss:  # it does not decompose
+        losses = F.cross_entropy(model(micro["x"]), micro["y"], reduction="none")
+        return wb.mean_loss(losses.mean().square(), len(losses))
+
+    model = network(4)
+    next(model.parameters()).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    verdict = wb.verify(model, squared_mean, BATCH, micro_batch=3, optimizer=optimizer)
+    assert not verdict.same
+    assert verdict.causes

@@ -320,16 +320,6 @@ def test_the_cause_is_named(name: str) -> None:
     assert verdict.gradient.worst(1)[0].distance > 0.01
 
 
-def test_the_cause_is_named_if_the_optimizer_holds_a_frozen_parameter() -> None:
-    model = small()
-    next(model.parameters()).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    verdict = wb.verify(
-        model, sum_and_mean, samples(37, dtype=F32), micro_batch=5, optimizer=optimizer
-    )
-    assert verdict.causes[0].kind == "a loss that does not decompose", verdict
-
-
 def test_a_counter_that_is_no_buffer() -> None:
     verdict = wb.verify(small(CountingQuietly()), loss, samples(37, dtype=F32), micro_batch=5)
     assert verdict.causes[0].kind == "a stateful module", verdict
