@@ -319,6 +319,7 @@ class Accumulator(HasWindow):
                 if self._checks.active or given.whole is not None:
                     given.check(self._checks, in_parts=self._in_parts, steps=self._size)
                 self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
+            self._window.current.are_units_given = True
             return self._end_backward(is_last, more)
 
     def run(

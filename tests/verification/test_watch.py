@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import wholebatch as wb
 from tests import processes
@@ -354,8 +355,49 @@ def test_windows_of_wholebatch_are_read_from_their_ledger() -> None:
     for backward in (mean, loss, policy):
         verdict = exact_loop(backward)
         assert verdict.same, str(verdict)
-        assert {trial.observed_by for trial in verdict.trials} == {"ledger"}
+        assert {trial.observed_by for trial in verdict.trials} == {"ledger, with units as given"}
         assert [trial.micro_batches for trial in verdict.trials] == [4, 2]
+
+
+def test_a_verdict_says_that_units_of_the_loop_are_not_judged() -> None:
+    def samples_as_units(acc: Any, model: Any, x: Any, y: Any) -> None:
+        acc.backward(mean=F.cross_entropy(model(x), y), units=len(x))
+
+    verdict = exact_loop(samples_as_units)  # labels are masked: these units are wrong
+    assert verdict.line.startswith("same update, if its units are right: the loop over 2 windows")
+    assert "were taken as given and are not judged: test them with wb.verify" in verdict.line
+    assert "from the undivided batch" not in str(verdict)
+    assert "✓ right for the units given" in str(verdict)
+
+    def tested(acc: Any, model: Any, x: Any, y: Any) -> None:
+        acc.run(
+            losses.setdefault(0, lambda micro: wb.cross_entropy(model(micro[0]), micro[1])), (x, y)
+        )
+
+    losses: dict[int, Any] = {}
+    verdict = exact_loop(tested)
+    assert verdict.line.startswith("same update: the loop over 2 windows of wholebatch")
+
+
+@pytest.mark.parametrize("per_micro_batch", [False, True])
+def test_a_rate_set_between_announce_and_the_first_backward(per_micro_batch: bool) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = DataLoader([(torch.randn(6), i % 3) for i in range(24)], batch_size=2)
+    acc = wb.Accumulator(model, optimizer, steps=4)
+    with quiet(), wb.watch() as watch:
+        seen = iter(batches)
+        for update in range(3):
+            acc.announce({"ce": 8})
+            for place, (x, y) in enumerate(acc.over([next(seen) for _ in range(4)])):
+                if place == 0 or (per_micro_batch and place == 2):
+                    optimizer.param_groups[0]["lr"] = 0.1 / (update + place + 2)
+                total = F.cross_entropy(model(x), y, reduction="sum")
+                acc.backward(wb.Loss.terms({"ce": (total, len(y))}))
+    wrong = ("scheduled-per-micro-batch",)
+    assert watch.verdict.mistakes == (wrong if per_micro_batch else ())
+    assert watch.verdict.watched is not None
+    assert watch.verdict.watched.end, "the loop has a DataLoader, and it came to its end"
 
 
 def test_terms_with_weights_in_a_whole_batch() -> None:
@@ -753,6 +795,8 @@ def test_how_a_script_ends(
     assert run(["verify", str(script), "--", str(count)]) == status
     out, err = capsys.readouterr()
     assert shown in out
+    is_first = "the loop ended with" not in out or out.startswith("the loop ended with")
+    assert is_first, "the verdict comes after the error"
     assert "usage: a config" in err or "usage" not in end
     assert "the loop ended with" not in out or status == 3
 

@@ -415,7 +415,8 @@ def _show(verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
         print(verdict.to_json())
         return
     console = Console(file=sys.stdout, highlight=False)
-    colour = "green" if verdict.same else "red" if verdict.exit_status == 1 else "yellow"
+    is_green = verdict.same and verdict.line.startswith("same update")  # else an error ended it
+    colour = "green" if is_green else "red" if verdict.exit_status == 1 else "yellow"
     starts = {"note: ": "yellow", "instead: ": "green", "cause: ": "red"}
     for number, line in enumerate(str(verdict).splitlines()):
         style = next((one for start, one in starts.items() if line.startswith(start)), "")

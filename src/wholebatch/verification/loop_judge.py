@@ -39,7 +39,7 @@ from wholebatch.verification.mistakes import (
     weightings,
 )
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of, percent
-from wholebatch.verification.verdicts import LoopTrial
+from wholebatch.verification.verdicts import GIVEN_UNITS, LoopTrial
 from wholebatch.verification.window_recorder import (
     RecordedBackward,
     RecordedClip,
@@ -132,6 +132,8 @@ class LoopJudge:
     def _of_the_ledger(self) -> LoopTrial:
         """Judge a window of wholebatch: its ledger has the units, and one factor for all."""
         self.units, self.by = tuple(chain(*(w.ledger_units for w in self.ranks))), "ledger"
+        if any(window.are_units_given for window in self.ranks):
+            self.by = GIVEN_UNITS
         if any(window.schedule_moved for window in self.ranks):
             return self.told(
                 MistakeFit("scheduled-per-micro-batch", "the rate changed within the window")
@@ -490,7 +492,7 @@ class LoopJudge:
                 same = all(math.isclose(u, units[0], rel_tol=_WEIGHTS) for u in units)
                 kind = "equal " if same else "uneven "
             name += f": {count} {kind}micro-batch{'' if count == 1 else 'es'}"
-            is_live = self.case == "live" and self.by != "ledger"
+            is_live = self.case == "live" and self.by not in ("ledger", GIVEN_UNITS)
             if found == RIGHT and kind == "equal " and is_live:
                 self.notes.append(EQUAL_UNITS)
         return LoopTrial(

@@ -171,6 +171,8 @@ class LoopTrial:
         return next((f for f in self.fits if f.key == self.found != RIGHT), None)
 
 
+GIVEN_UNITS = "ledger, with units as given"
+"""How a window is observed whose units the loop gave to `Accumulator.backward`."""
 WEIGHED = (
     *("not-divided", "divided-twice", "mean-of-means", "nominal-count", "other-units", "no-update"),
     *("ranks-added", "world-size-forgotten"),
@@ -196,10 +198,12 @@ class Watched:
     windows: int
     """Windows that were seen, of the optimizer that made most."""
     end: bool | None
-    """True if the end of the data was among them; None if the loop has no DataLoader."""
+    """True if the end of the data was among them; None if no DataLoader was seen."""
     not_judged: tuple[str, ...]
     """Parameters that had gradients, and no optimizer step that was seen."""
     trainer: str
+    error: str = ""
+    """The error that ended the loop; empty if none did."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -207,7 +211,7 @@ class Watched:
         ends = {
             True: "the end of the data was among them",
             False: "the end of the data was not among them",
-            None: "the end of the data is not known: the loop has no DataLoader",
+            None: "the end of the data is not known: no DataLoader was seen to give its batches",
         }
         seen = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
         notes = (seen, "averages of the weights and the schedule's length were not judged")
@@ -249,14 +253,29 @@ class LoopVerdict(_Answer):
 
     @property
     def line(self) -> str:
-        """Return the verdict in one line."""
+        """Return the verdict in one line; an error that ended the loop comes first."""
+        if self.watched is not None and self.watched.error:
+            return f"{self.watched.error}; until then: {self._line}"
+        return self._line
+
+    @property
+    def _line(self) -> str:
         where = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        windows = f"{len(self.trials)} window{'s'[: len(self.trials) - 1]}{where}"
+        observed = {trial.observed_by for trial in self.trials}
+        if self.same and GIVEN_UNITS in observed:
+            return (
+                f"same update, if its units are right: {self.loop} over {windows}; the units given "
+                "to backward() were taken as given and are not judged: test them with wb.verify or "
+                "acc.run"
+            )
+        if self.same and observed == {"ledger"}:
+            return f"same update: {self.loop} over {windows} of wholebatch, read from its ledger"
         if self.same:
             worst = max(self.trials, key=lambda trial: trial.right.distance / trial.tolerance)
             return (
                 f"same update: {self.loop} is at most {percent(worst.right.distance)} from the "
-                f"undivided batch over {len(self.trials)} window{'s'[: len(self.trials) - 1]}"
-                f"{where}; rounding explains {percent(worst.tolerance)}"
+                f"undivided batch over {windows}; rounding explains {percent(worst.tolerance)}"
             )
         if not self.judged:
             reasons = dict.fromkeys(n for t in self.trials if t.found != RIGHT for n in t.notes)
@@ -286,9 +305,12 @@ class LoopVerdict(_Answer):
         parts, rows, before = [self.line], [], ""
         for trial in self.trials:
             far, fit = trial.right.distance, trial.found_fit
-            off = percent(far) if math.isfinite(far) and trial.optimizer_steps <= 1 else ""
+            is_measured = math.isfinite(far) and not trial.observed_by.startswith("ledger")
+            off = percent(far) if is_measured and trial.optimizer_steps <= 1 else ""
             marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", None: "✗ no known mistake"}
             found = f"✗ {fit.name}" if fit else marks[trial.found]
+            if trial.found == RIGHT and trial.observed_by == GIVEN_UNITS:
+                found = "✓ right for the units given"
             case = "" if trial.case in (before, "live") else trial.case
             before = trial.case
             rows.append((case, trial.name, str(trial.optimizer_steps), off, found))

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
 
@@ -147,11 +147,11 @@ class Watch:
         else:
             trials = _trials([records], given=self._is_given)
         is_end = isinstance(error, SystemExit) and not error.code
+        ended = ""
         if kind not in (None, WatchIsOver) and not is_end:
-            text = f": {error}" if str(error) else ""
-            ended = f"the loop ended with {kind.__name__}{text}"
-            trials[-1] = replace(trials[-1], notes=(*trials[-1].notes, ended))
-        return self._make(trials)
+            text = " ".join(str(error).split())
+            ended = f"the loop ended with {kind.__name__}{': ' * bool(text)}{text}"
+        return self._make(trials, ended)
 
     def _judged_by_the_first(self, records: _Records, ranks: int) -> list[LoopTrial]:
         """Gather the records of all ranks on rank 0, judge them there, and tell the others."""
@@ -168,7 +168,7 @@ class Watch:
         trials: list[LoopTrial] = told[0]
         return trials
 
-    def _make(self, trials: Sequence[LoopTrial]) -> LoopVerdict:
+    def _make(self, trials: Sequence[LoopTrial], error: str = "") -> LoopVerdict:
         recorder = self._recorder
         dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         watched = Watched(
@@ -176,6 +176,7 @@ class Watch:
             end=recorder.loader_ended if recorder.knows_loader else None,
             not_judged=tuple(recorder.unstepped),
             trainer=recorder.trainer,
+            error=error,
         )
         return LoopVerdict(
             self._name,
@@ -281,9 +282,10 @@ def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
     'not divided'
 
     The first window is recorded in full: its micro-batches, the weight and units of each loss, and
-    the gradient that reached the step. Later windows are recorded by a few numbers. The units of
-    wholebatch's own windows are known. The loop and its numbers do not change. If one run does not
-    show whether the update is right, the verdict is "not judged", with the reason.
+    the gradient that reached the step. Later windows are recorded by a few numbers. Units that the
+    loop gives to `Accumulator.backward` are taken as given, and the verdict says so. The loop and
+    its numbers do not change. If one run does not show whether the update is right, the verdict is
+    "not judged", with the reason.
 
     Args:
         model: The model, wrapped or not. Default: what the loop calls.

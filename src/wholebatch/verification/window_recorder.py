@@ -127,6 +127,8 @@ class RecordedWindow:
     """The reason why the window cannot be called right."""
     ledger_units: tuple[float, ...] = ()
     """The units of each micro-batch, in a window of wholebatch."""
+    are_units_given: bool = False
+    """True if the loop gave these units, and nothing has tested them."""
     schedule_moved: bool = False
     """True if the learning rate changed within a window of wholebatch."""
 
@@ -370,6 +372,8 @@ class WindowRecorder:
         if self.over is not None and not self._inside:
             raise self.over
         is_own = self._own_window is not None and self._own_window.open is not None
+        if is_own and not self._own_rates:
+            self._note_own_rates()
         if self._inside or is_own or self.failure or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         micro = self._before_backward(
@@ -582,19 +586,28 @@ class WindowRecorder:
     @_never_fails
     def window_began(self, window: Any) -> None:
         """Read a window of wholebatch from its ledger, and not from its backwards."""
-        self._own_window = window
-        self._own_rates = {id(one): _rates(one) for one in window.target.optimizers}
+        self._own_window, self._own_rates = window, {}
+        if window.current.known is None:  # else it may be announced long before its first backward
+            self._note_own_rates()
+        self._note_batches()
         self._own_parameters |= {id(p) for p in window.current.inputs}
         self._history.clear()
+
+    @_never_fails
+    def _note_own_rates(self) -> None:
+        """Note the rates with which the first backward of a window of wholebatch is made."""
+        self._own_rates = {id(one): _rates(one) for one in self._own_window.target.optimizers}
 
     @_never_fails
     def window_closes(self, window: Any) -> None:
         """Record a window of wholebatch that is complete."""
         self._own_window = None
+        self._note_batches()
         units = [[float(one) for one in column] for column in window.current.units.values()]
         for optimizer in window.target.optimizers:
             kept = self._new_window(optimizer, [])
             kept.ledger_units = tuple(max(units, key=sum, default=[]))
+            kept.are_units_given = window.current.are_units_given
             before = self._own_rates.get(id(optimizer))
             kept.schedule_moved = before is not None and before != _rates(optimizer)
             self._keep(kept)

@@ -284,6 +284,8 @@ class OpenWindow:
     weights: dict[str, float] = field(default_factory=dict)
     owners: list[int] = field(default_factory=list)
     """The micro-batch of each total (one may have several)."""
+    are_units_given: bool = False
+    """True if a loop gave a loss with its units, and no test of a loss function has seen them."""
     micro_batches: int = 0
     more_of_micro_batch: bool = False
     """True if the next backward is a further one of the same micro-batch."""
