@@ -144,7 +144,8 @@ def test_gradients_are_set_aside_on_the_device_if_it_has_room(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 130)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 120)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1000))
-    assert gradient_buffers._room_for([gradient]).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+    assert gradient_buffers.room_for([gradient]).type == "cpu"
     free = 61  # 20 more are reserved; 10 are needed beside the 30 of a micro-step, twice
-    assert gradient_buffers._room_for([gradient]).type == "cuda"
-    assert gradient_buffers._room_for([]).type == "cpu"
+    assert gradient_buffers.room_for([gradient]).type == "cuda"
+    assert gradient_buffers.room_for([]).type == "cpu"
