@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -298,30 +297,20 @@ def test_the_loop_is_not_changed() -> None:
     assert torch.autograd.backward.__module__ == "torch.autograd"
 
 
-def test_a_watch_costs_at_most_two_and_a_half_windows() -> None:
-    """It runs no forward and no backward of its own; its processor time is that of its records."""
+def test_a_watch_runs_no_forward_of_its_own() -> None:
+    """What its records cost is a figure of benchmarks/verify_mistakes.py."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    data, forwards = torch.randn(4, 128, 512), []
+    forwards: list[int] = []
     model.register_forward_hook(lambda *_: forwards.append(1))
-
-    def window() -> float:
-        began = time.process_time()
-        for x in data:
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for x in torch.randn(4, 5, 6):
             (model(x).square().mean() / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
-        return time.process_time() - began
-
-    plain = min(window() for _ in range(3))
-    forwards.clear()
-    began = time.process_time()
-    with quiet(), wb.watch(model, optimizer) as watch:
-        window()
     assert watch.verdict.same, watch.verdict
     assert len(forwards) == 4
-    assert time.process_time() - began <= (1 + 2.5) * plain + 0.05
 
 
 def exact_loop(backward: Any, count: int = 4) -> LoopVerdict:
