@@ -177,3 +177,12 @@ def graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))
+
+
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """Every recovery collects garbage: what is there before need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

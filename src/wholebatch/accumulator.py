@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -74,7 +74,7 @@ class Steps:
             return Steps((), function=steps)
         if isinstance(steps, Mapping):
             return _schedule(steps, per_epoch=False)
-        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+        if not _is_whole(steps, least=1):
             raise OptionError(
                 f"steps={steps!r}: must be a positive number of micro-batches, a schedule by "
                 "update such as {0: 4, 800: 8}, wb.by_epoch({0: 4, 8: 8}), or a function of the "
@@ -86,7 +86,7 @@ class Steps:
         """Return the steps of the window that begins after `update` updates, in `epoch`."""
         if self.function is not None:
             steps = self.function(update)
-            if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+            if not _is_whole(steps, least=1):
                 raise OptionError(
                     f"steps= is a function that returns {steps!r} for update {update}: it must "
                     "return a positive number of micro-batches"
@@ -105,13 +105,20 @@ def by_epoch(schedule: Mapping[int, int]) -> Steps:
     return _schedule(schedule, per_epoch=True)
 
 
+def _is_whole(number: object, least: int) -> TypeGuard[int]:
+    """True for a whole number of at least `least`."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        return False
+    return int(number) >= least
+
+
 def _schedule(schedule: Mapping[int, int], *, per_epoch: bool) -> Steps:
     what = "epoch" if per_epoch else "update"
     if 0 not in schedule:
         raise OptionError(f"steps={dict(schedule)!r}: must have an entry for {what} 0")
     for start, steps in schedule.items():
         for number, least in ((start, 0), (steps, 1)):
-            if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+            if not _is_whole(number, least):
                 raise OptionError(
                     f"steps={dict(schedule)!r}: {start!r}: {steps!r} must be an {what} (0 or "
                     "more) and a positive number of micro-batches"
@@ -168,7 +175,7 @@ class Accumulator(HasWindow):
     _written_by: ClassVar[str] = "the loop"
     """Who must not write to an open window, for messages."""
     _closes_the_last: ClassVar[str] = "loop with over(loader)"
-    """What closes a short last window, for messages."""
+    """How the loop closes a short last window, for messages."""
 
     def __init__(
         self,

@@ -5,9 +5,8 @@ The tests of the first window are on, so that some of the failures are in them.
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,17 +105,8 @@ def state(model: nn.Module) -> State:
     return [tensor.detach().clone() for tensor in model.state_dict().values()]
 
 
-@pytest.fixture
-def _quick_collections() -> Iterator[None]:
-    """Every recovery collects garbage: what is there before need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick_collections")
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("run", [plain, normed, compared, looped])
 def test_a_failure_anywhere_is_recovered_or_raised(

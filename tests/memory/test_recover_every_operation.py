@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,17 +46,8 @@ def run(make: Any, policy: str, size: int, failure: OutOfMemoryAt | None) -> Any
     return [t.detach().clone() for t in model.state_dict().values()], train
 
 
-@pytest.fixture
-def _quick_collections() -> Iterator[None]:
-    """Every recovery collects garbage: what is there before need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_quick_collections")
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize(("make", "policy"), [(plain, "exact"), (normed, "allow")])
 def test_a_failure_at_every_operation(make: Any, policy: str) -> None:
     run(make, policy, 8, None)  # what a process does once only is not counted

@@ -19,7 +19,7 @@ from torch import nn
 
 from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.compile.captured_state import Fingerprint, LookAgain
-from wholebatch.coupled.adds_up import SAMPLES, AdditivityResult, check_adds_up
+from wholebatch.coupled.adds_up import SAMPLES, AdditivityResult, check_adds_up, free_memory_of_test
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
@@ -282,9 +282,7 @@ class UnmovedLoss:
             _log.debug("not tested if the loss moves within a window: %r", problem)
             return None
         finally:
-            torch.clear_autocast_cache()
-            if torch.cuda.is_initialized():  # The gaps would stay between what training allocates.
-                torch.cuda.empty_cache()
+            free_memory_of_test()
         return total if math.isfinite(total) else None
 
 

@@ -152,9 +152,14 @@ def check_adds_up(
         _log.debug("the loss was not tested: %s", reason)
         return AdditivityResult()
     finally:
-        torch.clear_autocast_cache()
-        if torch.cuda.is_initialized():  # The gaps would stay between what training allocates.
-            torch.cuda.empty_cache()
+        free_memory_of_test()
+
+
+def free_memory_of_test() -> None:
+    """Return the memory of a test to the driver: its gaps would stay among training's tensors."""
+    torch.clear_autocast_cache()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
