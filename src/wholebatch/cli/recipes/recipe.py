@@ -163,19 +163,19 @@ def load_recipe(name: str | None) -> Recipe:
 
     None is the default recipe.
     """
-    name = next(iter(EMBEDDED)) if name is None else name
-    path = find_recipe(name)
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
-    module = run_file(path)
+    path = find_recipe(next(iter(EMBEDDED)) if name is None else name)
+    return recipe_of(run_file(path), path)
+
+
+def recipe_of(module: ModuleType, path: Path) -> Recipe:
+    """Return the recipe that a file, run as this module, defines."""
     parts = _parts_of(module, path)
+    embedded = {find_recipe(name): name for name in EMBEDDED}
     return Recipe(
-        name=name if name in EMBEDDED else path.stem,
+        name=embedded.get(path, path.stem),
         path=path,
         description=inspect.cleandoc(module.__doc__ or "").split("\n")[0],
-        digest=hashlib.sha256(source).hexdigest(),
+        digest=hashlib.sha256(path.read_bytes()).hexdigest(),
         defaults=_defaults_of(module, path),
         unit=_unit_of(module, path),
         audit=_audit_of(module, path),
