@@ -8,10 +8,8 @@ from __future__ import annotations
 import gc
 import io
 import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -85,32 +83,10 @@ class World:
             raise error
         return result  # type: ignore[return-value]
 
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        """Say in one line that this rank only lost the others; torchrun ends it anyway."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self.ranks == 1 or not _is_of_a_collective(error):
-                raise
-            text = str(error).strip().split("\n")[0]
-            raise RankError(
-                f"rank {self.rank} lost the other ranks, or one hangs: {text}"
-            ) from error
-
     def first_window_made(self, seconds: float) -> None:
         """Let a rank that hangs from now on end the job; the first window took so many seconds."""
         if self.ranks > 1:
             shorten_timeout(max(_LEAST_TIMEOUT, _TIMES_FIRST_WINDOW * seconds))
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    """True if torch's collectives raised it: gloo raises a plain RuntimeError in torch's code."""
-    if isinstance(error, WholebatchError):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    innermost = Path(frames[-1].filename) if frames else Path()
-    return isinstance(error, dist.DistError) or Path(dist.__file__).parent in innermost.parents
 
 
 def choose_device(name: str) -> torch.device:

@@ -28,7 +28,6 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of
 from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
@@ -208,7 +207,7 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
     names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
     given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
-    model, optimizer = made(recipe, config, where)
+    model, optimizer = recipe.build(config, where)
     batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
         config = fitted_to(config, batches)
