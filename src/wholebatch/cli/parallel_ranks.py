@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from wholebatch.distributed.process_group import shorten_timeout, world_size
+from wholebatch.distributed.process_group import largest_over_ranks, shorten_timeout, world_size
 from wholebatch.errors import OptionError, RankError, WholebatchError
 
 T = TypeVar("T")
@@ -37,11 +37,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set on any rank."""
-        if self.ranks == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(flags)
-        return bool(flags.item())
+        return bool(largest_over_ranks(float(flag)))
 
     def gathered(self, value: T) -> list[T]:
         """Return the values of all ranks: plain values and tensors, as in a checkpoint."""
