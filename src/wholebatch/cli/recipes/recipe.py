@@ -29,7 +29,16 @@ from wholebatch.errors import RecipeError, WholebatchError
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1}
 _OPTIONAL |= {"validation": 0}
-_DEFAULTS = ["batch_size", "micro_batch", "updates", "precision", "clip_norm", "lr", "seed", "checkpoint_every"]
+_DEFAULTS = [
+    "batch_size",
+    "micro_batch",
+    "updates",
+    "precision",
+    "clip_norm",
+    "lr",
+    "seed",
+    "checkpoint_every",
+]
 """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
 
