@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from wholebatch import batch_scaling as scaling
 from wholebatch.cli.command_options import (
     choice,
     command,
@@ -24,7 +25,6 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.report.terminal_output import console_of, plain_table, say
 from wholebatch.errors import OptionError
-from wholebatch.tune import batch_scaling as scaling
 
 _FOLLOWS = "Learning rate, warm-up, betas"
 _follower = partial(option, panel=_FOLLOWS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wholebatch import __version__
+from wholebatch.batch_scaling import Arithmetic
 from wholebatch.cli.command_options import command
 from wholebatch.cli.report.terminal_output import (
     Spinner,
@@ -28,7 +29,6 @@ from wholebatch.cli.run_settings import Config, Given, config_text, read_config,
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import reason, write_atomically
-from wholebatch.tune.batch_scaling import Arithmetic
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Loaded

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from wholebatch.batch.samples import layout_of
+from wholebatch.batch_scaling import share_of
 from wholebatch.errors import RecipeError, StateError
-from wholebatch.tune.batch_scaling import share_of
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wholebatch as wb
-from wholebatch.errors import OptionError
-from wholebatch.tune.batch_scaling import (
+from wholebatch.batch_scaling import (
     adam_betas,
     lr_factor,
     scale_warmup,
     solve,
 )
+from wholebatch.errors import OptionError
 
 sizes = st.integers(1, 400)
 few = st.integers(1, 17)
