@@ -265,11 +265,21 @@ _DEVICES_TO_WAIT_FOR = ("cuda",)
 
 
 def _steps_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """True for a fused Adam: it leaves parameters and state as they are where `found_inf` is 1."""
+    """True for a fused Adam or SGD: where `found_inf` is 1, it leaves all as it is.
+
+    The first step of an SGD with momentum would leave its new buffers without a value.
+    """
     return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         and all(group.get("fused") for group in optimizer.param_groups)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and user_code_in_step(optimizer) is None
+        and all(
+            optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            for group in optimizer.param_groups
+            if group.get("momentum")
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
     )
