@@ -323,7 +323,7 @@ class WholeBatch(HasWindow):
         # A rank that must begin again would leave the others in a reduction. A measured window of
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.may_begin_again() or (measured and self._window.sync.keeps_gradients)
+        alone = self._fitting.may_begin_again() or measured
         reduces = self._window.sync.ranks == 1 or not alone
         forwards = forwards if self._window.sync.counts_must_agree else None
         self._runner.run(micros, WindowRun(reduces, after, forwards))

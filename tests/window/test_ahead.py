@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholebatch as wb
 from wholebatch.options import grouped
 from wholebatch.window import gradient_store
-from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.gradient_store import Store
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the CPU step unread, as a CUDA device does; counts how often it was asked to."""
     asked: list[int] = []
     monkeypatch.setattr(gradient_store, "_DEVICES_TO_WAIT_FOR", ("cpu", "cuda"))
-    real = DeviceStore.can_step_unread
+    real = Store.can_step_unread
 
-    def can(self: DeviceStore, hooks: Any) -> bool:
+    def can(self: Store, hooks: Any) -> bool:
         able = real(self, hooks)
         asked.append(int(able))
         return able
 
-    monkeypatch.setattr(DeviceStore, "can_step_unread", can)
+    monkeypatch.setattr(Store, "can_step_unread", can)
     return asked
 
 
