@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.accumulator import Accumulator
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.options import Close
-from wholebatch.window.gradient_store import DeviceStore
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -88,8 +87,7 @@ class HandedOver(Accumulator):
         self._is_whole = False
         self._is_completed = False  # a window was closed, and no step was made from it
         store = self._window.store
-        if isinstance(store, DeviceStore):
-            store.lends = True  # the library clears them before the next window
+        store.lends = True  # the library clears them before the next window
         store.stray = (
             "holds a gradient at the first backward of a window, which would be added to it: call "
             "optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
