@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from tests.support import loss
 from wholebatch.cli.app import COMMANDS
 from wholebatch.cli.command_options import Command
 
@@ -210,10 +211,6 @@ def test_wrong_advice_is_found() -> None:
 
 
 # ------------------------------------------------------------------ advice that is followed
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def whole_batch(batches: list[dict[str, Tensor]], **options: Any) -> None:
