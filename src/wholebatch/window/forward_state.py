@@ -86,17 +86,30 @@ class ForwardState:
     held and not copied. As a context, it puts everything back at its end.
     """
 
-    def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
-        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`."""
+    def __init__(
+        self,
+        *models: nn.Module,
+        results: bool = False,
+        every: bool = True,
+        attributes: bool = True,
+    ) -> None:
+        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`.
+
+        `attributes=False`: `read_attributes` copies them, before code that may change them runs. A
+        recorded graph changes none.
+        """
         self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
         # Every window makes one: what needs no copy is only listed here, and read in `items`.
-        self._found = [
-            (module, dict(module._buffers), {} if _is_wrapper(module) else dict(vars(module)))
-            for module in self._modules
+        self._found: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
+            (module, dict(module._buffers), {}) for module in self._modules
         ]
         self._copies: dict[Key, Kept] = {}
+        self._results = results
+        self._has_attributes = False
+        if attributes:
+            self.read_attributes()
         plain: dict[Key, Tensor] = {}  # buffers that are copied together
-        for module, buffers, attributes in self._found:
+        for module, buffers, _ in self._found:
             for name, value in buffers.items():
                 if (
                     type(value) is Tensor
@@ -107,14 +120,25 @@ class ForwardState:
                 elif value is not None and not nn.parameter.is_lazy(value):
                     kept = _kept(value, _DEEP, whole=True, results=results)
                     self._copies[id(module), name] = kept
-            for name in attributes.keys() - _TORCHS:
-                value = attributes[name]
-                if not _is_fixed(value) and _is_plain(value):
-                    self._copies[id(module), name] = _kept(value, _DEEP, results=results)
         copies = _copied_together(list(plain.values()))
         for (key, value), copy in zip(plain.items(), copies, strict=True):
             self._copies[key] = Kept(value, copy)
         self.random = capture_random(every=every, to_save=False)
+
+    def read_attributes(self) -> None:
+        """Copy the attributes, unless that is done."""
+        if self._has_attributes:
+            return
+        self._has_attributes = True
+        vars(self).pop("items", None)
+        for module, _, attributes in self._found:
+            if not _is_wrapper(module):
+                attributes.update(vars(module))
+            for name in attributes.keys() - _TORCHS:
+                value = attributes[name]
+                if not _is_fixed(value) and _is_plain(value):
+                    kept = _kept(value, _DEEP, results=self._results)
+                    self._copies[id(module), name] = kept
 
     @cached_property
     def items(self) -> dict[Key, Item]:
@@ -144,7 +168,7 @@ class ForwardState:
         `random=False`: nothing was drawn, so that the random generators are left as they are.
         """
         for module in self._modules:
-            for name in [name for name, _ in _plain(module)]:
+            for name in list(_plain(module, attributes=self._has_attributes)):
                 key = (id(module), name)
                 if key not in self.items and (only is None or key in only):
                     module.__dict__.pop(name, None)
@@ -194,15 +218,15 @@ def _copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _plain(module: nn.Module, *, attributes: bool) -> Iterator[str]:
+    """Yield the names of the buffers and, with `attributes`, of the plain attributes."""
     for name, value in module._buffers.items():
         if value is None or not nn.parameter.is_lazy(value):
-            yield name, value
-    if _is_wrapper(module):
-        return
-    for name, value in vars(module).items():
-        if name not in _TORCHS and _is_plain(value):
-            yield name, value
+            yield name
+    if attributes and not _is_wrapper(module):
+        for name, value in vars(module).items():
+            if name not in _TORCHS and _is_plain(value):
+                yield name
 
 
 def _is_fixed(value: Any) -> bool:
