@@ -299,7 +299,9 @@ class Probe:
         return [list(astuple(one)) for one in self._estimator.windows]
 
     def load_state_dict(self, state: list[list[float]] | None) -> None:
-        self._estimator.windows.extend(Observation(*one) for one in state or ())
+        for spread, signal, units, micro_batches in state or ():
+            found = Observation(spread, signal, units, int(micro_batches))
+            self._estimator.windows.append(found)
 
 
 def _refuse_unmeasurable(window: Window, coupled: bool) -> None:
