@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -205,12 +205,6 @@ def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-Measurements: TypeAlias = tuple[Tensor, Tensor | float, Units, int]
-"""Of a window on this rank, still on the device: the norm after the first micro-batch, the factor
-of the gradients (they are those of the summed loss times this), the units of the first micro-batch,
-and the number of micro-batches."""
-
-
 class Probe:
     """Measures one window in `every`; all others are left alone.
 
@@ -226,7 +220,9 @@ class Probe:
         self._window = window
         self._every = every
         self._estimator = Estimator()
-        self._norm: Tensor | None = None
+        self._measured: tuple[Tensor, Tensor | float, Units] | None = None
+        """Of the first micro-batch, on the device: the norm of the gradients, the factor that they
+        hold beside the sum of the losses' gradients, and the units."""
         self._warned = False
         self.active = False
 
@@ -235,48 +231,40 @@ class Probe:
         # Skip the first window: it may be atypical (graphs are made in it).
         number = self._window.updates + self._window.skipped
         self.active = number % self._every == 1 % self._every
-        self._norm = None
+        self._measured = None
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
-        """Take the norm after the gradient of the first micro-batch was added."""
-        gradients = dense_gradients(self._window.current.inputs) if done == 1 else []
-        if self.active and gradients:
-            self._norm = self._window.sync.total_norm(gradients)
-
-    def measurements(self) -> Measurements | None:
-        """Return the measurements of the window, before its close clears them.
-
-        None if the window cannot be measured.
-        """
+        """Measure after the gradient of the first micro-batch was added."""
+        if done != 1 or not self.active:
+            return
         window = self._window.current
-        units = window.units.get(SINGLE)
+        gradients, units = dense_gradients(window.inputs), window.units.get(SINGLE)
         if units is None and not self._warned:
             self._warned = True
             _log.warning(
                 "the gradient noise scale is not measured: the loss has several terms, each over "
                 "units of its own"
             )
-        if not self.active or not units or self._norm is None or self._window.hooks:
-            return None
-        seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
-        scale = seed * window.loss_scale * window.averaged_by
-        return self._norm, scale, units[0], window.micro_batches
+        if gradients and units is not None and not self._window.hooks:
+            seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
+            scale = seed * window.loss_scale * window.averaged_by
+            self._measured = self._window.sync.total_norm(gradients), scale, units[0]
 
-    def closed(self, measured: Measurements | None, step: Step, *, joined: bool) -> None:
+    def closed(self, step: Step, *, joined: bool) -> None:
         """Add the measurements of a closed window. All ranks call this, or none.
 
         A rank that only `joined` has no micro-batch, and adds nothing.
         """
         if not self.active:
             return
-        moment = first = micro_batches = 0.0
-        if measured is not None:
-            norm, scale, first, micro_batches = read_scalars(measured)
+        moment = first = 0.0
+        if self._measured is not None:
+            norm, scale, first = read_scalars(self._measured)
             moment = (norm / scale) ** 2 / first if first else 0.0
-        unseen = measured is None and not joined
+        unseen = self._measured is None and not joined
         numbers = self._window.sync.sum(
-            [moment, first, float(first > 0), micro_batches, float(unseen)]
+            [moment, first, float(first > 0), float(step.micro_batches), float(unseen)]
         )
         if step.skipped is not None or numbers[4]:
             return

@@ -274,7 +274,7 @@ def looked_at(noise: Any, samples: int, micro_batch: int, *, windows: int) -> li
     looked: list[int] = []
     for seed in range(windows):
         train.step(gaussian(samples, gradient=0.1, spread=SPREAD, seed=seed))
-        if train._probe._norm is not None:
+        if train._probe._measured is not None:
             looked.append(seed)
     return looked
 

@@ -123,22 +123,23 @@ class ForwardState:
         copies = _copied_together(list(plain.values()))
         for (key, value), copy in zip(plain.items(), copies, strict=True):
             self._copies[key] = Kept(value, copy)
-        self.random = capture_random(every=every, to_save=False)
+        self.random = capture_random(every=every)
 
     def read_attributes(self) -> None:
         """Copy the attributes, unless that is done."""
         if self._has_attributes:
             return
-        self._has_attributes = True
-        vars(self).pop("items", None)
-        for module, _, attributes in self._found:
-            if not _is_wrapper(module):
-                attributes.update(vars(module))
+        found, copies = [], {}
+        for module, buffers, _ in self._found:
+            attributes = {} if _is_wrapper(module) else dict(vars(module))
+            found.append((module, buffers, attributes))
             for name in attributes.keys() - _TORCHS:
                 value = attributes[name]
                 if not _is_fixed(value) and _is_plain(value):
-                    kept = _kept(value, _DEEP, results=self._results)
-                    self._copies[id(module), name] = kept
+                    copies[id(module), name] = _kept(value, _DEEP, results=self._results)
+        self._found, self._has_attributes = found, True  # not if memory ran out meanwhile
+        self._copies.update(copies)
+        vars(self).pop("items", None)
 
     @cached_property
     def items(self) -> dict[Key, Item]:
@@ -398,26 +399,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
-    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper).
-
-    `to_save=False` is for states that stay in this process.
-    """
+def capture_random(*, every: bool = True) -> dict[str, Any]:
+    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper)."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    return {**state, **capture_python_random(to_save=to_save)} if every else state
+    return {**state, **capture_python_random()} if every else state
 
 
-def capture_python_random(*, to_save: bool = False) -> dict[str, Any]:
+def capture_python_random() -> dict[str, Any]:
     """Return the states of Python's generator and of NumPy's, if the program uses it already."""
     state: dict[str, Any] = {"python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
-            keys = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = (name, keys, *rest)
+        # Not as uint32: torch.save takes that dtype, plain pickle does not.
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
@@ -439,18 +436,14 @@ def restore_random(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        name, keys, position, has_gauss, cached = state["numpy"]
-        if isinstance(keys, torch.Tensor):
-            keys = keys.cpu().numpy().astype("uint32")
-        numpy.random.set_state((name, keys, position, has_gauss, cached))
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.cpu().numpy().astype("uint32"), *rest))
 
 
 def same_random(a: Any, b: Any) -> bool:
     """Return True if two captured states are equal: nothing was drawn between them."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
-    if hasattr(a, "tobytes"):  # NumPy's keys
-        return bool(a.tobytes() == b.tobytes())
     if isinstance(a, tuple) and type(a[0]) is int:  # Python's: 625 numbers, compared at once
         return bool(a == b)
     if isinstance(a, (list, tuple)):
