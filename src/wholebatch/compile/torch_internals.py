@@ -114,6 +114,7 @@ WINDOW_INTERNALS = (
     ),
     Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
     Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
+    Internal("torch", "_foreach_copy_", "one kernel copies all buffers", _TEST),
     Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
         "torch.nn",
