@@ -13,6 +13,7 @@ from torch import nn
 
 import wholebatch as wb
 from tests.cli.helpers import EXACT
+from tests.support import loss
 from wholebatch.errors import NonFiniteError, OptionError, WindowError
 from wholebatch.memory.predict import predict_peak
 from wholebatch.tune import Task, Trial, Tuned, range_test, tune
@@ -34,10 +35,6 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(Layer(), Layer(), Layer(), nn.Linear(32, 4))
     return model, torch.optim.AdamW(model.parameters())
-
-
-def loss(model: Any, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def batch(samples: int = 24) -> dict[str, torch.Tensor]:
