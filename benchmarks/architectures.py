@@ -170,11 +170,7 @@ class Bench:
         found = self._times(lambda: train.step(self.batch), warm=4)
         executor = train._runner.executor
         undivided = train._runner.is_undivided()
-        reasons = [
-            text.partition(": ")[2].partition(". Micro-steps")[0]
-            for text in executor.notes.history
-            if text.startswith("execute=")
-        ]
+        reasons = list(dict.fromkeys(executor.notes.reasons))
         if undivided:
             reasons.insert(0, "BatchNorm: the batch runs undivided, so that it is exact")
         found |= {

@@ -58,10 +58,13 @@ class Notes:
         self.prints = True
         """Set to False where many settings are tried, and shown in another way."""
         self.history: list[str] = []
+        self.reasons: list[str] = []
+        """Why micro-steps run in a slower mode, or a graph was out of date."""
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
         """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
         text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
+        self.reasons.append(reason)
         if not self._asked:
             self.show(f"micro-steps run {to}: {reason}")
         elif text not in self.history:
@@ -70,6 +73,7 @@ class Notes:
 
     def stale(self, reason: str, updates: int) -> None:
         """Warn that a graph no longer computes what eager code does."""
+        self.reasons.append(f"the graph was out of date at update {updates + 1}: {reason}")
         warn_user(
             f"the recorded graph was out of date at update {updates + 1} ({reason}): the loss "
             "function or the model reads a value that changed after the graph was traced. The "

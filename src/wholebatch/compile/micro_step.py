@@ -375,7 +375,7 @@ class Executor:
         if not alone and (again or not self._window.now.micro_batches or unproven):
             if not self._gradients.parameters:
                 self._make_buffers(State.of(self._model, self._parameters))
-            earlier = self._gradients.in_all()
+            earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))
         before = ForwardState(self._model)
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
@@ -451,6 +451,7 @@ class Executor:
             if done.form != ready.form:
                 raise CannotTrace("its loss has another form")
             self._compared(ready.joint, ready.run, done)
+            self.mode = ready.mode  # Eager code ran for the comparison only.
         except CannotTrace as reason:
             self.notes.stale(f"{reason}", self._window.updates)
             self._plan.look_at("what its code reads", made=1)
@@ -589,7 +590,7 @@ class Executor:
                     nearness = partial(self._nearness, joint, done, wanted, seeds)
                     held_against(buffers, wanted, "gradient", nearness=nearness)
         finally:
-            self._gradients.put_back(joint.used, held)
+            self._gradients.put_in_place(joint.used, held)
 
     def _nearness(
         self, joint: JointStep, done: EagerResult, wanted: Sequence[Tensor], seeds: list[Tensor]
@@ -631,7 +632,7 @@ class Executor:
             try:
                 rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
             finally:
-                self._gradients.put_back(joint.used, held)
+                self._gradients.put_in_place(joint.used, held)
                 del held  # Capturing computes nothing.
             return replace(prepared, run=self._captured(joint, inputs, seeds))
         except CannotTrace as reason:

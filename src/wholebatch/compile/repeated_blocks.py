@@ -58,54 +58,39 @@ _HOMES = 3
 """A result that more parts need is stored: for example what depends on the positions only."""
 
 
-@dataclass(frozen=True)
-class _Input:
-    """An input of a piece, by its number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The result of an earlier operation of the same piece, by its number."""
-
-    number: int
-
-
 @dataclass
 class Piece:
     """A part of the graph as a program of its own."""
 
-    operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """(target, args, kwargs); nodes are replaced with `_Input` or `_Result`."""
     nodes: list[fx.Node] = field(default_factory=list)
-    """The nodes of these operations."""
+    """Its operations, in order."""
     inputs: list[fx.Node] = field(default_factory=list)
     own: set[fx.Node] = field(default_factory=set)
     """The nodes that no other piece computes first."""
 
     def key(self) -> tuple[Any, ...]:
         """Return a key that is equal for pieces that may share their compiled code."""
+        names = {node: f"%{number}" for number, node in enumerate((*self.inputs, *self.nodes))}
+
+        def named(part: Any) -> Any:
+            return names[part] if isinstance(part, fx.Node) else part
+
         return (
             tuple(kind_of(node.meta["val"]) for node in self.inputs),
-            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
+            tuple(
+                (node.target, fixed(mapped((node.args, dict(node.kwargs)), named)))
+                for node in self.nodes
+            ),
         )
 
     def module(self, outputs: Sequence[int]) -> fx.GraphModule:
         """Return it as a graph that returns the results of these operations."""
         graph = fx.Graph()
-        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
-        results: list[fx.Node] = []
-
-        def node_of(part: Any) -> Any:
-            if isinstance(part, _Input):
-                return inputs[part.number]
-            return results[part.number] if isinstance(part, _Result) else part
-
-        for target, args, kwargs in self.operations:
-            args, kwargs = mapped(args, node_of), mapped(kwargs, node_of)
-            results.append(graph.call_function(target, args, kwargs))
-        graph.output(tuple(results[number] for number in outputs))
+        copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(self.inputs)}
+        for node in self.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.call_function(node.target, args, kwargs)
+        graph.output(tuple(copies[self.nodes[number]] for number in outputs))
         return fx.GraphModule({}, graph)
 
     def examples(self) -> list[Any]:
@@ -120,7 +105,7 @@ class Piece:
     @property
     def is_safe(self) -> bool:
         """True if no operation is of the user, whose kernel may not accept zeros."""
-        targets = [target for target, _, _ in self.operations if target is not operator.getitem]
+        targets = [node.target for node in self.nodes if node.target is not operator.getitem]
         return all(getattr(target, "namespace", "") in OURS for target in targets)
 
     def try_out(self, run: Callable[[list[Any]], Any]) -> None:
@@ -213,7 +198,7 @@ class Blocks:
     @property
     def operations(self) -> int:
         """The number of operations to compile."""
-        return sum(len(piece.operations) for piece in self._kinds.values())
+        return sum(len(piece.nodes) for piece in self._kinds.values())
 
     def compiled(self, compile_piece: Compile, *, tunes: bool) -> BlockProgram:
         """Compile one piece of each kind, and write the graph as calls of these.
@@ -526,30 +511,24 @@ class _Cutter:
     def _piece(self, part: Part) -> Piece:
         own = self._nodes[part.start : part.end]
         again = self._computed_again(part, own)
-        piece = Piece(own=set(own))
-        places: dict[fx.Node, _Input | _Result] = {}
+        # Every symbol in the shape of an input must be an input.
+        piece = Piece(inputs=[*self._sizes], own=set(own))
+        known = set(self._sizes)
 
-        def write(node: fx.Node) -> _Result:
-            args, kwargs = mapped((node.args, dict(node.kwargs)), place_of)
-            piece.operations.append((node.target, args, kwargs))
-            piece.nodes.append(node)
-            return _Result(len(piece.nodes) - 1)
-
-        def place_of(argument: Any) -> Any:
-            if not isinstance(argument, fx.Node):
-                return argument
-            if argument not in places:
-                if argument in again:
-                    places[argument] = write(argument)
+        def write(node: fx.Node) -> None:
+            known.add(node)
+            for one in node.all_input_nodes:
+                if one in known:
+                    continue
+                if one in again:
+                    write(one)
                 else:
-                    places[argument] = _Input(len(piece.inputs))
-                    piece.inputs.append(argument)
-            return places[argument]
+                    known.add(one)
+                    piece.inputs.append(one)
+            piece.nodes.append(node)
 
-        for size in self._sizes:  # Every symbol in the shape of an input must be an input.
-            place_of(size)
         for node in own:
-            places[node] = write(node)
+            write(node)
         return piece
 
     def _computed_again(self, part: Part, own: Sequence[fx.Node]) -> set[fx.Node]:
