@@ -248,23 +248,23 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage = self._plan, slot.stage
+        first = not self._window.now.micro_batches  # A second loss of a micro-batch never is.
         shared = self._shapes.find(inputs)
+        is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
-            own = sum(1 for s in self._ready() if s.joint.sizes is None)
-            others = None if shared is None else len(self._ready()) - own
-            # A second loss of each micro-batch is never the window's first.
-            first = not self._window.now.micro_batches
-            if not plan.prepares(own, slot.seen, first=first, shared=others):
+            ready = self._ready()
+            own = sum(one.joint.sizes is None for one in ready)
+            others = len(ready) - own
+            if not plan.prepares(own, slot.seen, first=first, shared=others if shared else None):
                 return stage
-            at_once = plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
-            at_once |= plan.compiles and self._shapes.ready(inputs)
+            at_once = plan.compiles_at_once(self._compiled(), shared=others > 0)
+            at_once |= plan.compiles and is_compiled
             return Stage.COMPILED if at_once else Stage.TRACED
         if stage is Stage.COMPILED or slot.ready is None or not plan.compiles:
             return stage
-        if slot.ready.joint.sizes is not None and self._shapes.ready(inputs):
-            return Stage.COMPILED  # It is compiled already and only needs a new capture.
+        if slot.ready.joint.sizes is not None and is_compiled:
+            return Stage.COMPILED  # It only needs a new capture.
         if slot.thread is not None:
-            first = not self._window.now.micro_batches
             return Stage.COMPILED if first and slot.thread.done else stage
         joint = slot.ready.joint
         if plan.upgrades(joint.to_compile, self._compiled() + self._compiling(), joint.runs):
@@ -371,8 +371,9 @@ class Executor:
             self._make_room(replaces=not again)
         alone = not self._window.now.owners
         earlier = None
-        unproven = self._shapes.wants_proof(inputs, self._own(), compiled=compiled)
-        if not alone and (again or not self._window.now.micro_batches or unproven):
+        shared = self._shapes.find(inputs)
+        proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
+        if not alone and (again or not self._window.now.micro_batches or not proven):
             if not self._gradients.parameters:
                 self._make_buffers(State.of(self._model, self._parameters))
             earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))
@@ -438,10 +439,6 @@ class Executor:
         self._is_too_large = False
         self._give_up("there is no memory for its graph")
         return True
-
-    def _own(self) -> set[Key]:
-        """Return the kinds that have a graph for exactly their sizes."""
-        return {key for key, slot in self._slots.items() if slot.traced is not None}
 
     def _compare(self, slot: Slot, done: EagerResult) -> None:
         """Compare the graph that runs with eager code; if they differ, drop all graphs."""

@@ -607,6 +607,8 @@ class _Cutter:
         found: dict[fx.Node, None] = {}
         for one in node.all_input_nodes:
             source = _without_views(one, chain)
+            if source in chain:
+                continue  # Paths that meet again are followed once.
             near = self._home.get(source) is self._home[node] and source not in read
             if near and self._may_repeat(source):
                 found.update(self._sources(source, read, chain))
