@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.trace import Form, totals_of
-from wholebatch.losses.loss import as_loss
+from wholebatch.compile.trace import Form
+from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.forward_state import ForwardState, replaced_attributes
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -121,7 +121,8 @@ def gradients_of(
     """Return the gradients of a micro-batch, by eager code with this context for its forward."""
     with torch.enable_grad():
         with forward:
-            totals = totals_of(as_loss(loss(model, micro)))
+            terms = terms_of(as_loss(loss(model, micro)))
+        totals = [term.total for term in terms.values()]
         found = torch.autograd.grad(
             totals,
             list(parameters),

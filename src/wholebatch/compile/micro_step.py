@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
-from wholebatch.compile.compile_thread import CompileThread
+from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
     CannotTrace,
@@ -56,7 +56,7 @@ from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apar
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.shared_graphs import SharedGraphs
 from wholebatch.compile.symbolic_sizes import Sizes
-from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
+from wholebatch.compile.trace import Added, Form, State, Traced, trace
 from wholebatch.losses.loss import Loss, Terms
 from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
@@ -83,8 +83,6 @@ class Slot:
     traced: Traced | None = None
     """The graph for exactly this kind; None if a graph of dynamic sizes serves it."""
     ready: Prepared | None = None
-    thread: CompileThread | None = None
-    """The compilation that goes on beside the run."""
 
     @property
     def stage(self) -> Stage:
@@ -113,7 +111,6 @@ class Executor:
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
-        single: str,
     ) -> None:
         self.execute = execute
         self.notes = Notes(asked=execute in ("compile", "graph"))
@@ -124,7 +121,6 @@ class Executor:
         self._precision = precision
         self._device = device
         self._eager = eager
-        self._single = single
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
@@ -167,7 +163,7 @@ class Executor:
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self._settle()
-        return Added.of(loss, self._single)
+        return Added.of(loss)
 
     def let_go(self) -> None:
         """Drop every graph and its memory after an out-of-memory error. They are made again."""
@@ -264,28 +260,15 @@ class Executor:
             return stage
         if slot.ready.joint.sizes is not None and is_compiled:
             return Stage.COMPILED  # It only needs a new capture.
-        if slot.thread is not None:
-            return Stage.COMPILED if first and slot.thread.done else stage
         joint = slot.ready.joint
+        if joint.beside is not None:
+            return Stage.COMPILED if first and joint.beside.done() else stage
         if plan.upgrades(joint.to_compile, self._compiled() + self._compiling(), joint.runs):
-            traced = slot.traced if shared is None or joint.sizes is None else shared.traced
-            assert traced is not None
-            slot.thread = self._thread_for(traced, inputs)
+            state = State.of(self._model, self._parameters)
+            make = partial(self._joint_step, joint.traced, state, inputs, compiled=True)
+            self.notes.tell("compiling in a thread beside the run")
+            joint.beside = in_a_thread(make, self._device)
         return stage
-
-    def _thread_for(self, traced: Traced, inputs: Inputs) -> CompileThread:
-        """Return the thread that compiles this graph; kinds that share the graph share it."""
-        threads = (slot.thread for slot in self._slots.values() if slot.thread is not None)
-        found = next((thread for thread in threads if thread.source is traced), None)
-        if found is not None:
-            return found
-        state = State.of(self._model, self._parameters)
-        self.notes.tell("compiling in a thread beside the run")
-        return CompileThread(
-            traced,
-            lambda: self._joint_step(traced, state, inputs, compiled=True),
-            self._device,
-        )
 
     def _ready(self) -> list[Prepared]:
         return [slot.ready for slot in self._slots.values() if slot.ready is not None]
@@ -294,8 +277,8 @@ class Executor:
         return len({id(one.joint) for one in self._ready() if one.joint.compiled})
 
     def _compiling(self) -> int:
-        threads = {slot.thread for slot in self._slots.values() if slot.thread is not None}
-        return sum(not thread.done for thread in threads)
+        futures = {one.joint.beside for one in self._ready() if one.joint.beside is not None}
+        return sum(not future.done() for future in futures)
 
     def _captures(self, slot: Slot) -> bool:
         """True if a shared graph, which runs this kind as it is, is to be captured for it."""
@@ -381,9 +364,9 @@ class Executor:
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
-        added = Added.of(loss, self._single)
-        results = [*(total.detach() for total in totals_of(loss)), *_fractions(added)]
-        done = EagerResult(inputs, Form.of(loss, self._single), results, before, earlier, alone)
+        added = Added.of(loss)
+        results = [*added.totals.values(), *_fractions(added)]
+        done = EagerResult(inputs, Form.of(loss), results, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
@@ -470,7 +453,7 @@ class Executor:
         self, inputs: Inputs, form: Form, state: State, sizes: Sizes | None = None
     ) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
-        made = trace(*parts, inputs, form, self._single, sizes)
+        made = trace(*parts, inputs, form, sizes)
         empty_cache(self._device)
         if self._fingerprint is not None:
             self._fingerprint.watch(made.sources)
@@ -489,12 +472,11 @@ class Executor:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
         inputs, form = done.inputs, done.form
         state = self._state_for(done)
-        thread = slot.thread if compiled else None
+        beside = None if slot.ready is None else slot.ready.joint.beside
 
         def joint_of(traced: Traced, *, compiled: bool) -> JointStep:
-            if compiled and thread is not None:
-                slot.thread = None
-                joint = thread.result()
+            if compiled and beside is not None:
+                joint = beside.result()
                 joint.hold(state)
                 return joint
             return self._joint_step(traced, state, inputs, compiled=compiled)
@@ -517,6 +499,7 @@ class Executor:
                 except Exception as problem:  # A compiler, or the check, may raise anything.
                     shared.usable = False
                     self._shapes.tell(problem)
+                    compiled = compiled and beside is None  # That was the shared graph.
                 else:
                     shared.proven.add(compiled)
                     return step

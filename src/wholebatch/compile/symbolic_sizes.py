@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from wholebatch.compile.fake_results import like
 from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs, Key, dense_strides, is_dense, memory_order
 
@@ -118,10 +119,8 @@ class Sizes:
 
     def alike(self, tensor: Tensor) -> Tensor:
         """Return an independent fake tensor for one that shares its allocation with others."""
-        with self._mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
+        made: Tensor = like(self._mode, tensor)
+        return made
 
     def numbers(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the values of the symbols for this micro-batch."""
@@ -150,11 +149,8 @@ class Sizes:
         numbers = self.numbers(tensors)
         at = {place: numbers[i] for i, group in enumerate(self.places) for place in group}
         for which, (tensor, fake) in enumerate(zip(tensors, self.tensors, strict=True)):
-            for dim, size in enumerate(fake.shape):
-                wanted = at.get((which, dim), size)
-                if tensor.shape[dim] != wanted:
-                    return False
-            if not is_dense(tensor, self._orders[which]):
+            wanted = tuple(at.get((which, dim), size) for dim, size in enumerate(fake.shape))
+            if tensor.shape != wanted or not is_dense(tensor, self._orders[which]):
                 return False
         binding = self._binding(numbers)
         ranges = self._environment.var_to_range
