@@ -217,13 +217,9 @@ class ExecutePlan:
         """True if a kind that was seen `seen` times in a shared graph should be captured now."""
         return self.captures and seen >= _RECORDED_AFTER and recorded < _KINDS_IN_ALL
 
-    def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
-        """True if a new graph is compiled immediately; `compiled` graphs are compiled already.
-
-        `shared`: one of those serves many sizes. The remaining kinds are rare, so they wait.
-        """
-        limit = _AT_ONCE - 1 if shared else _AT_ONCE
-        return self.compiles and not self.auto and compiled < limit
+    def compiles_at_once(self, compiled: int) -> bool:
+        """True if a new graph is compiled immediately; `compiled` graphs are compiled already."""
+        return self.compiles and not self.auto and compiled < _AT_ONCE
 
     def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
         """True if a traced graph that has run `runs` times should be compiled now, in a thread.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from wholebatch.compile.fusion import expression_of
 
@@ -26,9 +27,9 @@ def result_of(mode: Any, target: Any, args: Any, kwargs: Mapping[str, Any] | Non
 
     def given(part: Any) -> Any:
         value = part.meta["val"] if isinstance(part, fx.Node) else part
-        return mapped(value, lambda one: like(mode, one))
+        return map_aggregate(value, lambda one: like(mode, one))
 
-    args, kwargs = mapped((args, dict(kwargs or {})), given)
+    args, kwargs = map_aggregate((args, dict(kwargs or {})), given)
     with mode, torch.no_grad():
         return target(*args, **kwargs)
 
@@ -52,14 +53,3 @@ def kind_of(value: Any) -> Any:
         shape, strides = map(expression_of, value.shape), map(expression_of, value.stride())
         return tuple(shape), tuple(strides), value.dtype, value.device
     return tuple(map(kind_of, value)) if isinstance(value, (list, tuple)) else repr(value)
-
-
-def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply the function to every leaf of lists, tuples, dictionaries and slices."""
-    if isinstance(part, (list, tuple)):
-        return type(part)([mapped(one, function) for one in part])
-    if isinstance(part, dict):
-        return {name: mapped(one, function) for name, one in part.items()}
-    if isinstance(part, slice):
-        return slice(*(mapped(one, function) for one in (part.start, part.stop, part.step)))
-    return function(part)

@@ -113,15 +113,13 @@ def _persistent_rows() -> AbstractContextManager[None]:
     from torch._inductor.virtualized import V
 
     name = "should_use_persistent_reduction"
-    by_itself = getattr(InductorChoices, name, None)
+    by_itself: Any = getattr(InductorChoices, name, None)
 
     def decide(features: Any, cooperative_reduction: bool) -> bool:
-        if by_itself is not None and by_itself(features, cooperative_reduction):
-            return True
-        if features.get_reduction_hint() != ReductionHint.INNER:
-            return False
-        return bool(
-            V.graph.sizevars.statically_known_leq(features.reduction_numel, _PERSISTENT_ROWS)
+        is_short = V.graph.sizevars.statically_known_leq
+        return by_itself(features, cooperative_reduction) or (
+            features.get_reduction_hint() == ReductionHint.INNER
+            and bool(is_short(features.reduction_numel, _PERSISTENT_ROWS))
         )
 
     return _replaced_if_there(InductorChoices, name, staticmethod(decide))

@@ -248,13 +248,11 @@ class Executor:
         shared = self._shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
-            ready = self._ready()
-            own = sum(one.joint.sizes is None for one in ready)
-            others = len(ready) - own
-            if not plan.prepares(own, slot.seen, first=first, shared=others if shared else None):
+            own = sum(one.joint.sizes is None for one in self._ready())
+            others = None if shared is None else len(self._ready()) - own
+            if not plan.prepares(own, slot.seen, first=first, shared=others):
                 return stage
-            at_once = plan.compiles_at_once(self._compiled(), shared=others > 0)
-            at_once |= plan.compiles and is_compiled
+            at_once = plan.compiles_at_once(self._compiled()) or (plan.compiles and is_compiled)
             return Stage.COMPILED if at_once else Stage.TRACED
         if stage is Stage.COMPILED or slot.ready is None or not plan.compiles:
             return stage

@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
-from wholebatch.compile.fake_results import fake_mode, fill, kind_of, like, mapped
+from wholebatch.compile.fake_results import fake_mode, fill, kind_of, like
 from wholebatch.compile.fusion import (
     OURS,
     base_of,
@@ -78,7 +79,7 @@ class Piece:
         return (
             tuple(kind_of(node.meta["val"]) for node in self.inputs),
             tuple(
-                (node.target, fixed(mapped((node.args, dict(node.kwargs)), named)))
+                (node.target, fixed(map_aggregate((node.args, node.kwargs), named)))
                 for node in self.nodes
             ),
         )
@@ -119,44 +120,41 @@ class Piece:
             run(examples)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """One call of a compiled piece: the places of its inputs and outputs among all values."""
+    """One call of a compiled piece; values are known by the nodes of the graph."""
 
     run: Callable[[list[Any]], Any]
     """It empties the list of its inputs, so that each is freed after its last use."""
-    inputs: list[int]
-    outputs: list[int]
-    freed: Sequence[int] = ()
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node | None]
+    """None for a result that nothing reads."""
+    freed: Sequence[fx.Node]
     """The inputs that nothing reads afterwards."""
-    unused: Sequence[int] = ()
-    """The outputs that nothing reads."""
 
 
 @dataclass(frozen=True)
 class BlockProgram:
     """A graph as calls of compiled pieces: the same signature as the graph itself."""
 
-    calls: Sequence[Call]
+    inputs: Sequence[fx.Node]
     constants: Sequence[Tensor]
-    results: Sequence[int]
-    places: int
-    """The number of values."""
+    """The values of the last inputs."""
+    calls: Sequence[Call]
+    results: Sequence[fx.Node]
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        values: list[Any] = [*arguments, *self.constants]
-        values += [None] * (self.places - len(values))
+        values: dict[fx.Node | None, Any] = {}
+        values.update(zip(self.inputs, (*arguments, *self.constants), strict=True))
         for call in self.calls:
-            inputs = [values[place] for place in call.inputs]
-            for place in call.freed:
-                values[place] = None
+            inputs = [values[node] for node in call.inputs]
+            for node in call.freed:
+                del values[node]
             results = call.run(inputs)
-            for place, result in zip(call.outputs, results, strict=True):
-                values[place] = result
+            values.update(zip(call.outputs, results, strict=True))
+            values.pop(None, None)
             del results, inputs
-            for place in call.unused:
-                values[place] = None
-        return [values[place] for place in self.results]
+        return [values[node] for node in self.results]
 
 
 class Blocks:
@@ -213,25 +211,15 @@ class Blocks:
             runs[key] = _taking_a_list(compile_piece(piece.module(outputs[key]), examples))
             if tunes and piece.is_safe:
                 piece.try_out(runs[key])
-        place = {node: number for number, node in enumerate(self._inputs)}
-        held = len(place)
-        places = held
+        kept = {*self._inputs, *self._results}
         calls = []
-        for piece, key in zip(self._pieces, self._keys, strict=True):
-            read = [place[node] for node in piece.inputs]
-            written = list(range(places, places + len(outputs[key])))
-            places += len(written)
-            for at, number in zip(written, outputs[key], strict=True):
-                if piece.nodes[number] in piece.own:
-                    place[piece.nodes[number]] = at
-            calls.append(Call(runs[key], read, written))
-        results = [place[node] for node in self._results]
-        kept = {*results, *range(held)}
-        for call in reversed(calls):
-            call.unused = [one for one in call.outputs if one not in kept]
-            call.freed = [one for one in call.inputs if one not in kept]
-            kept.update(call.freed)
-        return BlockProgram(calls, self._constants, results, places)
+        for piece, key in zip(reversed(self._pieces), reversed(self._keys), strict=True):
+            made = [piece.nodes[number] for number in outputs[key]]
+            written = [node if node in piece.own and node in kept else None for node in made]
+            freed = [node for node in piece.inputs if node not in kept]
+            kept.update(freed)
+            calls.append(Call(runs[key], piece.inputs, written, freed))
+        return BlockProgram(self._inputs, self._constants, calls[::-1], self._results)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -353,7 +341,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     known: dict[Any, int] = {}
     labels = []
     for node in nodes:
-        arguments = mapped(
+        arguments = map_aggregate(
             (node.args, node.kwargs),
             lambda part: f"<{part.op}>" if isinstance(part, fx.Node) else part,
         )
