@@ -430,30 +430,6 @@ class Fingerprint:
         return self.changed() is None
 
 
-class LookAgain:
-    """Decide when to check a model and its loss again: when a value that they read has changed.
-
-    A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4, 8,
-    ... windows.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[Fingerprint] = []
-        self._begun = self._next = 0
-        self._stale = False
-
-    def is_due(self, changed: bool | None = None) -> bool:
-        """Begin a window; True if it is to be looked at. Graphs know what has `changed`."""
-        self._begun += 1
-        self._stale |= bool(changed)
-        if not self.seen or self._begun < self._next:
-            return False
-        if not self._stale and (changed is not None or all(one.holds() for one in self.seen)):
-            return False
-        self.seen, self._next, self._stale = [], 2 * self._begun, False
-        return True
-
-
 class _Attributes:
     """The plain attributes of one module, and the identities of its tensors and submodules."""
 

@@ -55,8 +55,6 @@ class Notes:
 
     def __init__(self, *, asked: bool) -> None:
         self._asked = asked
-        self.prints = True
-        """Set to False where many settings are tried, and shown in another way."""
         self.history: list[str] = []
         self.reasons: list[str] = []
         """Why micro-steps run in a slower mode, or a graph was out of date."""
@@ -66,7 +64,7 @@ class Notes:
         text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
         self.reasons.append(reason)
         if not self._asked:
-            self.show(f"micro-steps run {to}: {reason}")
+            self.tell(f"micro-steps run {to}: {reason}", shows=True)
         elif text not in self.history:
             self.history.append(text)
             warn_user(text, ExecuteWarning)
@@ -85,24 +83,16 @@ class Notes:
 
     def runs_in(self, mode: str) -> None:
         """Tell that micro-steps run in this kind of graph from now on."""
-        self.show(f"micro-steps are now {_MODES[mode]}")
+        self.tell(f"micro-steps are now {_MODES[mode]}", shows=True)
 
-    def tell(self, text: str) -> None:
-        """Log a message."""
-        if text not in self.history:
-            self.history.append(text)
-            _LOG.info(text)
-
-    def show(self, text: str) -> None:
-        """Log a message, or print it where logs of this kind are not kept."""
+    def tell(self, text: str, *, shows: bool = False) -> None:
+        """Log a message; with `shows`, print it where logs of this kind are not kept."""
         if text in self.history:
             return
         self.history.append(text)
-        if _LOG.isEnabledFor(logging.INFO):
+        if not shows or _LOG.isEnabledFor(logging.INFO):
             _LOG.info(text)
-        elif self.prints and not (
-            dist.is_available() and dist.is_initialized() and dist.get_rank()
-        ):
+        elif not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             print(f"wholebatch: {text}", file=sys.stderr)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
+from wholebatch.compile.fake_results import like
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
@@ -69,7 +70,7 @@ class JointStep:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
             self._examples = self._arguments(example, seeds)
         else:
-            tail = map(self.sizes.alike, self._tail)
+            tail = [like(self.sizes.mode, tensor) for tensor in self._tail]
             self._examples = [*self.sizes.symbols, *self.sizes.flat, *tail]
         self._blocks: Blocks | None = None
         self.to_compile = self.operations

@@ -259,11 +259,8 @@ def _outputs(
     needed = {node for piece in pieces for node in piece.inputs} | set(results)
     outputs: dict[Any, set[int]] = {key: set() for key in keys}
     for piece, key in zip(pieces, keys, strict=True):
-        outputs[key].update(
-            number
-            for number, node in enumerate(piece.nodes)
-            if node in needed and node in piece.own
-        )
+        read = needed & piece.own
+        outputs[key].update(number for number, node in enumerate(piece.nodes) if node in read)
     return {key: sorted(numbers) for key, numbers in outputs.items()}
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.fake_results import like
 from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs, Key, dense_strides, is_dense, memory_order
 
@@ -74,7 +73,8 @@ class Sizes:
     symbols: list[Any]
     """One symbol for each group of places."""
     _environment: Any
-    _mode: Any
+    mode: Any
+    """The mode of the fake tensors."""
     _hints: tuple[int, ...]
     _orders: list[list[int]]
     flat: list[Tensor] = field(default_factory=list)
@@ -114,12 +114,7 @@ class Sizes:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor for a tensor of the model, with fixed sizes."""
-        made: Tensor = self._mode.from_tensor(tensor, static_shapes=True)
-        return made
-
-    def alike(self, tensor: Tensor) -> Tensor:
-        """Return an independent fake tensor for one that shares its allocation with others."""
-        made: Tensor = like(self._mode, tensor)
+        made: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
         return made
 
     def numbers(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
