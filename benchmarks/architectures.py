@@ -126,6 +126,8 @@ class Bench:
         import torch
 
         model = self.case.build(self.case.size).to(self.device)
+        if self._options.channels_last:
+            model.to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.on_cuda)
 
     def _autocast(self) -> Any:
@@ -335,6 +337,7 @@ def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.P
     command += [] if options.distances else ["--no-distances"]
     command += ["--execute", options.execute] if options.execute else []
     command += ["--precision", options.precision]
+    command += ["--channels-last"] if options.channels_last else []
     paths = [ROOT / "src", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     around = {
         **os.environ,
@@ -558,6 +561,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="bf16", choices=("bf16", "fp8"), help="of WholeBatch"
     )
+    parser.add_argument("--channels-last", action="store_true", help="memory format of weights")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")

@@ -39,14 +39,6 @@ def fill(mode: Any, node: fx.Node) -> None:
     node.meta["val"] = result_of(mode, node.target, node.args, node.kwargs)
 
 
-def fake_mode() -> Any:
-    """Return a new mode for fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    return FakeTensorMode(shape_env=ShapeEnv())
-
-
 def kind_of(value: Any) -> Any:
     """Return what must agree for two tensors to be exchanged in compiled code."""
     if isinstance(value, Tensor):

@@ -176,10 +176,6 @@ class Gradients:
                 parameter.grad = None
         self._lent.clear()
 
-    def zero(self, used: Sequence[int]) -> None:
-        """Set these buffers to zero."""
-        torch._foreach_zero_(self.of(used))
-
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
         """Return copies of these parameters' `.grad`, in host memory if the device is full."""
         held = [self.parameters[index].grad for index in used]
@@ -221,9 +217,8 @@ class Casts:
         self._parameters = list(parameters)
         self._copies: dict[Cast, Tensor] = {}
         self._quantised: dict[int, Quantised] = {}
-        self._seen: list[int] = []
-        self._recorded_for: list[int] = []
-        """Addresses of the weights at the last time, and when quantising them was recorded."""
+        self._places: list[int] = []
+        """Addresses of the weights when they were quantised last."""
         self._recorded: torch.cuda.CUDAGraph | None = None
 
     def of(self, wanted: Sequence[Cast]) -> list[Tensor]:
@@ -253,8 +248,8 @@ class Casts:
     def _quantise(self) -> None:
         """Quantise weights; on a CUDA device as a recorded graph, since there are many launches."""
         weights = [self._parameters[index] for index in self._quantised]
-        places = [weight.data_ptr() for weight in weights]
-        if self._recorded is not None and places == self._recorded_for:
+        before, self._places = self._places, [weight.data_ptr() for weight in weights]
+        if self._recorded is not None and before == self._places:
             self._recorded.replay()
             return
 
@@ -263,9 +258,8 @@ class Casts:
                 parts.fill(weight)
 
         fill()
-        if places == self._seen and all(weight.is_cuda for weight in weights):
-            self._recorded, self._recorded_for = recorded(fill), places
-        self._seen = places
+        repeats = before == self._places and all(weight.is_cuda for weight in weights)
+        self._recorded = recorded(fill) if repeats else None
 
     def _room(self, indices: Sequence[int]) -> Iterator[Quantised]:
         """Yield memory for the parts of each of these weights."""

@@ -52,7 +52,6 @@ class JointStep:
         self.used = traced.used
         self.random = traced.random
         self.sizes = traced.sizes
-        self.sixteen_bit = traced.sixteen_bit
         self.compiled = compiled
         self.beside: Future[JointStep] | None = None
         """The same step, compiled in a thread beside the run."""

@@ -311,9 +311,7 @@ class Executor:
         self._next_place = window.now.micro_batches + 1
         self._casts.refresh()  # The device casts while the host checks.
         trained = window.target.trained() if window.open is None else window.now.inputs
-        same = len(self._parameters) == len(trained) and all(
-            a is b for a, b in zip(self._parameters, trained, strict=True)
-        )
+        same = [*map(id, self._parameters)] == [*map(id, trained)]
         if not self._found:
             self.changed()
         changed, self._found = self._found[0] if self._found else None, ()
@@ -553,14 +551,14 @@ class Executor:
 
         def results() -> list[Tensor]:
             done.before.restore()
-            self._gradients.zero(joint.used)
+            torch._foreach_zero_(self._gradients.of(joint.used))
             totals, rest = run(inputs.tensors, seeds)
             return [*totals, *_fractions(done.form.read(totals, rest))]
 
         try:
             found = rehearse(results, self._device, captures=rehearses)
             if not joint.random:
-                held_against = partial(hold_against, sixteen_bit=joint.sixteen_bit)
+                held_against = partial(hold_against, sixteen_bit=joint.traced.sixteen_bit)
                 held_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from wholebatch.compile.fake_results import fake_mode, fill, kind_of, like
+from wholebatch.compile.fake_results import fill, kind_of, like
 from wholebatch.compile.fusion import (
     OURS,
     base_of,
     fixed,
+    hint_of,
     is_cheap,
     is_external,
     is_view,
@@ -90,7 +91,8 @@ class Piece:
         copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(self.inputs)}
         for node in self.nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-            copies[node] = graph.call_function(node.target, args, kwargs)
+            target: Any = node.target
+            copies[node] = graph.call_function(target, args, kwargs)
         graph.output(tuple(copies[self.nodes[number]] for number in outputs))
         return fx.GraphModule({}, graph)
 
@@ -266,11 +268,11 @@ def _outputs(
 
 def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     """Give a fake value to every node that has none; return their mode."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
-    given = next(fakes, None)
-    mode = fake_mode() if given is None else given.fake_mode
+    fakes = (one.fake_mode for one in arguments.values() if isinstance(one, FakeTensor))
+    mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())
     for node in graph.nodes:
         if node in arguments:
             node.meta["val"] = like(mode, arguments[node])
@@ -285,13 +287,8 @@ def _size(value: Any) -> int:
         return 0
     numbers = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
-        numbers *= _hint(size) if _hint(stride) else 1
+        numbers *= hint_of(size) if hint_of(stride) else 1
     return numbers * value.element_size()
-
-
-def _hint(size: Any) -> int:
-    """Return a size, or the value that a symbol was traced with. It adds no guard."""
-    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 # ---------------------------------------------------------------------------------- find the pieces

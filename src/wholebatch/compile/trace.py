@@ -331,10 +331,6 @@ def trace(
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
-_NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
-"""Nodes need not know which function of torch they come from."""
-
-
 @collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
@@ -348,9 +344,12 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
 
     try:
         with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
-            graph = make_fx(watched, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES)(
-                *flat
-            )
+            graph = make_fx(
+                watched,
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+                _disable_torch_fn_metadata_mode=True,  # Nodes need not know their functions.
+            )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.
