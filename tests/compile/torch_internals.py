@@ -112,7 +112,13 @@ WINDOW_INTERNALS = (
         "they would run on each micro-batch",
         ("_backward_hooks", "_post_accumulate_grad_hooks"),
     ),
-    Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
+    Internal(
+        "torch",
+        "_foreach_mul_",
+        "one kernel multiplies all gradients, or puts all state back",
+        _TEST,
+        ("_foreach_copy_",),
+    ),
     Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
     Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
