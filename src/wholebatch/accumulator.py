@@ -31,7 +31,7 @@ from wholebatch.errors import (
     StateError,
     WindowError,
 )
-from wholebatch.given_loss import GivenLoss
+from wholebatch.given_loss import given_loss
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory
@@ -318,14 +318,15 @@ class Accumulator(HasWindow):
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             reduces = is_last and not more
+            how: Any = {"in_parts": self._in_parts, "steps": self._size}
             if isinstance(total, Terms) and self._window.now.known is not None:
-                self._checks.check(total, in_parts=self._in_parts, steps=self._size)
+                self._checks.check(total, **how)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
-                given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                if self._checks.active or given.whole is not None:
-                    given.check(self._checks, in_parts=self._in_parts, steps=self._size)
-                self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
+                summed, of = given_loss(total, units, mean)  # refuses terms that nobody announced
+                if self._checks.active or isinstance(total, Loss):
+                    self._checks.check(total, of, mean=mean, **how)
+                self._window.add(summed, of, last=reduces, counts=self._counts)
             self._window.current.are_units_given = True
             return self._end_backward(is_last, more)
 

@@ -18,9 +18,8 @@ from torch.utils import _pytree as pytree
 
 from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.coupled.normalisation_layers import (
-    batchnorms,
-    tracked_instance_norms,
     uses_batch_statistics,
+    whole_batch_norms,
 )
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group
@@ -308,9 +307,7 @@ class Pipeline(HasWindow):
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
         target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
         self._window = Window(target, options, sync)
-        self._norms = [
-            pair for m in modules for pair in (*batchnorms(m), *tracked_instance_norms(m))
-        ]
+        self._norms = [pair for module in modules for pair in whole_batch_norms(module)]
         self._refuse_batch_statistics()
         self._runner = PipelineRunner(
             stages, self._window, sync, schedule=schedule, micro_batch=micro_batch, loss=loss

@@ -207,6 +207,11 @@ class Runner:
             before = ForwardState(*(norm for _, norm in self._norms if norm.training), every=False)
         self._before = before
 
+    def _before_code(self) -> None:
+        """Copy the attributes of the model before its Python runs; a recorded graph runs none."""
+        if self._before is not None:
+            self._before.read_attributes()
+
     def end_window(self) -> None:
         """Note that the window has made its update."""
         self._before = None
@@ -309,6 +314,7 @@ class Runner:
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
         assert not isinstance(loss_function, Coupled)
         micro = to_device(micro, self._device)
+        self._before_code()
         with self._precision.forward():
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
@@ -359,6 +365,7 @@ class TwoPassRunner(Runner):
         window = self._window
 
         def encode(micro: Any) -> Any:
+            self._before_code()
             with self._precision.forward():
                 return self._coupled.encode(self.model, to_device(micro, self._device))
 

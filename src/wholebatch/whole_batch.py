@@ -391,7 +391,7 @@ class WholeBatch(HasWindow):
         else:
             step = window.join(known)
         if probe is not None:
-            probe.closed(None, step, joined=True)
+            probe.closed(step, joined=True)
         return step
 
     def _joined_forwards(
@@ -414,10 +414,9 @@ class WholeBatch(HasWindow):
             window.sync.restore()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        measured = None if self._probe is None else self._probe.measurements()
         step = self._window.close(steps=steps, while_waiting=self._while_waiting)
         if self._probe is not None:
-            self._probe.closed(measured, step, joined=False)
+            self._probe.closed(step, joined=False)
         if step.skipped is None:
             self._runner.end_window()
         return step
