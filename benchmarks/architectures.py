@@ -138,13 +138,18 @@ class Bench:
         import torch
 
         model, optimizer = self._model()
-        forward = torch.compile(model) if compiled else model
+
+        def mean(part: Any) -> Any:
+            loss = self.case.loss(model, part)
+            return loss.total / (len(parts) * loss.units)
+
+        forward = torch.compile(mean) if compiled else mean  # The model and its loss together.
 
         def window() -> None:
             for part in parts:
                 with self._autocast():
-                    loss = self.case.loss(forward, part)
-                (loss.total / (len(parts) * loss.units)).backward()
+                    loss = forward(part)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -391,9 +396,16 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; a later row of a model replaces an earlier one."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return list({row["name"]: row for row in lines}.values())
+    """Return the rows of a file of JSON lines, where a later row adds its ways to an earlier one."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in (json.loads(line) for line in path.read_text().splitlines() if line.strip()):
+        earlier = found.get(row["name"], {})
+        if "error" not in row:
+            earlier.pop("error", None)
+        elif "wholebatch" in earlier:
+            continue  # A process that was stopped takes nothing back.
+        found[row["name"]] = {**earlier, **row}
+    return list(found.values())
 
 
 # --------------------------------------------------------------------------- the page
