@@ -340,7 +340,12 @@ class Probe:
 
 def _refuse_unmeasurable(window: Window, coupled: bool) -> None:
     """Refuse windows in which no rank sees the gradient of its own first micro-batch."""
-    why = window.sync.hides_gradients
+    why = None
+    if window.sync.grows_own_graph:
+        why = (
+            "with this engine no rank has the gradient of its own micro-batches; measure in one "
+            "process, or with DDP"
+        )
     if coupled:
         why = (
             "the samples of a batch depend on each other (exact BatchNorm, wb.Coupled), so no "

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wholebatch.errors import OptionError, StateError, WholebatchError
+from wholebatch.errors import StateError, WholebatchError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -88,11 +88,6 @@ def load_json(path: Path, error: type[WholebatchError], label: str | Path) -> An
         raise error(f"{label}: cannot be read: {reason(problem)}") from problem
     except ValueError as problem:
         raise error(f"{label}: is not JSON: {problem}") from None
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the result of a command to the user's file, or raise an OptionError."""
-    write_atomically(path, json.dumps(data, indent=1) + "\n", OptionError)
 
 
 def write_atomically(path: Path, text: str, error: type[WholebatchError] = StateError) -> None:

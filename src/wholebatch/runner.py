@@ -56,7 +56,6 @@ _log = logging.getLogger("wholebatch")
 
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Terms | Tensor]
 AfterMicro: TypeAlias = Callable[[int, int], None]
-BeforeMicro: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class WindowRun:
 
     reduces: bool = True
     """The last backward reduces the gradients over the ranks; otherwise the close does."""
-    before_micro: BeforeMicro = lambda index: None
     after_micro: AfterMicro = lambda done, of: None
     forwards: int | None = None
     """The number of micro-batches that every rank must run; None if ranks may differ."""
@@ -107,7 +105,7 @@ class Runner:
         self._precision = precision
         self._device = window.target.device
         self._norms = whole_batch_norms(root)
-        self._before: list[tuple[Tensor, Tensor]] = []  # running statistics, and copies of them
+        self._before: ForwardState | None = None  # holds the running statistics before the window
         self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
         read = loss.encode if isinstance(loss, Coupled) else loss
@@ -199,26 +197,27 @@ class Runner:
 
     # ------------------------------------------------------------ the windows
 
-    def begin_window(self) -> None:
-        """Begin an attempt at a window."""
+    def begin_window(self, before: ForwardState | None) -> None:
+        """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
         self._is_guarded = is_tested_window(self._window.number)
         if self._is_guarded:
             self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
-        moving = [norm for _, norm in self._norms if norm.training]
-        buffers = [b for norm in moving for b in running_buffers(norm).values()]
-        self._before = [(buffer, buffer.clone()) for buffer in buffers]
+        if before is None:
+            before = ForwardState(*(norm for _, norm in self._norms if norm.training), every=False)
+        self._before = before
 
     def end_window(self) -> None:
         """Note that the window has made its update."""
-        self._before = []
+        self._before = None
 
     def discard_window(self) -> None:
         """Forget the window; one without an update leaves no trace in running statistics."""
-        for buffer, before in self._before:
-            buffer.copy_(before)
-        self._before = []
+        if self._before is not None:
+            moved = {(id(m), name) for _, m in self._norms for name in running_buffers(m)}
+            self._before.restore(only=moved)
+        self._before = None
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
         """Run the micro-batches.
@@ -233,7 +232,6 @@ class Runner:
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1
-                how.before_micro(index)
                 if index < len(micros):
                     micro_step(micros[index])
                     self._window.micro_batch_done()
@@ -377,7 +375,6 @@ class TwoPassRunner(Runner):
             micros,
             encode,
             modules=window.target.models,
-            before_micro=how.before_micro,
             keep=max(1, self._keep) if len(micros) == 1 else self._keep,
         )
         whole = passes.first()

@@ -31,6 +31,7 @@ from wholebatch.runner import (
 )
 from wholebatch.window import precision as precisions
 from wholebatch.window.close import ClipNorm, read_scalars
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
 
@@ -259,7 +260,7 @@ class WholeBatch(HasWindow):
             with self._precision.window():
                 for attempt in attempts:
                     with attempt:
-                        self._begin(known)
+                        self._begin(known, attempt.before)
                         self._run(attempt, forwards, after_micro)
             return self._close(attempt.micros, steps)
         finally:
@@ -279,11 +280,11 @@ class WholeBatch(HasWindow):
         """Return the numbers that a loop may call its accumulation steps."""
         return {len(micros)}
 
-    def _begin(self, known: dict[str, float] | None) -> None:
+    def _begin(self, known: dict[str, float] | None, before: ForwardState | None) -> None:
         """Open the window, unless the first loss must open it."""
         if known is not None:
             self._window.begin(known=known)
-        self._runner.begin_window()
+        self._runner.begin_window(before)
         if self._probe is not None:
             self._probe.begin()
 
@@ -313,9 +314,6 @@ class WholeBatch(HasWindow):
         """Run the forwards and backwards of a window."""
         probe, micros = self._probe, attempt.micros
 
-        def before(index: int) -> None:
-            attempt.place = index
-
         def after(done: int, of: int) -> None:
             if probe is not None:
                 probe.micro_batch_done(done)
@@ -325,10 +323,10 @@ class WholeBatch(HasWindow):
         # A rank that must begin again would leave the others in a reduction. A measured window of
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.may_begin_again() or (measured and self._window.sync.keeps_gradients)
+        alone = self._fitting.may_begin_again() or measured
         reduces = self._window.sync.ranks == 1 or not alone
         forwards = forwards if self._window.sync.counts_must_agree else None
-        self._runner.run(micros, WindowRun(reduces, before, after, forwards))
+        self._runner.run(micros, WindowRun(reduces, after, forwards))
 
     # --------------------------------------------------------------- the loop
 
@@ -387,7 +385,7 @@ class WholeBatch(HasWindow):
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
         known = None if self._count is None else self._count([])
-        self._runner.begin_window()
+        self._runner.begin_window(None)
         if window.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)
         else:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wholebatch.batch import drop_samples, split, to_device
+from wholebatch.batch import split, to_device
+from wholebatch.batch.samples import layout_of
 from wholebatch.errors import OptionError, SplitError
 
 
@@ -221,13 +222,14 @@ def test_every_micro_batch_is_the_batch_of_its_samples(
 
 
 @given(inner=NESTED, samples=st.integers(5, 12), keep=st.integers(1, 12))
-def test_drop_samples_keeps_the_first(inner: Build, samples: int, keep: int) -> None:
+def test_the_first_samples_of_a_layout(inner: Build, samples: int, keep: int) -> None:
     def build(rows: list[int]) -> Any:
         return [_ids(rows, 3), inner(rows)]
 
     keep = min(keep, samples)
     rows = list(range(samples))
-    assert_same(drop_samples(build(rows), keep, batch_size=samples), build(rows[:keep]))
+    layout = layout_of(build(rows), batch_size=samples)
+    assert_same(layout.take(slice(keep)), build(rows[:keep]))
 
 
 def test_samples_are_views_and_other_leaves_the_same_objects() -> None:
@@ -309,17 +311,6 @@ def test_an_impossible_micro_batch_is_refused(size: Any) -> None:
     assert str(caught.value) == (
         f"micro_batch={size!r}: must be a positive number of samples or wholebatch.tokens(budget)"
     )
-
-
-@pytest.mark.parametrize("keep", [0, 5, True, 1.5])
-def test_drop_samples_refuses_to_keep_none_or_more_than_there_are(keep: Any) -> None:
-    with pytest.raises(OptionError, match=f"keep={keep}: must be a number of samples from 1 to 4"):
-        drop_samples({"x": torch.ones(4)}, keep)
-
-
-def test_drop_samples_that_drops_none_returns_the_batch() -> None:
-    batch = {"x": torch.ones(4)}
-    assert drop_samples(batch, 4) is batch
 
 
 @given(inner=NESTED)

@@ -170,6 +170,6 @@ def test_memory_that_never_suffices_still_ends() -> None:
     model = mlp()
     Device(model, 0)
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=16)
-    with pytest.raises(torch.OutOfMemoryError, match="has one sample and does not fit"):
+    with pytest.raises(torch.OutOfMemoryError, match="of one sample does not fit"):
         train.step(samples(64))
     assert train.recoveries == 4

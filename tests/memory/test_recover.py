@@ -195,7 +195,7 @@ def test_one_sample_that_does_not_fit_says_what_would_help() -> None:
     options: Any = {"loss": fails, "micro_batch": 1, "audit": False}
     train = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), **options)
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"micro-batch 1 of 2 has one sample .*full at 3 bytes.*bf16"
+        torch.OutOfMemoryError, match=r"of one sample does not fit .*full at 3 bytes.*bf16"
     ):
         train.step(vectors(2))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
 from wholebatch.options import grouped
 from wholebatch.window import gradient_store
-from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.gradient_store import Store
 
 
 @pytest.fixture
@@ -20,23 +23,23 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the CPU step unread, as a CUDA device does; counts how often it was asked to."""
     asked: list[int] = []
     monkeypatch.setattr(gradient_store, "_DEVICES_TO_WAIT_FOR", ("cpu", "cuda"))
-    real = DeviceStore.can_step_unread
+    real = Store.can_step_unread
 
-    def can(self: DeviceStore, hooks: Any) -> bool:
+    def can(self: Store, hooks: Any) -> bool:
         able = real(self, hooks)
         asked.append(int(able))
         return able
 
-    monkeypatch.setattr(DeviceStore, "can_step_unread", can)
+    monkeypatch.setattr(Store, "can_step_unread", can)
     return asked
 
 
 def make(
-    *, fused: bool = True, adam: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+    *, fused: bool = True, adam: Callable[..., Any] = torch.optim.AdamW, **options: Any
 ) -> tuple[nn.Module, wb.WholeBatch]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    optimizer = adam(model.parameters(), lr=0.01, fused=fused)  # type: ignore[call-arg]
+    optimizer = adam(model.parameters(), lr=0.01, fused=fused)
     train = wb.WholeBatch(model, optimizer, loss=loss, **grouped({"micro_batch": 4, **options}))
     return model, train
 
@@ -78,6 +81,30 @@ def test_same_bits_as_after_reading(
         assert step.loss == pytest.approx(other.loss, rel=1e-15)
         assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-15)
     assert here == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_fused_sgd_steps_unread_once_its_momentum_is_there(
+    here: list[int], momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sgd = partial(torch.optim.SGD, momentum=momentum)
+    model, train = make(adam=sgd, nonfinite="skip")
+    bad = batch(1)
+    bad["x"][5] = math.nan
+    first = int(momentum == 0.0)
+    assert train.step(bad).skipped is not None
+    for seed in range(3):
+        train.step(batch(seed))
+    before, state = bits(model), [one.clone() for one in train_state(train)]
+    assert train.step(bad).skipped is not None
+    assert here == [first, first, 1, 1, 1]
+    assert all(map(torch.equal, bits(model), before))
+    assert all(map(torch.equal, train_state(train), state))
+    monkeypatch.undo()
+    plain, on_host = make(adam=sgd)
+    for seed in range(3):
+        on_host.step(batch(seed))
+    assert all(map(torch.equal, bits(model), bits(plain)))
 
 
 def test_not_where_the_store_steps_bucket_by_bucket(here: list[int]) -> None:
@@ -221,3 +248,41 @@ def test_not_where_the_gradient_is_worked_on_or_left(here: list[int]) -> None:
     train.step(batch(0))
     assert here == [0]
     assert named
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that a device would run, and those that wait for its result."""
+
+    _FREE = ("view", "detach", "t", "empty_like", "split_with_sizes", "unbind", "expand", "alias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = self.read = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.read += name == "_local_scalar_dense"
+        self.run += name not in self._FREE and func.namespace == "aten"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_window_costs_the_device_as_much_for_any_number_of_layers(here: list[int]) -> None:
+    """The state before a window, its norm, its factor and its step are a few operations each."""
+    beside = []
+    for layers in (2, 12):
+        torch.manual_seed(0)
+        norms = (one for _ in range(layers) for one in (nn.Linear(5, 5), nn.BatchNorm1d(5)))
+        model = nn.Sequential(*norms)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+        train = wb.WholeBatch(model, optimizer, loss=loss, execute="eager")
+        for seed in range(4):  # Window 4 is a tested one.
+            train.step(batch(seed))
+        with Kernels() as ours:
+            train.step(batch(5))
+        assert ours.read == 0
+        with Kernels() as plain:
+            loss(model, batch(5)).total.backward()
+            optimizer.step()
+        beside.append(ours.run - plain.run)
+    assert beside[0] == beside[1] < 60
+    assert here[-1] == 1

@@ -3,7 +3,6 @@
 from wholebatch.batch.micro_batches import (
     Batches,
     Tokens,
-    drop_samples,
     joined,
     split,
     split_numbered,
@@ -15,7 +14,6 @@ __all__ = [
     "Batches",
     "Tokens",
     "batch_size_of",
-    "drop_samples",
     "joined",
     "split",
     "split_numbered",

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from wholebatch.batch.micro_batches import drop_samples
-from wholebatch.batch.samples import Static
+from wholebatch.batch.samples import Static, layout_of
 from wholebatch.errors import OptionError, StateError, UnsupportedError
 from wholebatch.window.forward_state import capture_random, restore_random
 
@@ -49,7 +48,8 @@ class Unpadded:
             if kept == size:
                 yield batch
             elif kept > 0:
-                yield drop_samples(batch, kept, batch_size=size, static=self.static)
+                layout = layout_of(batch, batch_size=size, static=self.static)
+                yield layout.take(slice(kept))
 
 
 def unpadded(loader: Iterable[Any], *, static: Static = (), start: int = 0) -> Iterable[Any]:

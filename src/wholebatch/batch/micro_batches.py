@@ -8,7 +8,7 @@ are padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from wholebatch.batch.packing import packed_micro_batches
 from wholebatch.batch.samples import (
     BatchSize,
     Layout,
-    Leaf,
     Rows,
     Static,
     is_array,
@@ -147,23 +146,6 @@ def _is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def drop_samples(
-    batch: Any, keep: int, *, batch_size: BatchSize = None, static: Static = ()
-) -> Any:
-    """Return the first `keep` samples of `batch`, as views in the same structure.
-
-    >>> drop_samples({"x": [1, 2, 3, 4]}, 3)
-    {'x': [1, 2, 3]}
-    """
-    layout = layout_of(batch, batch_size=batch_size, static=static)
-    if not is_positive(keep) or keep > layout.size:
-        raise OptionError(
-            f"keep={keep!r}: must be a number of samples from 1 to {layout.size}, the size of the "
-            "batch"
-        )
-    return batch if keep == layout.size else layout.take(slice(0, keep))
-
-
 @dataclass(frozen=True)
 class Tokens:
     """A micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
@@ -247,17 +229,38 @@ _IGNORED = -100
 
 def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None]:
     """Return the length of each sample (None if unknown), and the width of the batch."""
-    if by.mask is not None:
-        real: Tensor | None = _real_by_mask(layout, _named(layout, by.mask))
-    else:
-        real = _real_by_attention_mask(layout)
-    if real is None:
-        return None, _width(layout)
-    lengths, width = _ends(real), real.shape[1]
-    counted = _counted_labels(layout, width)
-    if counted is not None:
-        lengths = [max(pair) for pair in zip(lengths, _ends(counted), strict=True)]
-    return lengths, width
+    arrays = {
+        leaf.name: leaf.value
+        for leaf in layout.leaves
+        if leaf.batched and is_array(leaf.value) and leaf.value.ndim >= 2
+    }
+    real = _real_tokens(arrays, by.mask)
+    if real is None:  # the first [samples, tokens], else the first [samples, tokens, ...]
+        widths = [value.shape[1] for value in sorted(arrays.values(), key=lambda it: it.ndim > 2)]
+        return None, int(widths[0]) if widths else None
+    lengths, labels = _ends(real), arrays.get("labels")
+    if labels is not None and tuple(labels.shape) == tuple(real.shape):
+        labels = _dense(labels)
+        if not labels.is_floating_point():  # a label that counts in the loss is never trimmed
+            lengths = [max(pair) for pair in zip(lengths, _ends(labels != _IGNORED), strict=True)]
+    return lengths, real.shape[1]
+
+
+def _real_tokens(arrays: Mapping[str, Any], mask: str | None) -> Tensor | None:
+    """Return True for each real token: by the mask that is named, else by an `attention_mask`."""
+    given = arrays.get(mask or "attention_mask")
+    if given is not None and given.ndim == 2:
+        values = _dense(given)
+        if not values.is_floating_point() or not bool((values < 0).any()):
+            return values != 0
+    if mask is None:
+        return None
+    leaves = ", ".join(f"{name} {tuple(value.shape)}" for name, value in arrays.items())
+    raise SplitError(
+        f"tokens(mask={mask!r}): must name a leaf [samples, tokens] that is nonzero where a token "
+        f"is real, without negative values (an additive attention mask has them); the batch has "
+        f"{leaves or 'no leaf with tokens'}"
+    )
 
 
 def _ends(real: Tensor) -> list[int]:
@@ -269,71 +272,9 @@ def _ends(real: Tensor) -> list[int]:
     return ends
 
 
-def _real_by_mask(layout: Layout, leaf: Leaf) -> Tensor:
-    value = leaf.value
-    if not is_array(value) or value.ndim != 2 or len(value) != layout.size:
-        raise SplitError(
-            f"tokens(mask={leaf.name!r}): must be [samples, tokens], got {_described(value)}"
-        )
-    mask = _dense(value)
-    if _is_additive(mask):
-        raise SplitError(
-            f"tokens(mask={leaf.name!r}): has negative values, so it is an additive attention mask "
-            "(0 where a token is real); give a mask that is nonzero where a token is real"
-        )
-    return mask != 0
-
-
-def _real_by_attention_mask(layout: Layout) -> Tensor | None:
-    """Return the mask that Hugging Face's tokenizers produce, if the batch has one."""
-    for leaf in _sequences(layout):
-        if leaf.name == "attention_mask" and leaf.value.ndim == 2:
-            mask = _dense(leaf.value)
-            return None if _is_additive(mask) else mask != 0
-    return None
-
-
-def _is_additive(mask: Tensor) -> bool:
-    return mask.is_floating_point() and bool((mask < 0).any())
-
-
-def _counted_labels(layout: Layout, width: int) -> Tensor | None:
-    """Return a mask of the labels that count in the loss; these tokens are never trimmed."""
-    for leaf in _sequences(layout):
-        if leaf.name == "labels" and tuple(leaf.value.shape) == (layout.size, width):
-            labels = _dense(leaf.value)
-            return None if labels.is_floating_point() else labels != _IGNORED
-    return None
-
-
-def _sequences(layout: Layout) -> list[Leaf]:
-    batched = (leaf for leaf in layout.leaves if leaf.batched)
-    return [leaf for leaf in batched if is_array(leaf.value) and leaf.value.ndim >= 2]
-
-
-def _width(layout: Layout) -> int | None:
-    """Return the tokens of the first [samples, tokens] leaf, else of [samples, tokens, ...]."""
-    shapes = [leaf.value.shape for leaf in _sequences(layout)]
-    flat = [shape for shape in shapes if len(shape) == 2]
-    return int((flat or shapes)[0][1]) if shapes else None
-
-
-def _named(layout: Layout, name: str) -> Leaf:
-    for leaf in layout.leaves:
-        if leaf.name == name:
-            return leaf
-    names = ", ".join(leaf.name for leaf in layout.leaves)
-    raise SplitError(f"tokens(mask=...): the batch has no leaf {name!r}; it has {names}")
-
-
 def _dense(value: Any) -> Tensor:
     tensor = torch.as_tensor(value)
     return tensor.to_dense() if tensor.layout != torch.strided else tensor
-
-
-def _described(value: Any) -> str:
-    kind = type(value).__name__
-    return f"{kind} of shape {tuple(value.shape)}" if is_array(value) else kind
 
 
 def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[int]]]:
@@ -345,17 +286,16 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
     if by.pack:
         made = packed_micro_batches(layout, by.budget, by.pack, lengths)
         return made  # type: ignore[return-value]
+    if width is None:
+        raise SplitError(
+            f"tokens({by.budget}): no leaf is [samples, tokens]; give one, or split by a number of "
+            "samples"
+        )
     trimmed: set[int] = set()
-    if lengths is not None and width is not None:
-        trimmed = _trimmed(layout, width)
     if lengths is None:
-        if width is None:
-            raise SplitError(
-                f"tokens({by.budget}): no leaf is [samples, tokens]; give one, or split by a "
-                "number of samples"
-            )
         lengths = [width] * layout.size
-    elif by.multiple > 1 and width is not None:
+    else:
+        trimmed = _trimmed(layout, width)
         lengths = [_rounded(length, by, width) for length in lengths]
     return [
         (_micro_batch(layout, rows, trimmed, max(1, *(lengths[row] for row in rows))), rows)
@@ -374,12 +314,12 @@ def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] |
         return None
     few = rows[:count]
     trimmed = _trimmed(layout, width)
-    return layout.take(few), _micro_batch(layout, few, trimmed, made[few[-1]])
+    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, made[few[-1]]))
 
 
 def _rounded(length: int, by: Tokens, width: int) -> int:
     """Round up to the next multiple, but not beyond the batch's width, nor beyond the budget."""
-    rounded = min(-(-max(length, 1) // by.multiple) * by.multiple, width)
+    rounded = min(-(-length // by.multiple) * by.multiple, width)
     return rounded if rounded <= by.budget else length
 
 

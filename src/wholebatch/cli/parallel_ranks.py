@@ -8,16 +8,14 @@ from __future__ import annotations
 import gc
 import io
 import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from wholebatch.distributed.process_group import shorten_timeout, world_size
+from wholebatch.distributed.process_group import largest_over_ranks, shorten_timeout, world_size
 from wholebatch.errors import OptionError, RankError, WholebatchError
 
 T = TypeVar("T")
@@ -39,11 +37,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set on any rank."""
-        if self.ranks == 1:
-            return flag
-        flags = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(flags)
-        return bool(flags.item())
+        return bool(largest_over_ranks(float(flag)))
 
     def gathered(self, value: T) -> list[T]:
         """Return the values of all ranks: plain values and tensors, as in a checkpoint."""
@@ -85,32 +79,10 @@ class World:
             raise error
         return result  # type: ignore[return-value]
 
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        """Say in one line that this rank only lost the others; torchrun ends it anyway."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self.ranks == 1 or not _is_of_a_collective(error):
-                raise
-            text = str(error).strip().split("\n")[0]
-            raise RankError(
-                f"rank {self.rank} lost the other ranks, or one hangs: {text}"
-            ) from error
-
     def first_window_made(self, seconds: float) -> None:
         """Let a rank that hangs from now on end the job; the first window took so many seconds."""
         if self.ranks > 1:
             shorten_timeout(max(_LEAST_TIMEOUT, _TIMES_FIRST_WINDOW * seconds))
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    """True if torch's collectives raised it: gloo raises a plain RuntimeError in torch's code."""
-    if isinstance(error, WholebatchError):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    innermost = Path(frames[-1].filename) if frames else Path()
-    return isinstance(error, dist.DistError) or Path(dist.__file__).parent in innermost.parents
 
 
 def choose_device(name: str) -> torch.device:

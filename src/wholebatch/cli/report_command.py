@@ -18,7 +18,7 @@ from wholebatch.cli.report.terminal_output import (
 )
 from wholebatch.cli.run_settings import read_config
 from wholebatch.errors import MissingExtraError, OptionError
-from wholebatch.plain_files import open_file, read_json, reason, write_atomically
+from wholebatch.plain_files import load_json, open_file, reason, write_atomically
 from wholebatch.readable_sizes import bytes_said
 
 PLOTS = {
@@ -140,12 +140,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _read_verdict(path: Path) -> dict[str, Any]:
     """Return a verdict: its line in words, and rows with its other plain values."""
-    try:
-        found = read_json(path)
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read: {reason(error)}") from error
-    except ValueError as error:
-        raise OptionError(f"{path}: is not JSON: {error}") from None
+    found = load_json(path, OptionError, path)
     if not isinstance(found, dict):
         raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
     plain = str | int | float | bool

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from wholebatch import batch_scaling as scaling
 from wholebatch.cli.command_options import (
     choice,
     command,
@@ -24,7 +25,6 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.report.terminal_output import console_of, plain_table, say
 from wholebatch.errors import OptionError
-from wholebatch.tune import batch_scaling as scaling
 
 _FOLLOWS = "Learning rate, warm-up, betas"
 _follower = partial(option, panel=_FOLLOWS)
@@ -212,29 +212,26 @@ def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
 
 def _warmup(amount: tuple[int, bool], samples: int | None, base: int, batch: int) -> _Follower:
     at_base, in_epochs = amount
-    if in_epochs:
-        if samples is None:
-            raise OptionError(f"--warmup {at_base}ep: give --samples too, those of an epoch")
-        same = scaling.epochs_in_updates(at_base, samples=samples, batch=batch)
-        at_base = scaling.epochs_in_updates(at_base, samples=samples, batch=base)
+    if in_epochs and samples is None:
+        raise OptionError(f"--warmup {at_base}ep: give --samples too, those of an epoch")
+    if in_epochs and samples is not None:  # the updates of so many samples
+        same = scaling.scale_warmup(at_base, base_batch=samples, batch=batch)
+        at_base = scaling.scale_warmup(at_base, base_batch=samples, batch=base)
     else:
         same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
-    ratio = scaling.scale_warmup(at_base, base_batch=base, batch=batch, keep="ratio")
     line = (
         f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples (Goyal et "
-        f"al. 2017); {at_base:,} over the same updates (You et al. 2019); {ratio:,} by × "
-        f"{batch / base:.3g}, as some tutorials say (no measurement known)"
+        f"al. 2017); {at_base:,} over the same updates (You et al. 2019)"
     )
-    value = {"base": at_base, "same_samples": same, "same_updates": at_base, "ratio": ratio}
+    value = {"base": at_base, "same_samples": same, "same_updates": at_base}
     return _Follower("warmup", value, "warm-up", line)
 
 
 def _betas(pair: tuple[float, float], base: int, batch: int) -> _Follower:
-    new = scaling.adam_betas(pair, base_batch=base, batch=batch, first=True)
+    new = scaling.adam_betas(pair, base_batch=base, batch=batch)
     line = (
-        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), "
-        f"half-life {scaling.half_life(pair[1], tokens=base):,.0f} samples for β2 either way "
-        "(Marek et al. 2025)"
+        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), the same half-life in "
+        "samples (Marek et al. 2025)"
     )
     return _Follower("betas", {"base": list(pair), "scaled": list(new)}, "betas", line)
 

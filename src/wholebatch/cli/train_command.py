@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wholebatch import __version__
+from wholebatch.batch_scaling import Arithmetic
 from wholebatch.cli.command_options import command
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     Terminal,
     console_of,
     path_from_here,
+    say_command,
     short_count,
     short_duration,
 )
@@ -27,7 +29,6 @@ from wholebatch.cli.run_settings import Config, Given, config_text, read_config,
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import reason, write_atomically
-from wholebatch.tune.batch_scaling import Arithmetic
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Loaded
@@ -153,22 +154,21 @@ def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -
         stack.callback(terminal.end)
         loop = TrainingLoop(run, checkpoints, metrics, terminal, stop)
         began = time.perf_counter()
-        with world.failures():
-            loop.updates()
+        loop.updates()
         taken = time.perf_counter() - began
     if not loop.finished:
         where = path_from_here(loop.checkpoint) if loop.checkpoint is not None else folder
         terminal.note(
             f"stopped after update {run.train.updates} of {config.updates}; checkpoint {where}"
         )
-        terminal.command("Continue with:", _command_line(world, again))
+        say_command(terminal.console, "Continue with:", _command_line(world, again))
         return STOPPED
     if world.is_first:
         many = f"{run.train.updates} update{'' if run.train.updates == 1 else 's'}"
         title = f"{run.recipe.name}: {many}, {short_duration(taken)}"
         terminal.rows(title, summary_rows(run, loop, folder), boxed=True)
         more = f"{again} --updates {2 * run.train.updates}"
-        terminal.command("Continue with:", _command_line(world, more))
+        say_command(terminal.console, "Continue with:", _command_line(world, more))
     return 0
 
 

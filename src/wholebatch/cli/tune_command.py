@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.cli.run_settings import Config
     from wholebatch.tune import RangeTest, Task, Trial, Tuned
-
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def _names(of_one: Check) -> Check:
@@ -141,7 +138,46 @@ def tune(options: TuneOptions) -> None:
             if options.lr is None:
                 _tune(options, recipe, config, where, rank, doing)
             else:
-                _range_test(options, recipe, config, where, doing)
+                _range_test(options, recipe, config, where, rank, doing)
+
+
+def _task_of(
+    recipe: Recipe,
+    config: Config,
+    where: torch.device,
+    rank: int,
+    *,
+    micro_batch: int | None = None,
+) -> Task:
+    """Return the recipe's model, loss and full batches as a task; on several ranks under DDP."""
+    import torch
+
+    from wholebatch.cli.training_run import fitted_to
+    from wholebatch.distributed.process_group import world_size
+    from wholebatch.tune import Task
+
+    ranks, ddp = world_size(), torch.nn.parallel.DistributedDataParallel
+    batches = recipe.build_batches(config.batch_size, seed=config.seed, rank=rank, ranks=ranks)
+    config = fitted_to(config, batches)
+    whole = None if batches.length is None else batches.length // config.batch_size
+
+    def take() -> Any:
+        if whole and batches.position.batch >= whole:
+            batches.take()  # the short last one of an epoch says nothing about the others
+        return batches.take()
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model, optimizer = recipe.build(config, where)
+        return ddp(model) if ranks > 1 else model, optimizer
+
+    def loss(model: Any, micro: Any) -> Any:
+        # The recipe's own module, not DDP around it: the window reduces the gradients itself.
+        return recipe.loss(model.module if isinstance(model, ddp) else model, micro)
+
+    options: dict[str, Any] = {"units": recipe.units, "clip_norm": config.clip_norm}
+    if micro_batch is not None:
+        options |= {"micro_batch": micro_batch, "precision": config.autocast}
+    return Task(build, recipe.loss if ranks == 1 else loss, take, options)
 
 
 def _tune(
@@ -153,14 +189,13 @@ def _tune(
     doing: Spinner,
 ) -> None:
     """Measure the settings, and print the recommendation."""
-    from wholebatch.cli.recipe_measuring import task_of
     from wholebatch.tune import tune as tuned_by
 
     is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
         also = ("bf16",) if where.type == "cuda" and not is_pure else ()
         precisions = tuple(dict.fromkeys((config.autocast, *also)))
-    task = task_of(recipe, config, where)
+    task = _task_of(recipe, config, where, rank)
     doing("predicting memory")
 
     def watch(trial: Trial, left: int) -> None:
@@ -220,20 +255,27 @@ def _show(console: Console, tuned: Tuned, name: str) -> None:
 
 
 def _range_test(
-    options: TuneOptions, recipe: Recipe, config: Config, where: torch.device, doing: Spinner
+    options: TuneOptions,
+    recipe: Recipe,
+    config: Config,
+    where: torch.device,
+    rank: int,
+    doing: Spinner,
 ) -> None:
     """Raise the learning rate until the loss diverges, and print which rates to try."""
-    from wholebatch.cli.recipe_measuring import task_of
     from wholebatch.tune import range_test
 
     sizes = options.micro_batch or [config.batch_size]
     if len(sizes) > 1:
         raise OptionError("--micro-batch with --lr: give one size, or leave it out")
-    task: Task = task_of(recipe, config, where, micro_batch=sizes[0])
+    task = _task_of(recipe, config, where, rank, micro_batch=sizes[0])
     own = float(task.build()[1].param_groups[0]["lr"])
     [given] = options.lr
     low, high = given or (own / 1000, own * 100)
-    watch = partial(_watch_rate, doing)
+
+    def watch(update: int, rate: float) -> None:
+        doing(f"learning rate {rate:.3g}", update, 100)
+
     found: RangeTest = range_test(task, low=low, high=high, watch=watch)
     doing.stop()
     if options.as_json:
@@ -241,15 +283,7 @@ def _range_test(
         return
     losses, console = found.losses, doing.console
     least, most = min(losses), max(losses)
-    columns = min(len(losses), console.width)  # a narrow terminal shows every second loss, or fewer
-    shown = (losses[place * len(losses) // columns] for place in range(columns))
-    heights = (int(7.999 * (loss - least) / (most - least or 1.0)) for loss in shown)
     rates = f"rate {found.rates[0]:.3g} to {found.rates[-1]:.3g}"
     say(console, f"{recipe.name}: loss {least:.3g} to {most:.3g}, {rates}", style="bold")
-    say(console, "".join(_BLOCKS[height] for height in heights))
     for line in [*found.advice(), f"the recipe's rate is {own:g}"]:
         say(console, line)
-
-
-def _watch_rate(doing: Spinner, update: int, rate: float) -> None:
-    doing(f"learning rate {rate:.3g}", update, 100)

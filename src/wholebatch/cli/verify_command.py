@@ -11,7 +11,6 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.recipe_measuring import made
 from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of
 from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
@@ -209,7 +207,7 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
     names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
     given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
-    model, optimizer = made(recipe, config, where)
+    model, optimizer = recipe.build(config, where)
     batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
         config = fitted_to(config, batches)
@@ -342,68 +340,32 @@ def _parsed(loop: str) -> tuple[Path, str]:
 
 
 def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] | None:
-    """Return the model and data of a file; None for all built-in ones."""
+    """Return the model and data of a file that is a recipe too; None for all built-in ones."""
     import torch
 
+    from wholebatch.batch import split
+    from wholebatch.cli.recipes.recipe import recipe_of
     from wholebatch.verification import ZOO, Case
+    from wholebatch.verification.example_models import thinned
 
-    parts = ("model", "loss")
-    there = [name for name in (*parts, "data", "micro_batches") if hasattr(module, name)]
-    if not there:
+    if not any(hasattr(module, name) for name in ("model", "loss", "data")):
         if model != "all" and model not in ZOO:
             raise OptionError(f"--model {model}: must be one of {', '.join(ZOO)} or all")
         return None if model == "all" else [ZOO[model]]
     if model != "all":
         raise OptionError(f"--model {model}: {path.name} has a model of its own")
-    missing = [f"{name}()" for name in parts if name not in there]
-    if "data" not in there and "micro_batches" not in there:
-        missing.append("data() or micro_batches()")
-    if missing:
-        has = ", ".join(f"{name}()" for name in there)
-        raise RecipeError(
-            f"{path} has {has} but no {' nor '.join(missing)}: "
-            "give all of model(), loss(model, micro) and data(), or none for the built-in models"
-        )
+    recipe = recipe_of(module, path)
 
     def build() -> torch.nn.Module:
         torch.manual_seed(seed)
-        built = module.model()
-        if not isinstance(built, torch.nn.Module):
-            raise RecipeError(f"{path}: model() returned {type(built).__name__}, not an nn.Module")
-        return built
-
-    return [Case(path.stem, build, module.loss, _window(module, path, seed))]
-
-
-def _window(module: ModuleType, path: Path, seed: int) -> Callable[[int, bool, int], list[Any]]:
-    import torch
-
-    from wholebatch.batch import split
-    from wholebatch.cli.recipes.recipe_batches import Batches
-    from wholebatch.verification.example_models import thinned
+        return recipe.build_model()
 
     def window(steps: int, even: bool, rank: int) -> list[Any]:
-        torch.manual_seed(seed + rank)
-        if hasattr(module, "micro_batches"):
-            micros = list(module.micro_batches())
-            if len(micros) < steps:
-                raise RecipeError(
-                    f"{path}: micro_batches() gave {len(micros)}, and a full window has {steps}; "
-                    "give that many, or say --steps"
-                )
-            micros = micros[:steps]
-        else:
-            size = int(getattr(module, "micro_batch", 4))
-            batches = Batches(
-                module.data,
-                batch_size=size * steps,
-                seed=seed + rank,
-                collate=getattr(module, "collate", None),
-            )
-            micros = split(batches.peek(), size)
-        return micros if even else thinned(micros)
+        size = int(getattr(module, "micro_batch", 4))
+        batch = recipe.build_batches(size * steps, seed=seed + rank).peek()
+        return split(batch, size) if even else thinned(split(batch, size))
 
-    return window
+    return [Case(path.stem, build, recipe.loss, window)]
 
 
 # ------------------------------------------------------------------------------- on the screen

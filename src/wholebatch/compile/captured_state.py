@@ -467,6 +467,7 @@ class _Attributes:
         self._parts = (module._parameters, module._buffers, module._modules)
         self._held = list(_parts(module))  # so that no other object gets the identity of one
         self._ids = list(map(id, self._held))
+        self._dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
         self._layouts = self._memory_layouts()
         self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
         self._hooks = [self._all.get(kind, ()) for kind in _HOOKS]
@@ -483,12 +484,15 @@ class _Attributes:
 
     def _memory_layouts(self) -> list[Any]:
         """Return strides and dtypes: `parameter.data = ...` keeps the object, not those."""
-        return [
-            (one.stride(), one.dtype) for one in self._held if type(one) in (Tensor, nn.Parameter)
-        ]
+        return [(one.stride(), one.dtype) for one in self._dense]
 
     def hold(self) -> bool:
-        ids = [id(value) for part in self._parts for value in part.values()]
+        parameters, buffers, modules = self._parts
+        ids = [
+            *map(id, parameters.values()),
+            *map(id, buffers.values()),
+            *map(id, modules.values()),
+        ]
         if len(self._all) - _replaces_forward(self._all) != self._number or ids != self._ids:
             return False
         if self._memory_layouts() != self._layouts:

@@ -182,17 +182,16 @@ class _SumOverRanks(torch.autograd.Function):
 class TwoPasses:
     """The two passes over the micro-batches of one window.
 
-    `encode(micro)` returns the representations of a micro-batch. `before_micro(index)` is called
-    before each micro-batch of either pass. The last `keep` of them keep their graphs from the first
-    pass and are not encoded again; if the forward changes buffers of `modules`, only a batch that
-    is not split keeps its graph. Buffers and random generators end as after one pass.
+    `encode(micro)` returns the representations of a micro-batch. The last `keep` of them keep their
+    graphs from the first pass and are not encoded again; if the forward changes buffers of
+    `modules`, only a batch that is not split keeps its graph. Buffers and random generators end as
+    after one pass.
     """
 
     micros: Sequence[Any]
     encode: Callable[[Any], Any]
     _: KW_ONLY
     modules: Sequence[nn.Module]
-    before_micro: Callable[[int], None] = lambda index: None
     keep: int = 0
     kept: dict[int, Representations] = field(default_factory=dict, init=False)
     finite: list[Tensor] = field(default_factory=list, init=False)
@@ -207,7 +206,6 @@ class TwoPasses:
         """Encode every micro-batch, without a graph if it is not kept; restore the buffers."""
         parts: list[Representations] = []
         for index, micro in enumerate(self.micros):
-            self.before_micro(index)
             self._starts.append(capture_random())
             keeps = index >= len(self.micros) - self.keep
             if keeps and not self.kept:
@@ -248,7 +246,6 @@ class TwoPasses:
         # kept.
         order = range(len(self.micros))
         for index in order if self._changes_buffers else reversed(order):
-            self.before_micro(index)
             made = self.kept.pop(index, None)
             if made is None:
                 restore_random(self._starts[index])

@@ -136,8 +136,6 @@ def in_buckets(
 class Replicated(Sync):
     """One or several DDP models on the same process group."""
 
-    hides_gradients = None
-
     def __init__(self, models: Sequence[DistributedDataParallel], *, sync: str = "auto") -> None:
         if sync == "every":
             raise OptionError(

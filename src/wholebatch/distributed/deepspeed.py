@@ -71,7 +71,6 @@ class DeepSpeed(Sync):
     """A model that `deepspeed.initialize` has wrapped."""
 
     counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
-    keeps_gradients = False
     owns_step = True
     grows_own_graph = True  # graphs end in the engine's hooks, and only its backward() runs them
 

@@ -32,7 +32,6 @@ class Sharded(Sync):
     """A model whose modules were passed through `fully_shard`."""
 
     counts_must_agree = True
-    keeps_gradients = False
     grows_own_graph = True  # to the unsharded parameters
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:

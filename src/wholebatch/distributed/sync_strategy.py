@@ -49,11 +49,10 @@ class Sync(ABC):
     counts_must_agree: bool = False
     """True if every rank must run equally many forwards (collectives run inside of them)."""
 
-    keeps_gradients: bool = True
-    """True if an open window's gradients are in `.grad`, where a checkpoint can take them."""
-
     grows_own_graph: bool = False
-    """True if graphs lead to the engine's own tensors instead of the parameters themselves."""
+    """True if graphs lead to the engine's own tensors instead of the parameters themselves.
+
+    An open window's gradients are then not in `.grad`."""
 
     takes_graphs: bool = False
     """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
@@ -70,12 +69,6 @@ class Sync(ABC):
 
     owns_step: bool = False
     """True if the engine steps the optimizer itself."""
-
-    hides_gradients: str | None = (
-        "with this engine no rank has the gradient of its own micro-batches; measure in one "
-        "process, or with DDP"
-    )
-    """Why no rank sees the gradient of its own micro-batches; None if it does."""
 
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
@@ -183,7 +176,6 @@ class Single(Sync):
     """The model is in one process, whatever its devices."""
 
     takes_graphs = True
-    hides_gradients = None
 
     def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
         return nullcontext()

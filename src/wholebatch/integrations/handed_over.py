@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.accumulator import Accumulator
-from wholebatch.errors import StateError, UnsupportedError, WindowError
+from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.options import Close
-from wholebatch.window.gradient_store import DeviceStore
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -88,8 +87,7 @@ class HandedOver(Accumulator):
         self._is_whole = False
         self._is_completed = False  # a window was closed, and no step was made from it
         store = self._window.store
-        if isinstance(store, DeviceStore):
-            store.lends = True  # the library clears them before the next window
+        store.lends = True  # the library clears them before the next window
         store.stray = (
             "holds a gradient at the first backward of a window, which would be added to it: call "
             "optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
@@ -153,22 +151,6 @@ class HandedOver(Accumulator):
         for model in self._window.target.models:
             if isinstance(model, DistributedDataParallel):  # its own reductions begin again
                 model.require_backward_grad_sync = model.require_forward_param_sync = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for the library's own checkpoints; save between windows."""
-        if self._window.open is not None:
-            raise WindowError(
-                f"the window is open with {self.micro_batches} micro-batches, and the library's "
-                "checkpoint does not hold their gradients: save between windows"
-            )
-        return {"updates": self.updates, "next_seed": self._window.next_seed}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned."""
-        if not isinstance(saved, dict) or "next_seed" not in saved:
-            raise StateError(f"this is not the state of a {type(self).__name__}: no 'next_seed'")
-        self.discard()
-        self._window.updates, self._window.next_seed = saved["updates"], saved["next_seed"]
 
 
 def refuse_shared_batches(accelerator: Any, host: str) -> None:

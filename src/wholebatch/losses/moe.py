@@ -79,7 +79,7 @@ class _Mixture:
         if isinstance(made, tuple):
             made, routers, mask = (*made, None)[:3]
         else:
-            routers, mask = seen.router_logits, seen.attention_mask
+            routers, mask = seen.get("logits"), seen.get("mask")
         if not routers:
             raise LossError(
                 "wb.moe_loss found no router logits: a Hugging Face model needs "
@@ -178,27 +178,15 @@ def balance_of(sums: Mapping[str, Tensor], *, each: bool = False) -> Tensor:
     return (assigned / tokens * (probability / tokens)).sum() * probability.shape[-1]
 
 
-@dataclass
-class RecordedRouting:
-    """The record of a Hugging Face model's routers in one forward."""
-
-    router_logits: Sequence[Tensor] = ()
-    attention_mask: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-
 @contextmanager
-def recorded_routing(model: Any) -> Iterator[RecordedRouting]:
-    """Record the router logits, mask and balance loss of the forwards within."""
-    seen = RecordedRouting()
+def recorded_routing(model: Any) -> Iterator[dict[str, Any]]:
+    """Record the router logits and the mask of a Hugging Face model's last forward within."""
+    seen: dict[str, Any] = {}
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if (logits := getattr(output, "router_logits", None)) is not None:
-            seen.router_logits = tuple(logits)
             second = args[1] if len(args) > 1 else None
-            seen.attention_mask = kwargs.get("attention_mask", second)
-        if isinstance(getattr(output, "aux_loss", None), Tensor):
-            seen.aux_loss = output.aux_loss
+            seen.update(logits=tuple(logits), mask=kwargs.get("attention_mask", second))
 
     inner = getattr(model, "module", model)
     modules = {id(one): one for one in (inner, getattr(inner, "base_model", None))}.values()

@@ -35,19 +35,6 @@ Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 
 _MEANS = get_args(Mean)
 _GROUPED = ("groups", "group_sequences")
-_PER_MICRO_BATCH = ("micro_batch", "micro_batch_tokens", "bnpo")
-_ELSEWHERE = {
-    "token-mean": "tokens",
-    "dapo": "tokens",
-    "cispo": "tokens",
-    "seq-mean-token-mean": "sequences",
-    "grpo": "sequences",
-    "seq-mean-token-sum": "sequence_sums",
-    "luspo": "sequence_sums",
-    "seq-mean-token-sum-norm": "constant",
-    "dr_grpo": "constant",
-}
-"""Names that TRL and verl have for these means."""
 
 
 def aggregate(
@@ -110,7 +97,12 @@ def aggregate_units(
         mean: The named mean, such as "tokens" or "sequences".
         group_size: The size of each sequence's group, from `group_sizes`.
     """
-    _check_mean(mean)
+    if mean not in _MEANS:
+        raise OptionError(
+            f"mean={mean!r}: must be one of {', '.join(_MEANS)} (docs/which-mean.md has the names "
+            "of TRL and verl). The token mean of each micro-batch, TRL's bnpo, is none of them: it "
+            "changes with the split"
+        )
     if (mean in _GROUPED) != (group_size is not None):
         raise OptionError(
             f"mean={mean!r} with group_size={'None' if group_size is None else 'a tensor'}: "
@@ -263,19 +255,6 @@ def value_loss(
         near = old + (values - old).clamp(min=-clip, max=clip)
         error = torch.maximum(error, (near - returns).square())
     return aggregate(error / 2, mask, mean=mean)
-
-
-def _check_mean(mean: str) -> None:
-    if mean in _PER_MICRO_BATCH:
-        raise OptionError(
-            f"mean={mean!r}: the token mean of each micro-batch is not a mean of the batch. A "
-            "token counts more in a short micro-batch, so the update changes with the split. "
-            'mean="tokens" is the token mean of the whole batch, however it is split'
-        )
-    if mean not in _MEANS:
-        same = _ELSEWHERE.get(mean)
-        hint = f"; what TRL and verl call {mean!r} is mean={same!r} here" if same else ""
-        raise OptionError(f"mean={mean!r}: must be one of {', '.join(_MEANS)}{hint}")
 
 
 def _clip_range(clip: float | tuple[float, float] | None) -> tuple[float, float]:

@@ -274,10 +274,9 @@ class Fitting:
         samples = max(map(len, self._numbers))
         if samples == 1:
             raise torch.OutOfMemoryError(
-                f"micro-batch {attempt.place + 1} of {len(attempt.micros)} has one sample and does "
-                f"not fit ({failure}); what would make it fit: precision='bf16', activation "
-                "checkpointing (wholebatch.memory.with_checkpoints), shorter samples, or a sharded "
-                "model"
+                f"a micro-batch of one sample does not fit ({failure}); what would make it fit: "
+                "precision='bf16', activation checkpointing (wholebatch.memory.with_checkpoints), "
+                "shorter samples, or a sharded model"
             )
         before, micros = self._numbers, attempt.micros
         largest = max(_bytes_of(*one) for one in zip(micros, map(len, before), strict=True))

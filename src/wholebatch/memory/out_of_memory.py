@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from wholebatch.memory.meter import MemoryMeter, free_caches
-from wholebatch.window.forward_state import ForwardState, capture_random
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import LossScale
 
 _MOST = 64
@@ -41,14 +41,11 @@ class Attempt:
         inside: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.micros = micros
-        self.random = capture_random(every=False) if before is None else before.random
-        """The random generators before it."""
-        self.place = 0
-        """The micro-batch that runs now, from 0."""
+        self.before = before
+        """The state before it; None if it cannot begin again."""
         self.failure: str | None = None
         """The first line of the error that ended it. The error itself is not kept: its traceback
         holds every frame of the attempt, and those hold the tensors that must be gone."""
-        self._before = before
         self._inside = inside
 
     def __enter__(self) -> Attempt:
@@ -59,13 +56,13 @@ class Attempt:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         if self._inside is not None:
             self._inside.__exit__(kind, error, traceback)
-        if error is None or self._before is None:
+        if error is None or self.before is None:
             return False
         if isinstance(error, torch.OutOfMemoryError):
             self.failure = str(error).split("\n")[0]
             return True
         with suppress(RuntimeError):  # of a device that has failed for good
-            self._before.restore()  # nothing of the window is left behind
+            self.before.restore()  # nothing of the window is left behind
         return False
 
 

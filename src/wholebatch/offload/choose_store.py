@@ -11,7 +11,7 @@ from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.offload.partial_step import check_per_parameter
 from wholebatch.offload.state_on_host import OPTION, HostStateStore
 from wholebatch.window.close import CloseOptions
-from wholebatch.window.gradient_store import DeviceStore, Store
+from wholebatch.window.gradient_store import Store
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
@@ -33,7 +33,7 @@ def choose(
             "not in .grad; use ZeRO 0, DDP or FSDP2"
         )
     if place == "device":
-        return DeviceStore(target, options, sync)
+        return Store(target, options, sync)
     if not target.steps:
         raise OptionError(f"optimizer=None with {OPTION}: there is no optimizer state to move")
     is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())

@@ -15,7 +15,7 @@ from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
 from wholebatch.offload.streamed_state import StreamedState
 from wholebatch.window.close import CloseOptions
-from wholebatch.window.gradient_store import DeviceStore
+from wholebatch.window.gradient_store import Store
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OPTION = 'optimizer_state="host"'
 
 
-class HostStateStore(DeviceStore):
+class HostStateStore(Store):
     """Gradients in `.grad`; the optimizer's state in pinned host memory between steps."""
 
     steps_at_once = False

@@ -118,11 +118,6 @@ class Tuned:
     seconds: float
 
     @property
-    def accumulates(self) -> bool:
-        """True if the batch should be divided, False if it is best left whole."""
-        return self.best.steps > 1
-
-    @property
     def fixed_cost(self) -> float | None:
         """Seconds that every micro-batch costs whatever its size; None if only one was measured."""
         alike = [t for t in self.trials if t.setting.mode == self.best.setting.mode]
@@ -279,8 +274,7 @@ def sizes_of(samples: int) -> list[int]:
 def fixed_cost(windows: Iterable[tuple[int, float]]) -> float | None:
     """Return the seconds per micro-step that do not depend on its size; None for one point.
 
-    Windows of one batch take `rest + steps × cost` seconds. This is the slope of a line through
-    (steps, seconds) points, each weighted by its relative error.
+    Windows of one batch take `rest + steps × cost` seconds: this is the slope of that line.
 
     >>> round(fixed_cost([(8, 1.8), (4, 1.4), (2, 1.2)]), 6)
     0.1
@@ -288,14 +282,9 @@ def fixed_cost(windows: Iterable[tuple[int, float]]) -> float | None:
     points = list(windows)
     if len({steps for steps, _ in points}) < 2:
         return None
-    weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    common = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    slope = statistics.linear_regression(*zip(*points, strict=True)).slope
     # A micro-step with its samples is an upper bound of what it costs without them.
-    return min(max(0.0, common / spread), *(y / x for x, y in points))
+    return min(max(0.0, slope), *(seconds / steps for steps, seconds in points))
 
 
 def free_memory() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch import batch_size_of, drop_samples, split, to_device
+from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.batch.samples import flatten, layout_of
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
@@ -171,7 +171,8 @@ class DividedBatch:
 
     def first(self, samples: int) -> DividedBatch:
         """Return the first samples; a micro-batch as large as all of them is made smaller."""
-        part = drop_samples(self.whole, samples, batch_size=self.batch_size, static=self.static)
+        layout = layout_of(self.whole, batch_size=self.batch_size, static=self.static)
+        part = layout.take(slice(samples))
         size = samples if isinstance(self.batch_size, int) else self.batch_size
         is_whole = isinstance(self.micro_batch, int) and self.micro_batch >= samples
         micro_batch = uneven(samples) if is_whole else self.micro_batch

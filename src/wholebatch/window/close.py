@@ -9,8 +9,8 @@ scale (with the loss scale in it). The gradient that the optimizer must see is
     clip      = min(1, clip_norm / norm)
     factor    = normalise × clip
 
-All of them are scalars on the device, and the gradients are multiplied once. A fused Adam takes
-from a tensor (`found_inf`) whether to step at all, so it steps before the host has read anything.
+All of them are scalars on the device, and the gradients are multiplied once. A fused Adam or SGD
+takes from a tensor (`found_inf`) whether to step at all, so it steps before the host has read it.
 Any other optimizer steps after the host has read that the gradient is finite.
 
 The user's own code sees the whole gradient before it is clipped. A hook on a parameter

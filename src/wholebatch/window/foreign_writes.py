@@ -23,7 +23,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from wholebatch.errors import WindowError
 from wholebatch.window.close import read_scalars
-from wholebatch.window.gradient_store import DeviceStore
 from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
@@ -155,10 +154,8 @@ class Untouched:
     def __init__(self, window: Window, by: str = "the loop") -> None:
         self._window = window
         self._by = by
-        sync = window.sync
         # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
-        plain = isinstance(window.store, DeviceStore) and not sync.grows_own_graph
-        self._looks = plain and sync.keeps_gradients
+        self._looks = not window.sync.grows_own_graph
         self._watch = Watch(window.target.optimizers)
         modules = [module for model in window.target.models for module in model.modules()]
         self._by_mode = [module for module in modules if _depends_on_mode(module)]

@@ -95,7 +95,7 @@ class ForwardState:
             for module in self._modules
         ]
         self._copies: dict[Key, Kept] = {}
-        buffers_of: dict[Key, Tensor] = {}
+        plain: dict[Key, Tensor] = {}  # buffers that are copied together
         for module, buffers, attributes in self._found:
             for name, value in buffers.items():
                 if (
@@ -103,16 +103,17 @@ class ForwardState:
                     and value.layout is torch.strided
                     and not value.requires_grad
                 ):
-                    buffers_of[id(module), name] = value
+                    plain[id(module), name] = value
                 elif value is not None and not nn.parameter.is_lazy(value):
                     kept = _kept(value, _DEEP, whole=True, results=results)
                     self._copies[id(module), name] = kept
-            for name, value in attributes.items():
-                if type(value) not in _IMMUTABLE and name not in _TORCHS and _is_plain(value):
+            for name in attributes.keys() - _TORCHS:
+                value = attributes[name]
+                if not _is_fixed(value) and _is_plain(value):
                     self._copies[id(module), name] = _kept(value, _DEEP, results=results)
-        copies = _copied_together(list(buffers_of.values()))
-        pairs = zip(buffers_of.items(), copies, strict=True)
-        self._copies.update({key: Kept(value, copy) for (key, value), copy in pairs})
+        copies = _copied_together(list(plain.values()))
+        for (key, value), copy in zip(plain.items(), copies, strict=True):
+            self._copies[key] = Kept(value, copy)
         self.random = capture_random(every=every, to_save=False)
 
     @cached_property
@@ -124,12 +125,8 @@ class ForwardState:
                 for name, value in values.items():
                     key = (id(module), name)
                     kept = self._copies.get(key)
-                    if (
-                        kept is None
-                        and type(value) in _IMMUTABLE
-                        and (is_buffer or name not in _TORCHS)
-                    ):
-                        kept = Kept(value, value)
+                    if kept is None and _is_fixed(value) and (is_buffer or name not in _TORCHS):
+                        kept = Kept(value, value, is_flat=True)
                     if kept is not None:
                         found[key] = Item(module, name, is_buffer, kept)
         return found
@@ -186,15 +183,14 @@ def _copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     A model with BatchNorms has hundreds of buffers, and every window copies them.
     """
-    together: dict[Any, list[int]] = {}
-    for place, one in enumerate(tensors):
-        together.setdefault((one.dtype, one.device), []).append(place)
-    copies = list(tensors)
-    for places in together.values():
-        flat = torch.cat([tensors[place].reshape(-1) for place in places])
-        parts = flat.split([tensors[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            copies[place] = part.view(tensors[place].shape)
+    copies = [torch.empty_like(one) for one in tensors]
+    together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for copy, one in zip(copies, tensors, strict=True):
+        into, these = together.setdefault((one.dtype, one.device), ([], []))
+        into.append(copy)
+        these.append(one)
+    for into, these in together.values():
+        torch._foreach_copy_(into, these)
     return copies
 
 
@@ -207,6 +203,12 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name not in _TORCHS and _is_plain(value):
             yield name, value
+
+
+def _is_fixed(value: Any) -> bool:
+    """True for a value that nothing can change in place: a number, a string, a tuple of them."""
+    kind = type(value)
+    return kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value)))
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -226,8 +228,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) -> Kept:
-    if type(value) in _IMMUTABLE:
-        return Kept(value, value)
+    if _is_fixed(value):
+        return Kept(value, value, is_flat=True)
     if isinstance(value, Tensor):
         return _kept_tensor(value, whole=whole, results=results)
     if type(value) is torch.Generator:

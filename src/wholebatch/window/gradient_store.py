@@ -1,12 +1,11 @@
-"""Gradient stores: where the gradients of a window are added, and how they reach the update.
+"""The gradients of a window: where they are added, and how they reach the update.
 
-The store alone decides where a micro-batch's gradient is added and where the close finds it.
-`DeviceStore` keeps everything on the device; the stores of `wholebatch.offload` need less memory.
+Autograd adds into `.grad`, and the close and the optimizer read it there. The store of
+`wholebatch.offload` steps from another place.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias
 
@@ -34,21 +33,15 @@ Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
 """The parameters that are trained, by parameter group."""
 
 
-class Store(ABC):
-    """One way to keep the gradients of an open window, and to make the update from them."""
+class Store:
+    """The gradients of an open window in `.grad`, and the update from them."""
 
-    only_eager: str | None = None
-    """The reason why no compiled graph may run a micro-step; None if one may."""
-
-    takes_buffers: bool = False
-    """True if eager code may add into the gradient buffers of graphs from the start."""
-
-    after_failure: str = (
-        "parameters and optimizer state are as before this window; pass "
-        "close=wb.Close(nonfinite='skip') to skip and count such updates"
-    )
-    """The end of the error message for gradients that are not finite."""
-
+    steps_at_once: bool = True
+    """True if one step of the optimizer updates all parameters."""
+    lends: bool = False
+    """Gradients that are left to the user may be written again by the next window."""
+    opened: Callable[[], None] | None = None
+    """Called when a window opens, before there is a gradient."""
     stray: str = (
         "already holds a gradient that this window did not make, and it would be added. If your "
         "code calls loss.backward(), remove it: the window runs the backward pass. After "
@@ -61,10 +54,8 @@ class Store(ABC):
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
-        self.spoiled: list[tuple[nn.Parameter, int]] = []
+        self._spoiled: list[tuple[nn.Parameter, int]] = []
         """Parameters of a window that failed in its update, with their versions."""
-        self.dropped: set[int] = set()
-        """Ids of parameters for which no rank has made a gradient."""
 
     # Open window
 
@@ -82,110 +73,35 @@ class Store(ABC):
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
         """Begin a window; no parameter may hold a gradient."""
-        if any(parameter._version == version for parameter, version in self.spoiled):
+        if any(parameter._version == version for parameter, version in self._spoiled):
             raise WindowError(
                 "an earlier window failed when some of its parameters may have been updated: load "
                 "the model and the optimizer from the last checkpoint before going on"
             )
-        self.spoiled = []
-        self.dropped = set()
+        self._spoiled = []
         self.parameters = parameters
-
-    def backward_made(self) -> None:
-        """Take note that a backward is over."""
-        return
-
-    # Close
-
-    def reduce_now(self) -> None:
-        """Reduce `.grad` over the ranks, if no backward has done it."""
-        self.sync.reduce_now(self.parameters)
-
-    def absent(self) -> set[int]:
-        """Return the ids of the parameters for which this rank has made no gradient."""
-        return self.sync.filled_in()
-
-    def drop(self, parameter: nn.Parameter) -> None:
-        """Drop a parameter's gradient: no rank has made one."""
-        parameter.grad = None
-        self.dropped.add(id(parameter))
-
-    def refuse_nothing(self) -> None:
-        """Refuse a window without any gradient, if the store knows it."""
-        return
-
-    def can_step_unread(self, hooks: DeferredHooks) -> bool:
-        """True if the optimizers read from a tensor (`found_inf`) whether to step."""
-        return False
-
-    @abstractmethod
-    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
-        """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
-
-    def check_hand_over(self) -> None:
-        """Refuse to leave the gradients to the user if a step of theirs could not use them."""
-        return
-
-    @abstractmethod
-    def hand_over(self) -> None:
-        """Leave the gradients in `.grad`, to the user."""
-
-    # Update
-
-    def update(self, found_inf: Tensor | None = None) -> None:
-        """Step the optimizers; if memory runs out, raise an error that says what to do.
-
-        Optimizers that read `found_inf` on the device change nothing if it is 1.
-        """
-        try:
-            self.step(found_inf)
-            return
-        except torch.OutOfMemoryError as error:
-            failure = str(error)  # the text only: a traceback keeps what was allocated alive
-        self._spoil(failure)
-
-    @abstractmethod
-    def step(self, found_inf: Tensor | None) -> None:
-        """Step every optimizer once."""
-
-    def _spoil(self, failure: str) -> NoReturn:
-        """Mark the parameters as half updated, and say so."""
-        self.spoiled = [(parameter, parameter._version) for parameter in self.parameters]
-        reason = failure.strip().partition("\n")[0] or "no reason given"
-        raise torch.OutOfMemoryError(
-            f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
-            "or optimizer state already: load the model and the optimizer from the last "
-            "checkpoint before going on. fused=True makes no copies of the gradients, "
-            'wb.Memory(optimizer_state="host") keeps the state in host memory, and a smaller '
-            "micro-batch leaves more free memory"
-        )
-
-    def discard(self) -> None:
-        """End the window and release its gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.parameters = []
-
-
-class DeviceStore(Store):
-    """Autograd adds into `.grad`; the close and the optimizer read it there."""
-
-    takes_buffers = True
-    steps_at_once: bool = True
-    """True if one step of the optimizer updates all parameters."""
-    lends = False
-    """Gradients that are left to the user may be written again by the next window."""
-    opened: Callable[[], None] | None = None
-    """Called when a window opens, before there is a gradient."""
-
-    def begin(self, parameters: list[nn.Parameter]) -> None:
-        super().begin(parameters)
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.begin()
         if self.opened is not None:
             self.opened()
 
+    def refuse_nothing(self) -> None:
+        """Refuse a window without any gradient."""
+        if (
+            self.sync.ranks == 1
+            and not self.sync.grows_own_graph
+            and all(p.grad is None for p in self.parameters)
+        ):
+            raise WindowError(
+                "the losses of this window lead to none of the optimizer's parameters, so there is "
+                "nothing to update: was the optimizer made for another model, or before its layers "
+                "were replaced or copied?"
+            )
+
+    # Close
+
     def can_step_unread(self, hooks: DeferredHooks) -> bool:
+        """True if the optimizers read from a tensor (`found_inf`) whether to step."""
         return (
             self.steps_at_once
             and self.sync.ranks == 1
@@ -199,34 +115,14 @@ class DeviceStore(Store):
         )
 
     def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
+        """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
         holders, total_norm = self.sync.holders(groups), self.sync.total_norm
         return close_gradients(
             holders, sums, self.options, hooks, total_norm=total_norm, waits=waits
         )
 
-    def refuse_nothing(self) -> None:
-        if (
-            self.sync.ranks == 1
-            and not self.sync.grows_own_graph
-            and all(p.grad is None for p in self.parameters)
-        ):
-            raise WindowError(
-                "the losses of this window lead to none of the optimizer's parameters, so there is "
-                "nothing to update: was the optimizer made for another model, or before its layers "
-                "were replaced or copied?"
-            )
-
-    def step(self, found_inf: Tensor | None) -> None:
-        if self.target.sixteen_bit.parameters:
-            self.target.sixteen_bit.round_once()
-        for optimizer in self.target.optimizers:
-            if found_inf is None:
-                optimizer.step()
-                continue
-            with replaced_attributes(optimizer, found_inf=found_inf):
-                optimizer.step()
-
     def check_hand_over(self) -> None:
+        """Refuse to leave the gradients to the user if a step of theirs could not use them."""
         if self.sync.owns_step:
             raise WindowError(
                 "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"
@@ -255,8 +151,48 @@ class DeviceStore(Store):
             parameter.grad = gradient
         self.parameters = []
 
+    # Update
+
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Step the optimizers; if memory runs out, raise an error that says what to do.
+
+        Optimizers that read `found_inf` on the device change nothing if it is 1.
+        """
+        try:
+            self.step(found_inf)
+            return
+        except torch.OutOfMemoryError as error:
+            failure = str(error)  # the text only: a traceback keeps what was allocated alive
+        self._spoil(failure)
+
+    def step(self, found_inf: Tensor | None) -> None:
+        """Step every optimizer once."""
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            if found_inf is None:
+                optimizer.step()
+                continue
+            with replaced_attributes(optimizer, found_inf=found_inf):
+                optimizer.step()
+
+    def _spoil(self, failure: str) -> NoReturn:
+        """Mark the parameters as half updated, and say so."""
+        self._spoiled = [(parameter, parameter._version) for parameter in self.parameters]
+        reason = failure.strip().partition("\n")[0] or "no reason given"
+        raise torch.OutOfMemoryError(
+            f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
+            "or optimizer state already: load the model and the optimizer from the last "
+            "checkpoint before going on. fused=True makes no copies of the gradients, "
+            'wb.Memory(optimizer_state="host") keeps the state in host memory, and a smaller '
+            "micro-batch leaves more free memory"
+        )
+
     def discard(self) -> None:
-        super().discard()
+        """End the window and release its gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.parameters = []
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.end()
 
@@ -265,11 +201,21 @@ _DEVICES_TO_WAIT_FOR = ("cuda",)
 
 
 def _steps_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """True for a fused Adam: it leaves parameters and state as they are where `found_inf` is 1."""
+    """True for a fused Adam or SGD: where `found_inf` is 1, it leaves all as it is.
+
+    The first step of an SGD with momentum would leave its new buffers without a value.
+    """
     return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         and all(group.get("fused") for group in optimizer.param_groups)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
         and user_code_in_step(optimizer) is None
+        and all(
+            optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            for group in optimizer.param_groups
+            if group.get("momentum")
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
     )

@@ -47,7 +47,7 @@ from wholebatch.window.close import (
     scalar_on,
 )
 from wholebatch.window.forward_state import capture_random, restore_random
-from wholebatch.window.gradient_store import DeviceStore, Store
+from wholebatch.window.gradient_store import Store
 from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale
 
@@ -421,7 +421,7 @@ class Window:
         clips = sync.clip_norm is not None
         self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
         self.sync = sync
-        self.store = DeviceStore(target, self.options, sync) if store is None else store
+        self.store = Store(target, self.options, sync) if store is None else store
         self.store.options = self.options
         self.open: OpenWindow | None = None
         self._warns_of_clamped = True
@@ -510,7 +510,7 @@ class Window:
         """The reason why micro-steps can only run by eager code; None where there is none."""
         if not self.sync.takes_graphs or self.sync.counts_must_agree:
             return "this engine's collectives run in its forwards and backwards, by eager code"
-        return self.store.only_eager
+        return None
 
     @property
     def lends_buffers(self) -> bool:
@@ -520,7 +520,7 @@ class Window:
         requires sparse gradients: in a buffer they would become dense.
         """
         sparse = any(isinstance(one, torch.optim.SparseAdam) for one in self.target.optimizers)
-        return self.sync.ranks == 1 and self.store.takes_buffers and not sparse
+        return self.sync.ranks == 1 and not sparse
 
     # -------------------------------------------------------------------- add
 
@@ -550,7 +550,7 @@ class Window:
             return
         check_terms(self.now.known, loss.by_name)
         terms, window = loss.by_name.items(), self.current
-        if not window.owners and self.sync.ranks == 1 and type(self.store) is DeviceStore:
+        if not window.owners and self.sync.ranks == 1:
             window.round_seeds(loss.by_name)
         window.record(
             {name: term.total.detach() for name, term in terms},
@@ -578,7 +578,6 @@ class Window:
                     sync.run_backward(totals, seeds)
                 else:  # into the window's parameters alone
                     torch.autograd.backward(totals, seeds, inputs=[*window.inputs, *also])
-            self.store.backward_made()
         except BaseException as error:
             window.broken = True  # some gradients of this micro-batch are in, others are not
             refuse_freed_graph(error)
@@ -627,7 +626,7 @@ class Window:
         if not self.sync.owns_step:
             self.target.refuse_cast(window.inputs)
         if not window.reduced:
-            self.store.reduce_now()
+            self.sync.reduce_now(window.inputs)
         weights = window.weights or self._last_weights  # none: this rank only joins the others
         names = sorted(weights)
         device = self.target.device
@@ -663,7 +662,7 @@ class Window:
         loss = math.fsum(weights[name] * means[name] for name in names)
         if norm == 0.0:
             self.store.refuse_nothing()
-        if self.hooks.calls and self.sync.ranks > 1 and self.sync.keeps_gradients:
+        if self.hooks.calls and self.sync.ranks > 1 and not self.sync.grows_own_graph:
             self._refuse_other_norm(norm)
         skipped = None
         if is_valid:
@@ -702,7 +701,7 @@ class Window:
         # Units that are not valid on this rank must stop the update of every rank.
         count = torch.stack([torch.where(one >= 0, one, math.nan).sum() for one in units])
         if self.sync.ranks > 1:
-            absent = self.store.absent()
+            absent = self.sync.filled_in()
             shared = window.inputs if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
             ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
@@ -714,7 +713,7 @@ class Window:
                 raise RankError(OTHER_SETTINGS)
             for parameter, made in zip(shared, counts, strict=True):
                 if made == 0:
-                    self.store.drop(parameter)
+                    parameter.grad = None
         # A number that is not finite makes the sum so: one test instead of two.
         is_valid = (total.sum() + count.sum()).isfinite() & (count.max() > 0)
         if window.known is not None and window.known.keys() == set(names):
@@ -803,7 +802,9 @@ class Window:
         if self.options.nonfinite == "skip":
             return where
         raise NonFiniteError(
-            f"update {self.updates + 1}: {where}. Nothing was updated: {self.store.after_failure}",
+            f"update {self.updates + 1}: {where}. Nothing was updated: parameters and optimizer "
+            "state are as before this window; pass close=wb.Close(nonfinite='skip') to skip and "
+            "count such updates",
             micro_batch=culprit,
         )
 

@@ -16,31 +16,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from wholebatch.cli.recipes.recipe_batches import Batches
+from wholebatch.cli.recipes.recipe_batches import Batches, seed_generators
 from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
+from wholebatch.cli.run_settings import Config
 from wholebatch.errors import RecipeError, WholebatchError
 
 _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1}
 _OPTIONAL |= {"validation": 0}
-
-
-class RecipeDefaults(TypedDict, total=False):
-    """The settings that a recipe may put in `defaults`; the command line overrides them."""
-
-    batch_size: int
-    micro_batch: int | str
-    updates: int
-    precision: str
-    clip_norm: float | None
-    lr: float
-    seed: int
-    checkpoint_every: int
+_DEFAULTS = [
+    "batch_size",
+    "micro_batch",
+    "updates",
+    "precision",
+    "clip_norm",
+    "lr",
+    "seed",
+    "checkpoint_every",
+]
+"""The settings that a recipe may put in `defaults`; the command line overrides them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Recipe:
     path: Path
     description: str
     digest: str
-    defaults: RecipeDefaults
+    defaults: dict[str, Any]
     unit: str
     audit: bool
     loss: Callable[[Any, Any], Any]
@@ -132,6 +131,13 @@ class Recipe:
                 group["lr"] = lr
         return optimizer
 
+    def build(self, config: Config, where: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the model on its device, and its optimizer: the same every time."""
+        seed_generators(config.seed)
+        model = self.build_model()
+        model.to(where, torch.bfloat16 if config.precision == "bf16-pure" else None)
+        return model, self.build_optimizer(model, lr=config.lr)
+
     def build_scheduler(self, optimizer: torch.optim.Optimizer, *, updates: int) -> Any:
         """Return the result of `scheduler(optimizer)` or `scheduler(optimizer, updates)`."""
         if "scheduler" not in self._parts:
@@ -163,22 +169,22 @@ def load_recipe(name: str | None) -> Recipe:
 
     None is the default recipe.
     """
-    name = next(iter(EMBEDDED)) if name is None else name
-    path = find_recipe(name)
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from error
-    module = run_file(path)
+    path = find_recipe(next(iter(EMBEDDED)) if name is None else name)
+    return recipe_of(run_file(path), path)
+
+
+def recipe_of(module: ModuleType, path: Path) -> Recipe:
+    """Return the recipe that a file, run as this module, defines."""
     parts = _parts_of(module, path)
+    embedded = {find_recipe(name): name for name in EMBEDDED}
     return Recipe(
-        name=name if name in EMBEDDED else path.stem,
+        name=embedded.get(path, path.stem),
         path=path,
         description=inspect.cleandoc(module.__doc__ or "").split("\n")[0],
-        digest=hashlib.sha256(source).hexdigest(),
+        digest=hashlib.sha256(path.read_bytes()).hexdigest(),
         defaults=_defaults_of(module, path),
-        unit=_unit_of(module, path),
-        audit=_audit_of(module, path),
+        unit=_constant(module, path, "unit", "units", 'a word such as "tokens"'),
+        audit=_constant(module, path, "audit", True, "True or False"),
         loss=parts["loss"],
         units=parts.get("units"),
         collate=parts.get("collate"),
@@ -257,32 +263,22 @@ def _parts_of(module: ModuleType, path: Path) -> dict[str, Callable[..., Any]]:
     return parts
 
 
-def _defaults_of(module: ModuleType, path: Path) -> RecipeDefaults:
-    defaults = getattr(module, "defaults", {})
-    if not isinstance(defaults, Mapping):
-        raise RecipeError(f"recipe {path}: defaults is {_kind(defaults)}, not a dict")
-    allowed = list(RecipeDefaults.__annotations__)
+def _defaults_of(module: ModuleType, path: Path) -> dict[str, Any]:
+    defaults = _constant(module, path, "defaults", {}, "a dict")
     for name in defaults:
-        if name not in allowed:
+        if name not in _DEFAULTS:
             raise RecipeError(
-                f"recipe {path}: defaults has {name!r}; it may have {', '.join(allowed)}"
+                f"recipe {path}: defaults has {name!r}; it may have {', '.join(_DEFAULTS)}"
             )
-    return cast(RecipeDefaults, dict(defaults))
+    return dict(defaults)
 
 
-def _audit_of(module: ModuleType, path: Path) -> bool:
-    """Return False if the recipe sets `audit = False`, which skips the test of the loss."""
-    audit = getattr(module, "audit", True)
-    if not isinstance(audit, bool):
-        raise RecipeError(f"{path}: audit = {audit!r}: must be True or False")
-    return audit
-
-
-def _unit_of(module: ModuleType, path: Path) -> str:
-    unit = getattr(module, "unit", "units")
-    if not isinstance(unit, str) or not unit:
-        raise RecipeError(f'recipe {path}: unit is {_kind(unit)}, not a word such as "tokens"')
-    return unit
+def _constant(module: ModuleType, path: Path, name: str, default: Any, allowed: str) -> Any:
+    """Return a constant of the recipe, of the type of its default."""
+    value = getattr(module, name, default)
+    if not isinstance(value, type(default)) or value == "":
+        raise RecipeError(f"recipe {path}: {name} is {_kind(value)}, not {allowed}")
+    return value
 
 
 def _takes(function: Callable[..., Any], arguments: int) -> bool:

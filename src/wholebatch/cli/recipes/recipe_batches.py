@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from wholebatch.batch.samples import layout_of
+from wholebatch.batch_scaling import share_of
 from wholebatch.errors import RecipeError, StateError
-from wholebatch.tune.batch_scaling import share_of
 
 
 @dataclass(frozen=True)
@@ -214,40 +214,36 @@ class Batches:
         return (batch,)
 
 
+@dataclass(eq=False)
 class _Shares(Dataset[Any]):
     """This rank's share of each batch of a dataset, by the batch's position. Workers read it."""
 
-    def __init__(
-        self,
-        data: Any,
-        length: int,
-        batch_size: int,
-        seed: int,
-        collate: Callable[[list[Any]], Any],
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self._data, self._length, self._batch_size = data, length, batch_size
-        self._seed, self._collate = seed, collate
-        self._rank, self._ranks = rank, ranks
-        self._order: tuple[int, list[int]] | None = None  # of an epoch
+    data: Any
+    length: int
+    batch_size: int
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    rank: int
+    ranks: int
+    order: tuple[int, list[int]] | None = None
+    """An epoch, and the order of its samples."""
 
     def __getitem__(self, position: Position) -> Any:
-        if self._order is None or self._order[0] != position.epoch:
-            generator = torch.Generator().manual_seed(_mixed(self._seed, position.epoch))
-            order = torch.randperm(self._length, generator=generator).tolist()
-            self._order = position.epoch, order
-        start = position.batch * self._batch_size
-        chosen = self._order[1][start : start + self._batch_size]
-        mine = chosen[share_of(len(chosen), rank=self._rank, ranks=self._ranks)]
-        with seeded(self._seed, position.epoch, position.batch, self._rank):
-            batch = _collated(self._collate, self._read(mine or chosen[:1]))
+        if self.order is None or self.order[0] != position.epoch:
+            generator = torch.Generator().manual_seed(_mixed(self.seed, position.epoch))
+            order = torch.randperm(self.length, generator=generator).tolist()
+            self.order = position.epoch, order
+        start = position.batch * self.batch_size
+        chosen = self.order[1][start : start + self.batch_size]
+        mine = chosen[share_of(len(chosen), rank=self.rank, ranks=self.ranks)]
+        with seeded(self.seed, position.epoch, position.batch, self.rank):
+            batch = _collated(self.collate, self._read(mine or chosen[:1]))
         return batch if mine else EmptyShare(batch)
 
     def _read(self, indices: list[int]) -> list[Any]:
-        if callable(getattr(self._data, "__getitems__", None)):  # torch's method for many samples
-            return list(self._data.__getitems__(indices))
-        return [self._data[index] for index in indices]
+        if callable(getattr(self.data, "__getitems__", None)):  # torch's method for many samples
+            return list(self.data.__getitems__(indices))
+        return [self.data[index] for index in indices]
 
 
 @contextmanager

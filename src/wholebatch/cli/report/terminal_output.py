@@ -23,7 +23,7 @@ class Terminal:
     """Shows one run on `console`; prints plain lines if that is not a terminal."""
 
     def __init__(self, console: Console, *, name: str, unit: str) -> None:
-        self._console = console
+        self.console = console
         self._name = name
         self._unit = unit
         self._live = console.is_terminal
@@ -48,9 +48,9 @@ class Terminal:
         """Print a title and labelled values, one under the other."""
         if not self._live:
             width = max(len(label) for label, _ in rows)
-            self._line(title)
+            self.note(title)
             for label, value in rows:
-                self._line(f"  {label:<{width}}  {value}")
+                self.note(f"  {label:<{width}}  {value}")
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="cyan", no_wrap=True)
@@ -58,20 +58,15 @@ class Terminal:
         for label, value in rows:
             table.add_row(escape(label), escape(value))
         if boxed:
-            self._console.print(panel(title, [table]))
+            self.console.print(panel(title, [table]))
         else:
-            say(self._console, title, style="bold")
-            self._console.print(table)
+            say(self.console, title, style="bold")
+            self.console.print(table)
 
     def note(self, text: str) -> None:
-        """Print one line, above the bar if there is one."""
-        say(self._console, text)
-        self._console.file.flush()
-
-    def command(self, label: str, line: str) -> None:
-        """Print a command line for copying."""
-        say_command(self._console, label, line)
-        self._console.file.flush()
+        """Print one line, above the bar if there is one; show it at once to who follows a log."""
+        say(self.console, text)
+        self.console.file.flush()
 
     def begin(self, *, done: int, total: int) -> None:
         """Start the progress at `done` of `total` updates."""
@@ -97,7 +92,7 @@ class Terminal:
         is_edge = updates >= self._total or updates == self._began_at + 1
         if is_edge or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self._line(f"update {place}  {saying}")
+            self.note(f"update {place}  {saying}")
 
     def end(self) -> None:
         """Stop the progress: remove the bar and restore the cursor."""
@@ -108,10 +103,6 @@ class Terminal:
         if made <= 0 or updates >= self._total:
             return ""
         return short_duration((time.perf_counter() - self._began) / made * (self._total - updates))
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()  # Show it at once to a reader who follows the log.
 
 
 class Spinner(Progress):

@@ -177,26 +177,16 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             self._seen[number] = self._seen[number] or gradient is not None
         # Keras divides means by the number of replicas.
         factor = ops.ones((), wide()) if units is NO_UNITS else units * replicas()
-        pairs = zip(self._sums, gradients, strict=True)
-        self._add_all([pair for pair in pairs if pair[1] is not None], factor)
+        for sum_, gradient in zip(self._sums, gradients, strict=True):
+            if gradient is None:
+                continue
+            weight = ops.cast(factor, sum_.dtype)
+            if keras.backend.backend() == "tensorflow":
+                self.assign_add(sum_, _times(gradient, weight))
+            else:
+                sum_.assign(sum_ + ops.cast(gradient, sum_.dtype) * weight)
         self._now = self.place + 1 if keras.backend.backend() == "torch" else None
         self.assign_add(self._place, 1)
-
-    def _add_all(self, pairs: Sequence[tuple[Any, Any]], factor: Any) -> None:
-        """Add factor × gradient to every sum."""
-        backend = keras.backend.backend()
-        if backend == "torch" and pairs:
-            import torch
-
-            sums = [sum_.value for sum_, _ in pairs]
-            added = [grad.to(sum_.dtype) for sum_, (_, grad) in zip(sums, pairs, strict=True)]
-            torch._foreach_add_(sums, torch._foreach_mul(added, factor))
-            return
-        for sum_, grad in pairs:
-            if backend == "tensorflow":
-                self.assign_add(sum_, _times(grad, ops.cast(factor, sum_.dtype)))
-            else:
-                sum_.assign(sum_ + ops.cast(grad, sum_.dtype) * ops.cast(factor, sum_.dtype))
 
     @property
     def scaled(self) -> bool:
@@ -213,24 +203,20 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         # Not divide_no_nan: on the torch backend it rounds numbers to float32.
         factor = ops.where(counted > 0, 1.0 / ops.where(counted > 0, counted, 1.0), 0.0)
         seen = self._seen if any(self._seen) else [True] * len(self._seen)
-        gradients = zip(_scaled(sums, factor), seen, strict=True)
-        means = [gradient if used else None for gradient, used in gradients]
+        means = [
+            each * ops.cast(factor, each.dtype) if used else None
+            for each, used in zip(sums, seen, strict=True)
+        ]
         checked = [counted, *(gradient for gradient in means if gradient is not None)]
         return means, ops.all(ops.stack([ops.all(ops.isfinite(each)) for each in checked]))
 
     def clear(self) -> None:
         """Empty the window."""
         self._place.assign(0)
-        every = [self._units, *self._sums]
-        if keras.backend.backend() == "torch":
-            import torch
-
-            torch._foreach_zero_([variable.value for variable in every])
-            self._seen = [False] * len(self._seen)  # elsewhere what was traced stays as it is
-            self._now = 0
-            return
-        for variable in every:
+        for variable in (self._units, *self._sums):
             variable.assign(ops.zeros(variable.shape, variable.dtype))
+        if keras.backend.backend() == "torch":  # elsewhere what was traced stays as it is
+            self._seen, self._now = [False] * len(self._seen), 0
 
     def close(self) -> None:
         """Make one update of the inner optimizer from what is in the window."""
@@ -437,17 +423,6 @@ def _times(gradient: Any, factor: Any) -> Any:
         return tf.cast(tf.convert_to_tensor(gradient), factor.dtype) * factor
     values = tf.cast(gradient.values, factor.dtype) * factor
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
-def _scaled(sums: Sequence[Any], factor: Any) -> list[Any]:
-    """Return the sums times a number; in place on torch, where the window is emptied next."""
-    if keras.backend.backend() != "torch":
-        return [each * ops.cast(factor, each.dtype) for each in sums]
-    import torch
-
-    found = [each.detach() for each in sums]
-    torch._foreach_mul_(found, factor.item())
-    return found
 
 
 class Tail(keras.callbacks.Callback):  # type: ignore[misc]

@@ -47,11 +47,8 @@ def wide() -> str:
     return "float64" if keras.config.floatx() == "float64" else "float32"
 
 
-class NoUnits:
-    """The units of a sum: sums of micro-batches add up as they are."""
-
-
-NO_UNITS = NoUnits()
+NO_UNITS: Any = object()
+"""The units of a sum: sums of micro-batches add up as they are."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from wholebatch.losses.loss import SINGLE
 from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.foreign_writes import Watch
 from wholebatch.window.forward_state import attributes_restored
-from wholebatch.window.gradient_store import DeviceStore
 from wholebatch.window.window import Step
 
 
@@ -46,8 +45,7 @@ class GivenWindows(WholeBatch):
         super().__init__(*given, **options)
         self._host = host
         self._announced: dict[str, float] | None = None
-        if isinstance(self._window.store, DeviceStore):
-            self._window.store.lends = True  # the trainer clears them before the next window
+        self._window.store.lends = True  # the trainer clears them before the next window
         if self._count is not None:
             self._counted, self._count = self._count, self._known  # type: ignore[assignment]
         self._batches = 0

@@ -1,0 +1,210 @@
+"""Batch arithmetic, and rules for a changed batch size. Nothing here imports torch.
+
+The arithmetic is exact: global batch = micro-batch × steps × ranks, even with a remainder.
+
+The rules for learning rate, warm-up, Adam's betas and weight decay are rules of thumb with a
+source, not laws: docs/scaling.md has the tables of their tests.
+
+- linear: Goyal et al. 2017 (arXiv:1706.02677), SGD with momentum.
+- sqrt: Krizhevsky 2014 (arXiv:1404.5997); for Adam Malladi et al. 2022 (arXiv:2205.10287), together
+  with the betas.
+- betas at the same half-life in tokens: Marek et al. 2025 (arXiv:2507.07101).
+- warm-up over the same samples: Goyal et al.; over the same updates (epochs in proportion to the
+  batch): You et al. 2019 (arXiv:1901.08256, 1904.00962).
+- weight decay at the same half-life in tokens: Bergsma et al. 2025 (arXiv:2505.13738).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from wholebatch.errors import OptionError
+
+
+def share_of(samples: int, *, rank: int, ranks: int) -> slice:
+    """Return a rank's samples of a batch: contiguous, and no rank has two more than another.
+
+    The first rank, which writes the metrics, always has one.
+
+    >>> [share_of(10, rank=rank, ranks=4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 8, None), slice(8, 10, None)]
+    """
+    return slice(-(-samples * rank // ranks), -(-samples * (rank + 1) // ranks))
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The division of one global batch: each rank's share and each micro-batch's size.
+
+    >>> batch = solve(global_batch=100, micro_batch=8, ranks=3)
+    >>> batch.steps, batch.shares
+    (5, (34, 33, 33))
+    >>> batch.micro_batches[0], batch.micro_batches[2]
+    ((8, 8, 8, 8, 2), (8, 8, 8, 8, 1))
+    >>> print(batch)
+    (8 × 4 + 2) × 1 rank + (8 × 4 + 1) × 2 ranks = 100
+    """
+
+    global_batch: int
+    micro_batch: int
+    ranks: int
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Return the samples of each rank; their sum is the global batch."""
+        slices = (share_of(self.global_batch, rank=r, ranks=self.ranks) for r in range(self.ranks))
+        return tuple(one.stop - one.start for one in slices)
+
+    @property
+    def micro_batches(self) -> tuple[tuple[int, ...], ...]:
+        """Return the samples of each micro-batch of each rank: full ones, then the rest."""
+        size, full_and_rest = self.micro_batch, (divmod(n, self.micro_batch) for n in self.shares)
+        return tuple((size,) * full + (rest,) * bool(rest) for full, rest in full_and_rest)
+
+    @property
+    def steps(self) -> int:
+        """Return the most micro-batches of any rank."""
+        most = -(-self.global_batch // self.ranks)  # The share of the first rank.
+        return -(-most // self.micro_batch)
+
+    def __str__(self) -> str:
+        """Return the sizes by rank as a sum that a person can check."""
+        alike = Counter(self.micro_batches)  # In the order of the first rank of each kind.
+        terms = []
+        for sizes, ranks in alike.items():
+            runs = [(size, len(list(same))) for size, same in groupby(sizes or (0,))]
+            inner = " + ".join(
+                f"{size}" if count == 1 and index else f"{size} × {count}"
+                for index, (size, count) in enumerate(runs)
+            )
+            inner = f"({inner})" if len(runs) > 1 else inner
+            terms.append(f"{inner} × {ranks} rank{'' if ranks == 1 else 's'}")
+        return f"{' + '.join(terms)} = {self.global_batch}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all values, for JSON."""
+        return {
+            "global_batch": self.global_batch,
+            "micro_batch": self.micro_batch,
+            "steps": self.steps,
+            "ranks": self.ranks,
+            "shares": list(self.shares),
+            "micro_batches": [list(sizes) for sizes in self.micro_batches],
+            "said": str(self),
+        }
+
+
+MOST = 1_000_000
+"""The most ranks, and micro-batches of one update; longer lists would fill the memory."""
+
+
+def solve(
+    *,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    steps: int | None = None,
+    ranks: int | None = None,
+) -> Arithmetic:
+    """Compute one of the four from the others; `ranks` is 1 if only two of the others are given.
+
+    The result is the smallest possible: the fewest steps that cover the global batch, or the
+    smallest micro-batch or the fewest ranks that need no more steps.
+
+    >>> solve(micro_batch=8, steps=4, ranks=2).global_batch
+    64
+    >>> solve(global_batch=64, steps=4, ranks=2).micro_batch
+    8
+    >>> solve(global_batch=64, micro_batch=8, steps=4).ranks
+    2
+    >>> solve(global_batch=64, micro_batch=8).steps
+    8
+    """
+    given = {"global_batch": global_batch, "micro_batch": micro_batch}
+    given |= {"steps": steps, "ranks": ranks}
+    known = {name: value for name, value in given.items() if value is not None}
+    for name, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
+    missing = given.keys() - known.keys()
+    if len(missing - {"ranks"}) > 1:
+        has = ", ".join(f"{name}={value}" for name, value in known.items())
+        raise OptionError(
+            f"{has or 'nothing'} given: two of global_batch, micro_batch and steps are needed "
+            "(ranks is 1 unless given), the rest follows"
+        )
+    if missing == {"ranks"}:
+        known["ranks"] = -(-known["global_batch"] // (known["micro_batch"] * known["steps"]))
+    known.setdefault("ranks", 1)
+    if "global_batch" in missing:
+        known["global_batch"] = known["micro_batch"] * known["steps"] * known["ranks"]
+    elif "micro_batch" in missing:
+        known["micro_batch"] = -(-known["global_batch"] // (known["ranks"] * known["steps"]))
+    found = Arithmetic(known["global_batch"], known["micro_batch"], known["ranks"])
+    pieces = found.global_batch // found.micro_batch
+    if max(pieces, found.ranks) > MOST:
+        raise OptionError(
+            f"{pieces:,} micro-batches on {found.ranks:,} ranks: at most {MOST:,} are supported"
+        )
+    if not missing and found.steps != steps:
+        raise OptionError(
+            f"global_batch={global_batch}, micro_batch={micro_batch}, ranks={ranks} make "
+            f"{found.steps} steps, not steps={steps}: leave one of the four out, and it follows"
+        )
+    return found
+
+
+# --------------------------------------------------------------------------------------- rules
+
+
+def lr_factor(*, base_batch: int, batch: int, rule: str) -> float:
+    """Return the factor of the learning rate when the batch goes from `base_batch` to `batch`.
+
+    >>> lr_factor(base_batch=256, batch=1024, rule="linear")
+    4.0
+    >>> lr_factor(base_batch=256, batch=1024, rule="sqrt")
+    2.0
+    """
+    ratio = batch / base_batch
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[rule]
+
+
+def scale_warmup(updates: int, *, base_batch: int, batch: int) -> int:
+    """Return the warm-up updates for `batch` over the same samples as `updates` of `base_batch`.
+
+    The result is rounded up: never shorter than asked.
+
+    >>> scale_warmup(25024, base_batch=256, batch=8192)
+    782
+    """
+    return -(-updates * base_batch // batch)
+
+
+def adam_betas(betas: tuple[float, float], *, base_batch: int, batch: int) -> tuple[float, float]:
+    """Return Adam's betas with the half-life in tokens that they had at `base_batch`.
+
+    A moving average decays by `beta` per update. An update of `batch / base_batch` times as many
+    tokens must decay by that power of it.
+
+    >>> adam_betas((0.9, 0.95), base_batch=512, batch=1)[1]               # Marek et al. 2025
+    0.9998998228024699
+    """
+    power = batch / base_batch
+    return betas[0] ** power, betas[1] ** power
+
+
+def scale_weight_decay(decay: float, *, base_batch: int, batch: int, rule: str) -> float:
+    """Return AdamW's weight decay with the half-life in tokens that it had at `base_batch`.
+
+    An update shrinks the weights by the factor 1 − lr × decay, so they forget over 1 / (lr × decay)
+    updates. At k times the batch, k times the product forgets over the same tokens. The rule for
+    the learning rate gives a part of that.
+
+    >>> scale_weight_decay(0.1, base_batch=64, batch=256, rule="sqrt")
+    0.2
+    """
+    factor = lr_factor(base_batch=base_batch, batch=batch, rule=rule)
+    return decay * (batch / base_batch) / factor
