@@ -117,6 +117,8 @@ def measure(
         stats = torch.cuda.memory_stats()
         print({name: stats[name] for name in ("num_alloc_retries", "num_ooms", "num_device_alloc")})
         print(shown(profiled_windows(lambda: step(batch))))
+        if way.get("ours"):
+            print("\n".join(train._runner.executor.notes.history))
     held = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if on_cuda else [0]
     return [statistics.median(times), *(one / 2**30 for one in held), note]
 

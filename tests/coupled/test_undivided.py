@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from tests.compile.nets import mode_of
 from tests.coupled.networks import NETWORKS, resnet
 from tests.coupled.windows import Images, batch, error, mean, result, whole
 from tests.memory.inject import OutOfMemoryAt
@@ -87,10 +88,15 @@ def test_inputs_in_host_memory_keep_their_memory_format() -> None:
     assert error(result(model)[0], want[0]) <= EXACT
 
 
+@pytest.mark.parametrize("reserves", [False, True])
 def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
-    monkeypatch: pytest.MonkeyPatch,
+    reserves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager code fits: the batch goes on as it is, and only the graph is not made."""
+    """Eager code fits: the batch goes on as it is, in the same gradient buffers if there are any.
+
+    Gradients that autograd makes among the activations would pin their memory.
+    """
+    monkeypatch.setattr(Executor, "reserves_on", ("cpu",) if reserves else ())
     model = resnet().double()
     undivided, optimizer = Whole(model, loss=mean), sgd(model)
     seen = Seen(model, optimizer)
@@ -104,10 +110,17 @@ def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
     with pytest.warns(ExecuteWarning, match="there is no memory for its graph"):
         train.step(batch(12))
     same_as_whole(model, seen, undivided)
+    weight, places = next(model.parameters()), set[int]()
+    for size in (12, 9):
+        undivided.step(batch(size))
+        train.step(batch(size), after_micro=lambda *_: places.add(id(weight.grad)))
+        same_as_whole(model, seen, undivided)
+    buffers = train._runner.executor._gradients._buffers.values()
+    assert places <= {id(one) for one in buffers} if reserves else not buffers
     fitting = train._fitting._undivided
     assert fitting is not None
     assert fitting.settings[fitting.place] == "as it is"
-    assert train._runner.executor.is_eager
+    assert mode_of(train) == "eager"
 
 
 @pytest.mark.slow

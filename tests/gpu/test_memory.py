@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import SkipTest
+from unittest import SkipTest, mock
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wholebatch as wb
+from wholebatch.compile.micro_step import Executor
 from wholebatch.options import grouped
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits every time
@@ -219,6 +220,39 @@ def test_the_chosen_micro_batch_runs_and_nearly_fills_the_limit() -> None:
     assert train.recoveries == 0
     assert train.micro_batch_size is not None
     assert 4 <= train.micro_batch_size < len(batch["x"])
+
+
+def test_an_undivided_batch_keeps_its_graph_as_traced_if_the_compiled_one_has_no_memory() -> None:
+    """Only the compiled graph is given up, and the updates stay those of eager code."""
+    made = Executor._proven
+
+    def fails(self: Executor, joint: Any, *given: Any, **options: Any) -> Any:
+        if joint.compiled:
+            raise torch.OutOfMemoryError("injected")
+        return made(self, joint, *given, **options)
+
+    def trained(execute: str) -> tuple[nn.Module, wb.WholeBatch]:
+        torch.manual_seed(3)
+        layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(16 * 30 * 30, 10)).to(DEVICE).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        train = wb.WholeBatch(
+            model,
+            optimizer,
+            loss=lambda model, micro: wb.cross_entropy(model(micro["x"]), micro["y"]),
+            execute=execute,
+        )
+        x = torch.randn(32, 3, 32, 32, device=DEVICE, dtype=torch.float64)
+        for _ in range(6):
+            train.step({"x": x, "y": torch.arange(32, device=DEVICE) % 10})
+        return model, train
+
+    right, _ = trained("eager")
+    with mock.patch.object(Executor, "_proven", fails):
+        model, train = trained("graph")
+    assert train._runner.executor.mode == "graph of operations", train._runner.executor.notes
+    for (name, ours), theirs in zip(model.named_parameters(), right.parameters(), strict=True):
+        assert (ours - theirs).norm() <= 1e-12 * theirs.norm(), name
 
 
 def test_comparisons_with_eager_code_leave_no_memory_behind() -> None:

@@ -83,6 +83,11 @@ def free_memory(device: torch.device) -> int:
     return min(free, limit - torch.cuda.memory_reserved(device))
 
 
+def is_nearly_full(device: torch.device) -> bool:
+    """True if less memory is free than is reserved: a second micro-step would not fit."""
+    return free_memory(device) < torch.cuda.memory_reserved(device)
+
+
 def room_for(tensors: Sequence[Tensor]) -> torch.device:
     """Return the tensors' device if it has room for copies beside a micro-step, else the CPU.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
 from wholebatch.compile.fused_weight_grad import can_add_products
-from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one
+from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one, is_nearly_full
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
@@ -87,7 +87,9 @@ class JointStep:
         if self._blocks is None:
             self._run = compiled_by_inductor(self._run, self._examples)
         else:
-            tunes = not self.random and self._trained[0].is_cuda and self.sizes is None
+            device = self._trained[0].device
+            tunes = not self.random and device.type == "cuda" and self.sizes is None
+            tunes = tunes and not is_nearly_full(device)
             self._run = self._blocks.compiled(compiled_by_inductor, tunes=tunes)
         self._blocks, self._examples = None, []
 

@@ -41,7 +41,7 @@ from wholebatch.compile.gradient_buffers import (
     Gradients,
     eager_into,
     empty_cache,
-    free_memory,
+    is_nearly_full,
     room_for,
     take_workspace,
 )
@@ -131,7 +131,7 @@ class Executor:
         self._next_place = 0
         self._compares = False  # True if the next micro-step of a graph is compared again
         self._pool: Any = None
-        self._is_too_large = False  # True if memory ran out while a graph was made
+        self._too_large: Stage | None = None  # of the graph that was made when memory ran out
         self._reset()
         reason = window.only_eager
         if reason is not None and not self._plan.eager:
@@ -350,8 +350,8 @@ class Executor:
 
     @property
     def is_eager(self) -> bool:
-        """True if every micro-step will be eager code, with autograd adding the gradients."""
-        return self._plan.eager
+        """True if every micro-step will be eager code, with autograd making the gradients."""
+        return self._plan.eager and not self._gradients.lends
 
     @property
     def progress(self) -> str | None:
@@ -398,7 +398,7 @@ class Executor:
             self._give_up(str(reason))
             return added
         except torch.OutOfMemoryError:
-            self._is_too_large = True
+            self._too_large = Stage.COMPILED if compiled else Stage.TRACED
             raise
         finally:
             after.restore()
@@ -424,7 +424,7 @@ class Executor:
         """
         if self._device.type != "cuda":
             return
-        if replaces or free_memory(self._device) < torch.cuda.memory_reserved(self._device):
+        if replaces or is_nearly_full(self._device):
             for slot in self._slots.values():
                 if slot.ready is not None:
                     slot.ready = replace(slot.ready, run=slot.ready.joint)
@@ -432,11 +432,25 @@ class Executor:
         empty_cache(self._device)
 
     def free_memory(self) -> bool:
-        """Stop using graphs after running out of memory; True if one was there or being made."""
-        if not self._is_too_large and not self._ready():
+        """Use less memory for graphs after running out of it; True if there was any in use.
+
+        Where a graph is compiled, or being compiled, it runs as traced from now on: tuning a kernel
+        takes memory. Otherwise eager code runs, and adds into the buffers as before: among the
+        activations, its gradients would pin their memory.
+        """
+        if self._too_large is None and not self._ready():
             return False
-        self._is_too_large = False
-        self._give_up("there is no memory for its graph")
+        compiles = self._too_large is Stage.COMPILED or self._compiled() or self._compiling()
+        self._too_large = None
+        if compiles and self._plan.captures:
+            self._plan.compiles = False
+            self.notes.tell("out of memory: micro-steps run as traced, not compiled")
+            self.let_go()
+        else:
+            buffers = self._gradients
+            self._give_up("there is no memory for its graph")
+            if buffers.lends:
+                self._gradients = buffers
         return True
 
     def _own(self) -> set[Key]:

@@ -384,16 +384,15 @@ class Fitting:
     def _trial_window(self, batch: Any, size: int, samples: int) -> list[Any]:
         """Return micro-batches that need the memory of a window of this size.
 
-        From the second one on there are gradients beside the activations, as in later windows.
-        On CUDA further ones follow, and the smaller last one: each leaves the freed memory in other
-        pieces.
+        From the second one on there are gradients beside the activations. On CUDA the smaller last
+        one follows: it leaves the freed memory in other pieces.
         """
         static = self._layout["static"]
         micro = resize_batch(batch, size, static=static)
         if self._device.type != "cuda":
             return [micro, micro]
         last = resize_batch(batch, samples % size or size, static=static)
-        return [micro, micro, micro, last, micro]
+        return [micro, micro, last]
 
     def _missing_state(self) -> int:
         """Return the bytes of optimizer state that the first update will create."""

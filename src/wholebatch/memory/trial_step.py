@@ -15,6 +15,12 @@ from wholebatch.memory.meter import MemoryMeter, free_caches, storage_id, tensor
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.forward_state import ForwardState
 
+_SPARE = 1 / 32
+"""The share of the budget that stays free in a trial on CUDA.
+
+Freed memory is never in the same pieces twice, so a later window may need a little more.
+"""
+
 
 def measure_step(
     model: torch.nn.Module,
@@ -23,37 +29,48 @@ def measure_step(
     *,
     precision: str = "full",
     limit: int | None = None,
+    missing_state: int = 0,
 ) -> int:
-    """Run these micro-batches and return the bytes used beyond those already allocated.
+    """Run a window of these micro-batches; return the bytes used beyond those already allocated.
 
-    No update is made. Buffers, random generators and gradients are restored. CUDA's allocator gives
-    the number; elsewhere the meter does, and more than `limit` bytes raise
-    `torch.OutOfMemoryError`.
+    No update is made. Buffers, random generators and gradients are restored. Off CUDA the meter
+    counts, and more than `limit` bytes raise `torch.OutOfMemoryError`. On CUDA the allocator does,
+    over three windows, because it cannot use every piece of freed memory. They allocate as the
+    first three of training do: at the end of the first, `missing_state` bytes of optimizer state
+    come to lie beside its gradients, and the third begins with what the second has freed.
     """
     device = next(model.parameters()).device
     before = ForwardState(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
+    state: list[Tensor] = []
 
     def loss_on_device(model: torch.nn.Module, micro: Any) -> Any:
         return loss(model, to_device(micro, device))
 
-    window = PlainWindow(model, loss_on_device, precision=precision)
+    def run() -> None:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        PlainWindow(model, loss_on_device, precision=precision).run(micros)
+
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             free_caches()
             start = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            window.run(micros)
+            run()
+            torch.cuda.empty_cache()
+            state = state_pieces(list(model.parameters()), missing_state)
+            run()
+            run()
             torch.cuda.synchronize(device)
             return int(torch.cuda.max_memory_allocated(device)) - start
         with MemoryMeter(model=model, limit=limit) as meter:
             start = meter.current
-            window.run(micros)
-        return meter.peak - start
+            run()
+        return meter.peak - start + missing_state
     finally:
+        state.clear()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         before.restore()
@@ -72,25 +89,24 @@ def trial_peak(
 ) -> int | None:
     """Return the peak bytes of a window of these micro-batches; None if it runs out of memory.
 
-    `missing_state` is the optimizer's state that the first update will create, in bytes. On CUDA it
-    is allocated as that update does: in as many pieces, in the gaps that a first backward leaves.
-    As one piece it could fit where the real state does not.
+    `missing_state` is the optimizer's state that the first update will create, in bytes.
     """
     copies = {id(one): map_tensors(one, torch.clone) for one in micros}  # Views hold the batch.
     micros = [copies[id(one)] for one in micros]
-    on_cuda = next(model.parameters()).device.type == "cuda"
-    held = held_bytes(model, optimizer) + missing_state
+    device = next(model.parameters()).device
+    on_cuda = device.type == "cuda"
     limit = None if on_cuda else max(0, budget - missing_state)
-    state: list[Tensor] = []
+    spare: list[Tensor] = []
     try:
-        if on_cuda and missing_state:
-            measure_step(model, loss, micros[:1], precision=precision)
-            state = state_pieces(list(model.parameters()), missing_state)
-        return held + measure_step(model, loss, micros, precision=precision, limit=limit)
+        free_caches()
+        if on_cuda:
+            spare.append(torch.empty(int(_SPARE * budget), dtype=torch.uint8, device=device))
+        how: dict[str, Any] = {"precision": precision, "missing_state": missing_state}
+        return held_bytes(model, optimizer) + measure_step(model, loss, micros, limit=limit, **how)
     except torch.OutOfMemoryError:
         return None
     finally:
-        state.clear()
+        spare.clear()
         free_caches()
 
 
