@@ -396,7 +396,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, where a later row adds its ways to an earlier one."""
+    """Return the rows of a file of JSON lines; a later row adds its ways to an earlier one."""
     found: dict[str, dict[str, Any]] = {}
     for row in (json.loads(line) for line in path.read_text().splitlines() if line.strip()):
         earlier = found.get(row["name"], {})
