@@ -31,10 +31,10 @@ from wholebatch.errors import (
     StateError,
     WindowError,
 )
-from wholebatch.given_loss import GivenLoss
+from wholebatch.given_loss import given_loss
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.make_window import make_window
-from wholebatch.options import BatchNormPolicy, Close, Memory
+from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
 from wholebatch.run_loss import Place, RunLoss, precision_of
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
@@ -207,7 +207,7 @@ class Accumulator(HasWindow):
             clip_norm=clip_norm,
             scheduler=scheduler,
             memory=_without_budget(memory),
-            close=Close.of(close),
+            close=as_close(close),
         )
         models = window.target.models
         self._window = window
@@ -320,14 +320,15 @@ class Accumulator(HasWindow):
             if self._beside:
                 self._refuse_moved(lambda: _leaves_of(total if mean is None else mean))
             reduces = is_last and not more
+            how: Any = {"in_parts": self._in_parts, "steps": self._size}
             if isinstance(total, Terms) and self._window.now.known is not None:
-                self._checks.check(total, in_parts=self._in_parts, steps=self._size)
+                self._checks.check(total, **how)
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
-                given = GivenLoss.of(total, units, mean)  # refuses terms that nobody announced
-                if self._checks.active or self._checks.tests_units or given.whole is not None:
-                    given.check(self._checks, in_parts=self._in_parts, steps=self._size)
-                self._window.add(given.summed, given.units, last=reduces, counts=self._counts)
+                summed, of = given_loss(total, units, mean)  # refuses terms that nobody announced
+                if self._checks.active or self._checks.tests_units or isinstance(total, Loss):
+                    self._checks.check(total, of, mean=mean, **how)
+                self._window.add(summed, of, last=reduces, counts=self._counts)
             self._window.current.are_units_given = True
             return self._end_backward(is_last, more)
 
@@ -464,9 +465,16 @@ class Accumulator(HasWindow):
             if now[other] != self._beside[other]:
                 for model in other._window.target.models:
                     if not used().isdisjoint(map(id, model.parameters())):
-                        self._raise_moved(model)
+                        self._raise_moved(model, other)
 
-    def _raise_moved(self, model: nn.Module) -> NoReturn:
+    def _raise_moved(self, model: nn.Module, other: Accumulator) -> NoReturn:
+        if other.steps != self.steps:
+            raise WindowError(
+                f"{type(model).__name__} was updated when {self._places} of {self._size} "
+                "micro-batches of another model's window were done: accumulators in one wb.over "
+                f"need the same steps, and these have {other.steps} and {self.steps}. To update a "
+                "critic more often than its generator (n_critic), give the critic a loop of its own"
+            )
         raise WindowError(
             f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
             "of another model's window were done, and the next micro-batch uses it: that window "
@@ -482,7 +490,7 @@ class Accumulator(HasWindow):
         def refuse(model: nn.Module, _: Any) -> None:
             for one in waiting:
                 if model.training and not one._place_done:
-                    one._raise_moved(model)
+                    one._raise_moved(model, self)
 
         for model in self._window.target.models if waiting else ():
             self._guards.append(model.register_forward_pre_hook(refuse))

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -93,7 +95,7 @@ class NoiseScale:
     >>> noise.verdict
     'enlarge'
     >>> noise.advice("tokens").partition(",")[0]
-    'enlarge the batch: at 512 tokens an update it is far below the critical 4'
+    'enlarge the batch: 512 tokens an update are far below the critical 4'
     """
 
     critical: float
@@ -121,97 +123,63 @@ class NoiseScale:
 
     def advice(self, unit: str = "units") -> str:
         """Return the verdict in words, with the numbers behind it."""
-        here = f"{_said(self.batch)} {unit} an update"
-        interval = self._interval()
+        here, interval = f"{_said(self.batch)} {unit} an update", self._interval()
         if self.verdict == "enlarge":
-            return (
-                f"enlarge the batch: at {here} it is far below the critical {interval}, so twice "
-                "the batch makes nearly twice the progress per update"
-            )
+            return f"enlarge the batch: {here} are far below the critical {interval}"
         if self.verdict == "stop accumulating":
             own = self.batch / max(1, self.micro_batches)
             needed = max(1, math.ceil(self.critical / own))
-            instead = (
-                "one micro-batch is enough: stop accumulating"
-                if needed == 1
-                else f"{needed} of the {self.micro_batches} micro-batches would do: accumulate less"
-            )
             return (
-                f"{instead}; at {here} the batch is far above the critical {interval}, and a "
-                "larger batch hardly makes an update better"
+                f"accumulate less: {here} are far above the critical {interval}, and {needed} of "
+                f"the {self.micro_batches} micro-batches would do"
             )
         if self.high > 8.0 * max(self.low, 1.0):
             return (
-                f"keep the batch: at {here}, the critical {interval} is not known well yet, from "
+                f"keep the batch of {here}: the critical {interval} is not known well yet, from "
                 f"{self.samples} windows"
             )
-        return f"keep the batch: {here} is near the critical {interval}"
+        return f"keep the batch: {here} are near the critical {interval}"
 
     def _interval(self) -> str:
-        if math.isinf(self.critical):
-            return f"one, which is at least {_said(self.low)}"
-        if math.isinf(self.high):
-            return f"{_said(self.critical)} (at least {_said(self.low)})"
-        return f"{_said(self.critical)} ({_said(self.low)} to {_said(self.high)})"
+        above = "or more" if math.isinf(self.high) else f"to {_said(self.high)}"
+        return f"{_said(self.critical)} ({_said(self.low)} {above})"
 
 
 class Estimator:
-    """Running averages of both estimates, and an interval for the ratio of the averages.
+    """Averages of both estimates over the last windows, and an interval for their ratio.
 
-    Weights halve every `half_life` measured windows: the scale grows while a model learns. Each
-    window is divided by the size of the window before it. Gradients shrink a hundredfold in the
-    first updates, which would dominate plain averages. The size of another window does not depend
-    on this one's estimate, so the ratio stays unbiased.
+    Old windows are dropped: the scale grows while a model learns. Each window is divided by the
+    size of the window before it. Gradients shrink a hundredfold in the first updates, which would
+    dominate plain averages. The size of another window does not depend on this one's estimate, so
+    the ratio stays unbiased.
     """
 
-    def __init__(self, *, half_life: float = 128.0) -> None:
-        self._decay = 0.5 ** (1.0 / half_life)
-        self._sums = dict.fromkeys(("1", "weights²", "spread", "signal"), 0.0)
-        self._sums |= dict.fromkeys(("x", "y", "xx", "yy", "xy"), 0.0)  # divided by the size
-        self._recent: list[Observation] = []  # the last five
-        self._samples = 0
-
-    def add(self, one: Observation) -> None:
-        """Add the estimate of a window."""
-        size = max((self._recent or [one])[-1].square, 1e-300)
-        x, y = one.spread / size, one.signal / size
-        news = {"1": 1.0, "weights²": 1.0, "spread": one.spread, "signal": one.signal}
-        news |= {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
-        for name, new in news.items():
-            decay = self._decay**2 if name == "weights²" else self._decay
-            self._sums[name] = decay * self._sums[name] + new
-        self._recent = [*self._recent, one][-5:]
-        self._samples += 1
+    def __init__(self, *, most: int = 256) -> None:
+        self.windows: deque[Observation] = deque(maxlen=most)
 
     def estimate(self) -> NoiseScale | None:
         """Return the estimate from the windows so far; None for fewer than 8."""
-        if self._samples < _FEWEST:
+        windows, count = self.windows, len(self.windows)
+        if count < _FEWEST:
             return None
-        mean = {name: value / self._sums["1"] for name, value in self._sums.items()}
-        x, y = mean["x"], mean["y"]
-        count = self._sums["1"] ** 2 / self._sums["weights²"]  # of equal weights
-        variances = (mean["xx"] - x * x, mean["yy"] - y * y, mean["xy"] - x * y)
-        low, high = fieller(x, y, *(one / (count - 1.0) for one in variances), z=_Z)
+        sizes = [max(one.square, 1e-300) for one in (windows[0], *islice(windows, count - 1))]
+        pairs = [(w.spread / size, w.signal / size) for w, size in zip(windows, sizes, strict=True)]
+        x, y = (sum(values) / count for values in zip(*pairs, strict=True))
+        products = [((a - x) ** 2, (b - y) ** 2, (a - x) * (b - y)) for a, b in pairs]
+        variances = (sum(values) / (count - 1) / count for values in zip(*products, strict=True))
+        low, high = fieller(x, y, *variances, z=_Z)
         ratio = x / y if x > 0.0 and y > 0.0 else math.inf
+        recent = list(windows)[-5:]  # the last alone may be the short one at the end of an epoch
         return NoiseScale(
             critical=ratio if x > 0.0 else 0.0,
             low=low,
             high=high,
-            spread=mean["spread"],
-            signal=mean["signal"],
-            samples=self._samples,
-            # The last window alone may be the short one at the end of an epoch.
-            batch=median(one.units for one in self._recent),
-            micro_batches=int(median(one.micro_batches for one in self._recent)),
+            spread=sum(one.spread for one in windows) / count,
+            signal=sum(one.signal for one in windows) / count,
+            samples=count,
+            batch=median(one.units for one in recent),
+            micro_batches=int(median(one.micro_batches for one in recent)),
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        recent = [list(astuple(one)) for one in self._recent]
-        return {"sums": self._sums, "samples": self._samples, "recent": recent}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums, self._samples = dict(state["sums"]), state["samples"]
-        self._recent = [Observation(*one) for one in state["recent"]]
 
 
 def fieller(
@@ -237,12 +205,6 @@ def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-Measurements: TypeAlias = tuple[Tensor, Tensor | float, Units, int]
-"""Of a window on this rank, still on the device: the norm after the first micro-batch, the factor
-of the gradients (they are those of the summed loss times this), the units of the first micro-batch,
-and the number of micro-batches."""
-
-
 class Probe:
     """Measures one window in `every`; all others are left alone.
 
@@ -258,7 +220,9 @@ class Probe:
         self._window = window
         self._every = every
         self._estimator = Estimator()
-        self._norm: Tensor | None = None
+        self._measured: tuple[Tensor, Tensor | float, Units] | None = None
+        """Of the first micro-batch, on the device: the norm of the gradients, the factor that they
+        hold beside the sum of the losses' gradients, and the units."""
         self._warned = False
         self.active = False
 
@@ -267,51 +231,40 @@ class Probe:
         # Skip the first window: it may be atypical (graphs are made in it).
         number = self._window.updates + self._window.skipped
         self.active = number % self._every == 1 % self._every
-        self._norm = None
+        self._measured = None
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
-        """Take the norm after the gradient of the first micro-batch was added."""
-        if done == 1 and self.active:
-            self._norm = self._norm_so_far()
-
-    def _norm_so_far(self) -> Tensor | None:
-        gradients = dense_gradients(self._window.current.inputs)
-        return self._window.sync.total_norm(gradients) if gradients else None
-
-    def measurements(self) -> Measurements | None:
-        """Return the measurements of the window, before its close clears them.
-
-        None if the window cannot be measured.
-        """
+        """Measure after the gradient of the first micro-batch was added."""
+        if done != 1 or not self.active:
+            return
         window = self._window.current
-        units = window.units.get(SINGLE)
+        gradients, units = dense_gradients(window.inputs), window.units.get(SINGLE)
         if units is None and not self._warned:
             self._warned = True
             _log.warning(
                 "the gradient noise scale is not measured: the loss has several terms, each over "
                 "units of its own"
             )
-        if not self.active or not units or self._norm is None or self._window.hooks:
-            return None
-        seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
-        scale = seed * window.loss_scale * window.averaged_by
-        return self._norm, scale, units[0], window.micro_batches
+        if gradients and units is not None and not self._window.hooks:
+            seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
+            scale = seed * window.loss_scale * window.averaged_by
+            self._measured = self._window.sync.total_norm(gradients), scale, units[0]
 
-    def closed(self, measured: Measurements | None, step: Step, *, joined: bool) -> None:
+    def closed(self, step: Step, *, joined: bool) -> None:
         """Add the measurements of a closed window. All ranks call this, or none.
 
         A rank that only `joined` has no micro-batch, and adds nothing.
         """
         if not self.active:
             return
-        moment = first = micro_batches = 0.0
-        if measured is not None:
-            norm, scale, first, micro_batches = read_scalars(measured)
+        moment = first = 0.0
+        if self._measured is not None:
+            norm, scale, first = read_scalars(self._measured)
             moment = (norm / scale) ** 2 / first if first else 0.0
-        unseen = measured is None and not joined
+        unseen = self._measured is None and not joined
         numbers = self._window.sync.sum(
-            [moment, first, float(first > 0), micro_batches, float(unseen)]
+            [moment, first, float(first > 0), float(step.micro_batches), float(unseen)]
         )
         if step.skipped is not None or numbers[4]:
             return
@@ -322,20 +275,21 @@ class Probe:
             micro_batches=int(numbers[3]),
         )
         if found is not None:
-            self._estimator.add(found)
+            self._estimator.windows.append(found)
 
     @property
     def estimate(self) -> NoiseScale | None:
         """Return the estimate from the windows so far, if there are enough."""
         return self._estimator.estimate()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything measured so far."""
-        return self._estimator.state_dict()
+    def state_dict(self) -> list[list[float]]:
+        """Return the measured windows."""
+        return [list(astuple(one)) for one in self._estimator.windows]
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self._estimator.load_state_dict(state)
+    def load_state_dict(self, state: list[list[float]] | None) -> None:
+        for spread, signal, units, micro_batches in state or ():
+            found = Observation(spread, signal, units, int(micro_batches))
+            self._estimator.windows.append(found)
 
 
 def _refuse_unmeasurable(window: Window, coupled: bool) -> None:

@@ -18,16 +18,15 @@ from torch.utils import _pytree as pytree
 
 from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.coupled.normalisation_layers import (
-    batchnorms,
-    tracked_instance_norms,
     uses_batch_statistics,
+    whole_batch_norms,
 )
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.losses.loss import SINGLE, Loss, Units, as_loss
-from wholebatch.options import Close
+from wholebatch.options import Close, close_options, close_with_only
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
 from wholebatch.window.window import HasWindow, Step, Window
 
@@ -304,13 +303,11 @@ class Pipeline(HasWindow):
             )
         modules = [one.submod for one in stages]
         allowed = ("clip_value", "nonfinite", "zero_units")
-        options = Close.of(close).only(*allowed, where="in a pipeline").with_clip_norm(clip_norm)
+        options = close_options(close_with_only(close, *allowed, where="in a pipeline"), clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
         target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
         self._window = Window(target, options, sync)
-        self._norms = [
-            pair for m in modules for pair in (*batchnorms(m), *tracked_instance_norms(m))
-        ]
+        self._norms = [pair for module in modules for pair in whole_batch_norms(module)]
         self._refuse_batch_statistics()
         self._runner = PipelineRunner(
             stages, self._window, sync, schedule=schedule, micro_batch=micro_batch, loss=loss

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -208,6 +209,11 @@ class Runner:
             before = ForwardState(*(norm for _, norm in self._norms if norm.training), every=False)
         self._before = before
 
+    def _before_code(self) -> None:
+        """Copy the attributes of the model before its Python runs; a recorded graph runs none."""
+        if self._before is not None:
+            self._before.read_attributes()
+
     def end_window(self) -> None:
         """Note that the window has made its update."""
         self._before = None
@@ -310,6 +316,7 @@ class Runner:
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
         assert not isinstance(loss_function, Coupled)
         micro = to_device(micro, self._device)
+        self._before_code()
         with self._precision.forward():
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
@@ -360,6 +367,7 @@ class TwoPassRunner(Runner):
         window = self._window
 
         def encode(micro: Any) -> Any:
+            self._before_code()
             with self._precision.forward():
                 return self._coupled.encode(self.model, to_device(micro, self._device))
 
@@ -474,8 +482,25 @@ def check_functions(loss: object, units: object) -> None:
             f"loss={loss!r}: must be a function of the model and a micro-batch, such as lambda "
             "model, micro: wb.cross_entropy(model(micro[0]), micro[1]), or wb.Coupled"
         )
+    else:
+        _refuse_other_arguments(loss)
     if units is not None and not callable(units):
         raise OptionError(f"units={units!r}: must be a function")
+
+
+def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with the model and a micro-batch."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # a function of C without a signature
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise OptionError(
+            f"WholeBatch calls loss(model, micro), and {getattr(loss, '__name__', loss)!s} takes "
+            f"({', '.join(signature.parameters)}): give a function of the model and a micro-batch"
+        ) from None
 
 
 def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:

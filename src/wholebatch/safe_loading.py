@@ -7,7 +7,6 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,11 @@ _DAMAGE = (
 _ASKED_FOR = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message
 
 
-def load_tensors(path: Path, *, also: Sequence[type] = ()) -> Any:
+def load_tensors(path: Path) -> Any:
     """Load a `torch.save` archive of tensors and plain values, on the CPU.
 
-    No code of the file is run: a file that needs a function or a class (other than those of `also`)
-    is refused, and the StateError names it. Every byte is checked against the checksums of the
-    archive first.
+    No code of the file is run: a file that needs a function or a class is refused, and the
+    StateError names it. Every byte is checked against the checksums of the archive first.
     """
     try:
         with open_file(path) as file:
@@ -47,22 +45,17 @@ def load_tensors(path: Path, *, also: Sequence[type] = ()) -> Any:
             if broken is not None:
                 raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
             file.seek(0)
-            with warnings.catch_warnings(), torch.serialization.safe_globals(list(also)):
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a pickle protocol that torch.save does not use
                 return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StateError(f"{path} cannot be read: {reason(error)}") from error
     except pickle.UnpicklingError as error:  # not torch's words: it advises to run the code
         asked = _ASKED_FOR.search(str(error))
-        raise hostile(path, asked[1] if asked else None) from None
+        what = f"would run {asked[1]}" if asked else "needs more than tensors and plain values"
+        raise StateError(
+            f"{path} is not a checkpoint of wholebatch, or it is unsafe: loading it {what}. It was "
+            "not loaded, and none of its code was run"
+        ) from None
     except _DAMAGE as error:
         raise StateError(f"{path} is damaged: {reason(error)}") from error
-
-
-def hostile(path: Path, asked: str | None) -> StateError:
-    """Return the error for a file whose pickle asks for more than tensors and plain values."""
-    what = f"would run {asked}" if asked else "needs more than tensors and plain values"
-    return StateError(
-        f"{path} is not a checkpoint of wholebatch, or it is unsafe: loading it {what}. It was not "
-        "loaded, and none of its code was run"
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, mlp, samples, sgd, summed
+from tests.support import EXACT, Whole, loss, mlp, samples, sgd, summed
 from wholebatch import errors
 from wholebatch.errors import (
     LossError,
@@ -37,10 +37,6 @@ def network() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
     ).double()
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def refused(kind: type[Exception], match: str, batch: Any = BATCH, **options: Any) -> None:
@@ -319,12 +315,17 @@ def test_a_model_that_is_none(model: Any) -> None:
 
 
 def test_losses_and_loaders_that_are_none() -> None:
+    def alone(micro: Any) -> wb.Loss:
+        return loss(model, micro)
+
     model = mlp()
     for wrong in (None, nn.CrossEntropyLoss()):
         with pytest.raises(OptionError, match="must be a function of the model and a micro-batch"):
             wb.WholeBatch(model, sgd(model), loss=wrong, micro_batch=4)  # type: ignore[arg-type]
         with pytest.raises(OptionError, match="must be a function of the model and a micro-batch"):
             wb.verify(model, wrong, BATCH)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"calls loss\(model, micro\), and alone takes \(micro\)"):
+        wb.WholeBatch(model, sgd(model), loss=alone, micro_batch=4)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="must be a loader"):
         next(iter(wb.Accumulator(model, sgd(model), steps=2).over(5)))  # type: ignore[arg-type]
 

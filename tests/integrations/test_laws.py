@@ -108,16 +108,8 @@ def test_16_bit_gradients_are_added_in_fp32(library: str) -> None:
         parts = torch.autograd.grad(mean(other, micro), parameters)
         for total, part in zip(sums, parts, strict=True):
             total += part.double() / 256
-    assert distance(seen, sums) <= 1e-5
-
-
-@libraries
-def test_16_bit_gradients_of_an_optimizer_that_wants_them_rounded(library: str) -> None:
-    model = mlp(dtype=torch.bfloat16)
-    micros = pieces(samples(16, dtype=torch.bfloat16), [2] * 8)
-    LOOPS[library](model, adamw(model), micros, 4, audit=False)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    assert distance(model.parameters(), mlp(dtype=torch.bfloat16).parameters()) > 1e-3
+    rounded = [one.to(torch.bfloat16) for one in sums]
+    assert distance(seen, sums) <= 1.01 * distance(rounded, sums)
 
 
 @libraries

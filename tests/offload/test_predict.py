@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import wholebatch as wb
+from tests.support import loss
 from wholebatch.errors import OptionError
 from wholebatch.memory.make_it_fit import ladder
 from wholebatch.memory.predict import predict_peak
@@ -22,10 +22,6 @@ def deep() -> nn.Module:
 
 def batch(samples: int = 4) -> dict[str, Tensor]:
     return {"x": torch.randn(samples, WIDTH), "y": torch.zeros(samples, dtype=torch.long)}
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def bytes_of(model: nn.Module) -> int:

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from wholebatch.errors import OptionError, SplitError
 
@@ -310,7 +311,7 @@ def layout_of(
     if strict:
         for leaf in leaves:
             if leaf.name not in fixed and not leaf.batched:
-                _refuse_other_rows(leaf, size, source)
+                _refuse_other_rows(leaf, size, source, leaves)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
@@ -396,6 +397,11 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
             lists.append((len(node), name))
     if lists:
         return lists[0]
+    if isinstance(batch, (Iterator, DataLoader)):
+        raise SplitError(
+            f"the batch is a {type(batch).__name__}, and step() takes one batch: "
+            "for batch in loader: train.step(batch)"
+        )
     raise SplitError(
         f"the number of samples is not known: the batch (a {type(batch).__name__}) has no tensor "
         "with a first dimension outside of lists, and no list of dicts, strings or numbers; add "
@@ -481,15 +487,18 @@ def _judged(leaf: Leaf, size: int) -> Leaf:
     return Leaf(leaf.name, value, isinstance(value, (list, tuple)))
 
 
-def _refuse_other_rows(leaf: Leaf, size: int, source: str) -> None:
+def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf]) -> None:
     """Refuse a tensor with another number of rows; one row is shared by all samples."""
     if size == 1 or not is_array(leaf.value) or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
         return
     given = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
+    rows = [one.value.shape[0] for one in leaves if is_array(one.value) and one.value.ndim]
+    is_odd = rows.count(size) == 1 < rows.count(leaf.value.shape[0])  # the first one, not this one
+    name = source if is_odd and source != "batch_size=" else leaf.name
     raise SplitError(
         f"{given}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs one "
         "row for each sample; check the function that makes the batch (collate_fn). If "
-        f"{leaf.name!r} is not a value per sample, pass {_as_options(f'static={leaf.name!r}')}"
+        f"{name!r} is not a value per sample, pass {_as_options(f'static={name!r}')}"
     )
 
 

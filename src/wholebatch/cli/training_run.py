@@ -243,9 +243,10 @@ def fitted_to(config: Config, batches: Batches) -> Config:
             return config
         config = replace(config, batch_size=size)
     elif batches.length is not None and config.batch_size > batches.length:
+        default = " (the default)" if config.batch_size == Config.batch_size else ""
         raise OptionError(
-            f"--batch-size {config.batch_size}: is more than the {batches.length:,} samples that "
-            "the recipe's data() has"
+            f"--batch-size {config.batch_size}{default}: is more than the {batches.length:,} "
+            f"samples that the recipe's data() has; pass --batch-size {batches.length} or less"
         )
     if isinstance(config.micro_batch, int) and config.micro_batch > config.batch_size:
         raise OptionError(

@@ -20,6 +20,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -397,6 +398,12 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
         self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
+        self._dicts = [one for module in self._modules for one in module.dicts]
+        self._parts = [one for module in self._modules for one in module.parts]
+        self._dense = [one for module in self._modules for one in module.dense]
+        self._readers = [(module.read, module.all) for module in self._modules]
+        self._hold_tensors = [module for module in self._modules if module.tensors]
+        self._as_found = self._all_modules()
         self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._watched: list[tuple[Tensor, int]] = []
@@ -416,12 +423,30 @@ class Fingerprint:
         """Return the name of the first thing that has changed, or None."""
         if self._deterministic != torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms"
-        for module in self._modules:
+        for module in () if self._hold_together() else self._modules:
             if not module.hold():
                 return module.name
         if any(version_of(tensor) != version for tensor, version in self._watched):
             return "a tensor on the host"
         return self._reach.changed()
+
+    def _all_modules(self) -> tuple[list[Any], ...]:
+        """Return what is compared of all modules at once; one by one takes much longer."""
+        return (
+            list(map(len, self._dicts)),
+            list(map(id, chain.from_iterable(part.values() for part in self._parts))),
+            list(map(Tensor.stride, self._dense)),
+            list(map(operator.attrgetter("dtype"), self._dense)),
+            [read(attributes) for read, attributes in self._readers],
+        )
+
+    def _hold_together(self) -> bool:
+        """True if no module has changed; False if one may have."""
+        try:
+            same = self._all_modules() == self._as_found
+        except KeyError:  # an attribute is gone
+            return False
+        return same and all(module.hold() for module in self._hold_tensors)
 
     def holds(self) -> bool:
         """True if nothing has changed."""
@@ -457,21 +482,22 @@ class _Attributes:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = f"an attribute of {name or 'the model'}"
-        self._all = vars(module)
-        replaced = _replaces_forward(self._all)
-        self._number = len(self._all) - replaced
-        plain = (name for name, value in self._all.items() if _is_plain(value))
+        self.all = vars(module)
+        replaced = _replaces_forward(self.all)
+        self._number = len(self.all) - replaced
+        plain = (name for name, value in self.all.items() if _is_plain(value))
         names = tuple(name for name in plain if not (replaced and name == "forward"))
-        self._read = operator.itemgetter(*names) if names else lambda _: None
-        self._values = self._read(self._all)
-        self._parts = (module._parameters, module._buffers, module._modules)
+        self.read: Callable[[Any], Any] = operator.itemgetter(*names) if names else lambda _: None
+        self._values = self.read(self.all)
+        self.parts = (module._parameters, module._buffers, module._modules)
         self._held = list(_parts(module))  # so that no other object gets the identity of one
         self._ids = list(map(id, self._held))
-        self._dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
+        self.dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
         self._layouts = self._memory_layouts()
-        self._tensors = [name for name, value in self._all.items() if isinstance(value, Tensor)]
-        self._hooks = [self._all.get(kind, ()) for kind in _HOOKS]
+        self.tensors = [name for name, value in self.all.items() if isinstance(value, Tensor)]
+        self._hooks = [self.all.get(kind, ()) for kind in _HOOKS]
         self._hooked = list(map(len, self._hooks))
+        self.dicts = (self.all, *self._hooks)
         self.accept_tensors()
 
     def accept_tensors(self) -> None:
@@ -479,30 +505,30 @@ class _Attributes:
         self._states = self._tensor_states()
 
     def _tensor_states(self) -> list[tuple[int, int]]:
-        held = (self._all.get(name) for name in self._tensors)
+        held = (self.all.get(name) for name in self.tensors)
         return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
 
     def _memory_layouts(self) -> list[Any]:
         """Return strides and dtypes: `parameter.data = ...` keeps the object, not those."""
-        return [(one.stride(), one.dtype) for one in self._dense]
+        return [(one.stride(), one.dtype) for one in self.dense]
 
     def hold(self) -> bool:
-        parameters, buffers, modules = self._parts
+        parameters, buffers, modules = self.parts
         ids = [
             *map(id, parameters.values()),
             *map(id, buffers.values()),
             *map(id, modules.values()),
         ]
-        if len(self._all) - _replaces_forward(self._all) != self._number or ids != self._ids:
+        if len(self.all) - _replaces_forward(self.all) != self._number or ids != self._ids:
             return False
         if self._memory_layouts() != self._layouts:
             return False
         if [*map(len, self._hooks)] != self._hooked:
             return False
-        if self._tensors and self._tensor_states() != self._states:
+        if self.tensors and self._tensor_states() != self._states:
             return False
         try:
-            return bool(self._read(self._all) == self._values)
+            return bool(self.read(self.all) == self._values)
         except KeyError:
             return False
 

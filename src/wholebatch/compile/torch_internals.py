@@ -114,6 +114,7 @@ WINDOW_INTERNALS = (
     ),
     Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
     Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
+    Internal("torch", "_foreach_copy_", "one kernel copies all buffers", _TEST),
     Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
         "torch.nn",
@@ -136,12 +137,6 @@ WINDOW_INTERNALS = (
     Internal("torch._C", "_are_functorch_transforms_active", "no checks inside vmap", "no checks"),
     Internal("torch._C", "_current_graph_task_id", "tells a recomputed forward", _TEST),
     Internal("torch._C", "_len_torch_dispatch_stack", "tells a trace of a DDP model", _TEST),
-    Internal(
-        "torch.utils._python_dispatch",
-        "_disable_current_modes",
-        "tries an optimizer on real numbers while memory is predicted",
-        _TEST,
-    ),
     Internal("torch._subclasses.fake_tensor", "FakeTensor", "slices join a traced graph", _TEST),
     Internal("torch.utils._pytree", "tree_leaves", "the tensors of a stage's inputs", _TEST),
     Internal(

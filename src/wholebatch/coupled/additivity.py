@@ -245,7 +245,7 @@ class UnmovedLoss:
         layout = readable_layout(micro, None, ())
         self._few = micro if layout is None else layout.take(list(range(min(layout.size, SAMPLES))))
         self._model, self._run = model, run
-        self._random = capture_random(to_save=False)
+        self._random = capture_random()
         self._first: float | None = None
         # A spectral norm moves with every forward, and was warned of.
         if not any(map(is_spectral_norm, model.modules())):

@@ -9,7 +9,6 @@ instead of twice per micro-batch.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,8 +23,6 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import UnsupportedError
-
-_log = logging.getLogger("wholebatch")
 
 
 class Sharded(Sync):
@@ -63,18 +60,6 @@ class Sharded(Sync):
             )
         self._is_gathered = False  # True while parameters stay whole
         self._sums_every = sync == "every"
-        self._log_policy()
-
-    def _log_policy(self) -> None:
-        policies = {
-            True: "every: gradients are reduce-scattered after each micro-batch",
-            False: "hold: gradients are reduced once per window",
-        }
-        policy = policies[self._sums_every]
-        if self._gathers_once:
-            policy = "gathered: parameters are gathered and gradients reduced once per window"
-        if self.rank == 0:
-            _log.info("sync %s", policy)
 
     def before_forwards(self) -> None:
         if not self._gathers_once or self._is_gathered:

@@ -21,7 +21,6 @@ class TensorParallel(Single):
     """A model with DTensor parameters, without data-parallel replicas."""
 
     takes_graphs = False
-    policy = "tensor parallel: all ranks have the same batch, and nothing is reduced"
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)

@@ -86,17 +86,30 @@ class ForwardState:
     held and not copied. As a context, it puts everything back at its end.
     """
 
-    def __init__(self, *models: nn.Module, results: bool = False, every: bool = True) -> None:
-        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`."""
+    def __init__(
+        self,
+        *models: nn.Module,
+        results: bool = False,
+        every: bool = True,
+        attributes: bool = True,
+    ) -> None:
+        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`.
+
+        `attributes=False`: `read_attributes` copies them, before code that may change them runs. A
+        recorded graph changes none.
+        """
         self._modules = list(dict.fromkeys(m for model in models for m in model.modules()))
         # Every window makes one: what needs no copy is only listed here, and read in `items`.
-        self._found = [
-            (module, dict(module._buffers), {} if _is_wrapper(module) else dict(vars(module)))
-            for module in self._modules
+        self._found: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
+            (module, dict(module._buffers), {}) for module in self._modules
         ]
         self._copies: dict[Key, Kept] = {}
+        self._results = results
+        self._has_attributes = False
+        if attributes:
+            self.read_attributes()
         plain: dict[Key, Tensor] = {}  # buffers that are copied together
-        for module, buffers, attributes in self._found:
+        for module, buffers, _ in self._found:
             for name, value in buffers.items():
                 if (
                     type(value) is Tensor
@@ -107,14 +120,26 @@ class ForwardState:
                 elif value is not None and not nn.parameter.is_lazy(value):
                     kept = _kept(value, _DEEP, whole=True, results=results)
                     self._copies[id(module), name] = kept
-            for name in attributes.keys() - _TORCHS:
-                value = attributes[name]
-                if not _is_fixed(value) and _is_plain(value):
-                    self._copies[id(module), name] = _kept(value, _DEEP, results=results)
         copies = _copied_together(list(plain.values()))
         for (key, value), copy in zip(plain.items(), copies, strict=True):
             self._copies[key] = Kept(value, copy)
-        self.random = capture_random(every=every, to_save=False)
+        self.random = capture_random(every=every)
+
+    def read_attributes(self) -> None:
+        """Copy the attributes, unless that is done."""
+        if self._has_attributes:
+            return
+        found, copies = [], {}
+        for module, buffers, _ in self._found:
+            attributes = {} if _is_wrapper(module) else dict(vars(module))
+            found.append((module, buffers, attributes))
+            for name in attributes.keys() - _TORCHS:
+                value = attributes[name]
+                if not _is_fixed(value) and _is_plain(value):
+                    copies[id(module), name] = _kept(value, _DEEP, results=self._results)
+        self._found, self._has_attributes = found, True  # not if memory ran out meanwhile
+        self._copies.update(copies)
+        vars(self).pop("items", None)
 
     @cached_property
     def items(self) -> dict[Key, Item]:
@@ -144,7 +169,7 @@ class ForwardState:
         `random=False`: nothing was drawn, so that the random generators are left as they are.
         """
         for module in self._modules:
-            for name in [name for name, _ in _plain(module)]:
+            for name in list(_plain(module, attributes=self._has_attributes)):
                 key = (id(module), name)
                 if key not in self.items and (only is None or key in only):
                     module.__dict__.pop(name, None)
@@ -194,15 +219,15 @@ def _copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _plain(module: nn.Module, *, attributes: bool) -> Iterator[str]:
+    """Yield the names of the buffers and, with `attributes`, of the plain attributes."""
     for name, value in module._buffers.items():
         if value is None or not nn.parameter.is_lazy(value):
-            yield name, value
-    if _is_wrapper(module):
-        return
-    for name, value in vars(module).items():
-        if name not in _TORCHS and _is_plain(value):
-            yield name, value
+            yield name
+    if attributes and not _is_wrapper(module):
+        for name, value in vars(module).items():
+            if name not in _TORCHS and _is_plain(value):
+                yield name
 
 
 def _is_fixed(value: Any) -> bool:
@@ -374,26 +399,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def capture_random(*, every: bool = True, to_save: bool = True) -> dict[str, Any]:
-    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper).
-
-    `to_save=False` is for states that stay in this process.
-    """
+def capture_random(*, every: bool = True) -> dict[str, Any]:
+    """Return the generators' states; `every=False` leaves out Python's and NumPy's (cheaper)."""
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    return {**state, **capture_python_random(to_save=to_save)} if every else state
+    return {**state, **capture_python_random()} if every else state
 
 
-def capture_python_random(*, to_save: bool = False) -> dict[str, Any]:
+def capture_python_random() -> dict[str, Any]:
     """Return the states of Python's generator and of NumPy's, if the program uses it already."""
     state: dict[str, Any] = {"python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        if to_save:  # not as uint32: torch.save takes that dtype, plain pickle does not
-            keys = torch.from_numpy(keys.astype("int64"))
-        state["numpy"] = (name, keys, *rest)
+        # Not as uint32: torch.save takes that dtype, plain pickle does not.
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
@@ -415,18 +436,14 @@ def restore_random(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy
 
-        name, keys, position, has_gauss, cached = state["numpy"]
-        if isinstance(keys, torch.Tensor):
-            keys = keys.cpu().numpy().astype("uint32")
-        numpy.random.set_state((name, keys, position, has_gauss, cached))
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.cpu().numpy().astype("uint32"), *rest))
 
 
 def same_random(a: Any, b: Any) -> bool:
     """Return True if two captured states are equal: nothing was drawn between them."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
-    if hasattr(a, "tobytes"):  # NumPy's keys
-        return bool(a.tobytes() == b.tobytes())
     if isinstance(a, tuple) and type(a[0]) is int:  # Python's: 625 numbers, compared at once
         return bool(a == b)
     if isinstance(a, (list, tuple)):

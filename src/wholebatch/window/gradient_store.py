@@ -133,22 +133,12 @@ class Store:
         """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
 
         They are new tensors, unless this store `lends` its own: a compiled micro-step writes into
-        those in every window. The fp32 sum of a 16-bit parameter is left as it is where the
-        optimizer takes it.
+        those in every window.
         """
-        sixteen_bit = self.target.sixteen_bit
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if not self.lends:
-                gradient = gradient.clone()
-            rounds = not self.target.steps or sixteen_bit.rounds(parameter)
-            if gradient.dtype is not parameter.dtype and rounds:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-                gradient = gradient.to(parameter.dtype)
-            parameter.grad = gradient
+        self.target.sixteen_bit.round_once()
+        for parameter in () if self.lends else self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
         self.parameters = []
 
     # Update

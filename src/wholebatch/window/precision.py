@@ -9,13 +9,11 @@ itself add into an fp32 `.grad`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import nn
 
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.window.autocast import Autocast, Full, OwnAutocast, Precision
@@ -103,37 +101,21 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 class SixteenBit:
     """fp32 accumulation for the 16-bit parameters of the optimizers.
 
-    At the close, an optimizer that accepts fp32 gradients (SGD, Adagrad, RMSprop, ...) gets them as
-    they are. Others (the Adam family) get them rounded once to the parameter's dtype, as the
-    gradient of the undivided batch would be.
+    The optimizer gets each gradient rounded once to the parameter's dtype, as the gradient of the
+    undivided batch would be.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._rounded: list[torch.nn.Parameter] = []
-        self.parameters: list[torch.nn.Parameter] = []
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        every = [parameter for group in groups for parameter in group["params"]]
+        self.parameters: list[nn.Parameter] = [one for one in every if one.dtype in SIXTEEN_BIT]
         """The 16-bit parameters of the optimizers."""
-        for optimizer in optimizers:
-            mine = [
-                parameter
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.dtype in SIXTEEN_BIT
-            ]
-            if not mine:
-                continue
-            if not hasattr(mine[0], "grad_dtype"):
-                raise UnsupportedError(
-                    f"16-bit parameters with torch {torch.__version__}: adding their gradients in "
-                    "fp32 needs torch 2.11 or newer; keep float32 parameters, and use "
-                    'precision="bf16"'
-                )
-            self.parameters += mine
-            if not _takes_fp32_gradients(optimizer, mine[0]):
-                self._rounded += mine
-
-    def rounds(self, parameter: torch.nn.Parameter) -> bool:
-        """True if the optimizer gets this parameter's gradient rounded to the parameter's dtype."""
-        return any(parameter is one for one in self._rounded)
+        if self.parameters and not hasattr(self.parameters[0], "grad_dtype"):
+            raise UnsupportedError(
+                f"16-bit parameters with torch {torch.__version__}: adding their gradients in "
+                "fp32 needs torch 2.11 or newer; keep float32 parameters, and use "
+                'precision="bf16"'
+            )
 
     def begin(self) -> None:
         """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
@@ -142,37 +124,15 @@ class SixteenBit:
                 parameter.grad_dtype = torch.float32
 
     def round_once(self) -> None:
-        """Round the gradients for optimizers that need the parameter's dtype, before the step."""
-        for parameter in self._rounded:
-            round_gradient(parameter)
+        """Round the gradients to the parameters' dtype, before the step."""
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = gradient.to(parameter.dtype)
 
     def end(self) -> None:
-        """Restore the parameters' `grad_dtype`, unless an fp32 gradient was left to the user."""
+        """Restore the parameters' `grad_dtype`; their gradients were rounded, or are gone."""
         for parameter in self.parameters:
-            if parameter.grad is None or parameter.grad.dtype is parameter.dtype:
-                parameter.grad_dtype = parameter.dtype
-
-
-def round_gradient(parameter: torch.nn.Parameter) -> None:
-    """Round the gradient of a parameter to the parameter's dtype."""
-    gradient = parameter.grad
-    if gradient is not None:
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
-        parameter.grad = gradient.to(parameter.dtype)
-
-
-def _takes_fp32_gradients(optimizer: torch.optim.Optimizer, like: Tensor) -> bool:
-    """True if this kind of optimizer can step a 16-bit parameter with an fp32 gradient."""
-    try:
-        # Use real tensors even in a prediction: with fake ones no kernel refuses its input, and no
-        # number can be read.
-        with warnings.catch_warnings(), _disable_current_modes():
-            warnings.simplefilter("ignore")
-            probe = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
-            probe.grad_dtype = torch.float32
-            probe.grad = torch.zeros(2, dtype=torch.float32, device=like.device)
-            type(optimizer)([probe], **optimizer.defaults).step()
-    except Exception:  # An unknown optimizer may raise anything; rounding is safe.
-        return False
-    return True
+            parameter.grad_dtype = parameter.dtype

@@ -384,11 +384,6 @@ class OpenWindow:
                 gaps.append((seeds.to(term.total.dtype) / seeds - 1).abs())
         self.seed = float(factors[torch.stack(gaps).amax(0).argmin()]) if gaps else 1.0
 
-    def refuse_other_counts(self, units_of: Mapping[str, float]) -> None:
-        """Refuse units that are not those counted before the first backward."""
-        if self.known is not None:
-            check_counts(self.known, units_of)
-
 
 def is_tested_window(number: int) -> bool:
     """Return True for windows 1, 2, 4, 8, ...; the first window of a run has number 1.
@@ -508,7 +503,7 @@ class Window:
     @property
     def only_eager(self) -> str | None:
         """The reason why micro-steps can only run by eager code; None where there is none."""
-        if not self.sync.takes_graphs or self.sync.counts_must_agree:
+        if not self.sync.takes_graphs:
             return "this engine's collectives run in its forwards and backwards, by eager code"
         return None
 
@@ -654,7 +649,8 @@ class Window:
             raise LossError("another rank has units that are negative or not finite")
         if count == 0.0:
             return self._empty(window)
-        window.refuse_other_counts(dict(zip(names, units_of, strict=True)))
+        if window.known is not None:
+            check_counts(window.known, dict(zip(names, units_of, strict=True)))
         means = {
             name: total / counted if counted else 0.0
             for name, total, counted in zip(names, sum_of, units_of, strict=True)
