@@ -1,6 +1,6 @@
 """Measure what the tests that a loss adds up cost in a run of 1,000 windows.
 
-    python benchmarks/additivity.py [--cuda] [--json PATH] [--markdown PATH]
+    python benchmarks/additivity.py [--cuda]
 
 Windows 1, 2, 4, ..., 512 are tested: the first on 8 samples with gradients, the others on a whole
 micro-batch, forward only. Each test is timed by itself, beside one micro-batch of eager code,
@@ -10,14 +10,12 @@ forward and backward. A window has 8 micro-batches.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,8 +158,6 @@ def table(rows: list[dict[str, Any]], where: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cuda", action="store_true", help="measure on the CUDA device")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     device = "cuda" if options.cuda else "cpu"
     where = (
@@ -174,10 +170,6 @@ def main() -> None:
         rows.append(measured(name, make, device))
         print(f"{name}: all tests {rows[-1]['share']:.2%}", flush=True)
     print(table(rows, where))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(table(rows, where))
 
 
 if __name__ == "__main__":

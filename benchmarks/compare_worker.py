@@ -11,7 +11,7 @@ from compare.problem import PROBLEMS
 
 if __name__ == "__main__":
     _, module, function, mode, result = sys.argv
-    trained = getattr(import_module(f"compare.{module}"), function)(PROBLEMS["two processes"], mode)
+    trained = getattr(import_module(module), function)(PROBLEMS["two processes"], mode)
     if int(os.environ.get("RANK", "0")) == 0:
         torch.save(trained, result)
     if torch.distributed.is_initialized():

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from which_mean import written
 
 import wholebatch as wb
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1e-12
 IGNORE = -100
-MARKERS = ("<!-- exactness: begin -->", "<!-- exactness: end -->")
 
 Micro = dict[str, Tensor]
 
@@ -263,12 +263,8 @@ def write(rows: list[Row]) -> None:
 
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    before, found, rest = text.partition(MARKERS[0])
-    _, closed, after = rest.partition(MARKERS[1])
-    if not found or not closed:
-        raise SystemExit(f"README.md: lacks the markers {MARKERS[0]} and {MARKERS[1]}")
-    inner = f"{MARKERS[0]}\n\n{short_table(rows)}\n\n{MARKERS[1]}"
-    readme.write_text(before + inner + after, encoding="utf-8")
+    lines = ["", short_table(rows), ""]
+    readme.write_text(written(text, "exactness", lines), encoding="utf-8")
 
 
 def main() -> int:

@@ -78,13 +78,41 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def mean_of_means(
-    model: nn.Module, mean: Callable[[Any, Batch], Tensor], parts: list[Batch]
+    model: nn.Module,
+    mean: Callable[[Any, Batch], Tensor],
+    parts: list[Batch],
+    optimizers: Callable[[Any], list[torch.optim.Optimizer]] = lambda model: [sgd(model)],
 ) -> None:
     """Make the update of the usual loop: each mean divided by the number of micro-batches."""
-    optimizer = sgd(model)
+    chosen = optimizers(model)
     for micro in parts:
         (mean(model, micro) / len(parts)).backward()
-    optimizer.step()
+    for optimizer in chosen:
+        optimizer.step()
+
+
+def usual_loop(
+    build: Callable[[], Any],
+    mean: Callable[[Any, Batch], Tensor],
+    units: Callable[[Batch], Any],
+    batch: Batch,
+    sizes: Sequence[int],
+    optimizers: Callable[[Any], list[torch.optim.Optimizer]] = lambda model: [sgd(model)],
+) -> Errors:
+    """Compare the usual loop over micro-batches of these sizes with the undivided batch."""
+    micros = pieces(batch, sizes)
+
+    def ours(model: nn.Module) -> None:
+        acc = wb.Accumulator(model, optimizers(model), steps=len(micros))
+        for micro in micros:
+            acc.backward(mean=mean(model, micro), units=units(micro))
+
+    return compared(
+        build,
+        whole=lambda model: mean_of_means(model, mean, [batch], optimizers),
+        theirs=lambda model: mean_of_means(model, mean, micros, optimizers),
+        ours=ours,
+    )
 
 
 # ------------------------------------------------------------------- language models, masked tokens
@@ -118,34 +146,12 @@ def mean_of_tokens(model: nn.Module, micro: Batch) -> Tensor:
     return F.cross_entropy(logits, micro["labels"].flatten(), ignore_index=-1)
 
 
-def token_loop(optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]]) -> Errors:
-    """Divide the mean of each micro-batch by their number, as nanoGPT and nanochat do."""
-    batch = texts()
-    micros = pieces(batch, (4, 4, 4, 4))
-
-    def run(model: nn.Module, parts: list[Batch]) -> None:
-        chosen = optimizers(model)
-        for micro in parts:
-            (mean_of_tokens(model, micro) / len(parts)).backward()
-        for optimizer in chosen:
-            optimizer.step()
-
-    def ours(model: nn.Module) -> None:
-        acc = wb.Accumulator(model, optimizers(model), steps=len(micros))
-        for micro in micros:
-            units = (micro["labels"] != -1).sum()
-            acc.backward(mean=mean_of_tokens(model, micro), units=units)
-
-    return compared(
-        Language,
-        whole=lambda model: run(model, [batch]),
-        theirs=lambda model: run(model, micros),
-        ours=ours,
-    )
+def answer_tokens(micro: Batch) -> Tensor:
+    return (micro["labels"] != -1).sum()
 
 
 def nanogpt() -> Errors:
-    return token_loop(lambda model: [sgd(model)])
+    return usual_loop(Language, mean_of_tokens, answer_tokens, texts(), (4, 4, 4, 4))
 
 
 def nanochat() -> Errors:
@@ -154,7 +160,7 @@ def nanochat() -> Errors:
         muon = torch.optim.Muon([model.hidden.weight], lr=0.02)
         return [muon, torch.optim.SGD(rest, lr=1.0)]
 
-    return token_loop(muon_and_sgd)
+    return usual_loop(Language, mean_of_tokens, answer_tokens, texts(), (4, 4, 4, 4), muon_and_sgd)
 
 
 def run_clm() -> Errors:
@@ -178,7 +184,7 @@ def run_clm() -> Errors:
     def ours(model: nn.Module) -> None:
         acc = wb.Accumulator(model, sgd(model), steps=4)
         for micro in acc.over(micros):
-            acc.backward(mean=mean_of_tokens(model, micro), units=(micro["labels"] != -1).sum())
+            acc.backward(mean=mean_of_tokens(model, micro), units=answer_tokens(micro))
 
     return compared(
         Language,
@@ -325,29 +331,16 @@ def denoising_diffusion() -> Errors:
     draw = torch.Generator().manual_seed(1)
     x, noise = torch.randn(2, 26, 12, generator=draw, dtype=torch.float64)
     batch = {"x": x, "noise": noise}
-    micros = pieces(batch, (8, 8, 8, 2))
 
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(12, 24), nn.SiLU(), nn.Linear(24, 12)).double()
 
-    def error(model: Any, micro: Batch) -> Any:
-        return (model(0.6 * micro["x"] + 0.8 * micro["noise"]) - micro["noise"]).square()
+    def mean(model: Any, micro: Batch) -> Tensor:
+        noised = 0.6 * micro["x"] + 0.8 * micro["noise"]
+        return F.mse_loss(model(noised), micro["noise"])
 
-    def mean(model: Any, micro: Batch) -> Any:
-        return error(model, micro).mean()
-
-    def ours(model: nn.Module) -> None:
-        acc = wb.Accumulator(model, sgd(model), steps=len(micros))
-        for micro in micros:
-            acc.backward(error(model, micro).sum(), units=micro["x"].numel())
-
-    return compared(
-        build,
-        whole=lambda model: step(sgd(model), mean(model, batch)),
-        theirs=lambda model: mean_of_means(model, mean, micros),
-        ours=ours,
-    )
+    return usual_loop(build, mean, lambda micro: micro["x"].numel(), batch, (8, 8, 8, 2))
 
 
 class Gan(nn.Module):
@@ -404,30 +397,17 @@ def detection() -> Errors:
     boxes = torch.randn(8, 60, 4, generator=draw, dtype=torch.float64)
     counts = torch.randint(1, 41, (8, 1), generator=draw)
     batch = {"x": anchors, "boxes": boxes, "matched": torch.arange(60) < counts}
-    micros = pieces(batch, [2] * 4)
 
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).double()
 
-    def total(model: nn.Module, micro: Batch) -> Tensor:
-        kept = micro["matched"]
-        return F.smooth_l1_loss(model(micro["x"])[kept], micro["boxes"][kept], reduction="sum")
-
     def mean(model: nn.Module, micro: Batch) -> Tensor:
-        return total(model, micro) / micro["matched"].sum()
+        kept = micro["matched"]
+        total = F.smooth_l1_loss(model(micro["x"])[kept], micro["boxes"][kept], reduction="sum")
+        return total / kept.sum()
 
-    def ours(model: nn.Module) -> None:
-        acc = wb.Accumulator(model, sgd(model), steps=len(micros))
-        for micro in micros:
-            acc.backward(total(model, micro), units=micro["matched"].sum())
-
-    return compared(
-        build,
-        whole=lambda model: step(sgd(model), mean(model, batch)),
-        theirs=lambda model: mean_of_means(model, mean, micros),
-        ours=ours,
-    )
+    return usual_loop(build, mean, lambda micro: micro["matched"].sum(), batch, [2] * 4)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from accelerate import Accelerator, __version__
 from accelerate.state import AcceleratorState, GradientState
@@ -18,7 +16,6 @@ from compare.problem import (
     Tokens,
     counted,
     flat,
-    from_two_processes,
     loss_of,
     rows_of,
 )
@@ -52,6 +49,4 @@ def train(problem: Problem, mode: Mode) -> Tensor:
 
 
 def rows() -> list[Row]:
-    library = f"Accelerate {__version__}"
-    in_two = partial(from_two_processes, "accelerate")
-    return rows_of(library, train, flat(Reader()), in_two=in_two)
+    return rows_of(f"Accelerate {__version__}", train, flat(Reader()))

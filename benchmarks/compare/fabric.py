@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from lightning import __version__
 from lightning.fabric import Fabric
@@ -18,7 +16,6 @@ from compare.problem import (
     Tokens,
     counted,
     flat,
-    from_two_processes,
     loss_of,
     rows_of,
 )
@@ -57,6 +54,4 @@ def train(problem: Problem, mode: Mode) -> Tensor:
 
 
 def rows() -> list[Row]:
-    library = f"Fabric {__version__}"
-    in_two = partial(from_two_processes, "fabric")
-    return rows_of(library, train, flat(Reader()), in_two=in_two)
+    return rows_of(f"Fabric {__version__}", train, flat(Reader()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from compare.problem import (
     Tokens,
     counted,
     flat,
-    from_two_processes,
     loss_of,
     rows_of,
 )
@@ -77,6 +75,4 @@ def train(problem: Problem, mode: Mode, **options: Any) -> Tensor:
 
 
 def rows() -> list[Row]:
-    library = f"Lightning {__version__}"
-    in_two = partial(from_two_processes, "lightning")
-    return rows_of(library, train, flat(Reader()), in_two=in_two)
+    return rows_of(f"Lightning {__version__}", train, flat(Reader()))

@@ -6,7 +6,6 @@ counts between 1 and 7 of them. Samples are taken in order, so every library see
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,6 @@ __all__ = [
     "Tokens",
     "counted",
     "distance",
-    "from_two_processes",
     "loss_of",
     "rows_of",
 ]
@@ -140,7 +139,6 @@ def rows_of(
     train: Train,
     start: Tensor,
     *,
-    in_two: Callable[[Mode], Tensor],
     precision: str = "float64",
     note: str = "",
 ) -> list[Row]:
@@ -148,7 +146,7 @@ def rows_of(
     rows = []
     for name, problem in PROBLEMS.items():
         reference = train(problem, "whole")
-        run = functools.partial(train, problem) if problem.ranks == 1 else in_two
+        run = partial(train, problem) if problem.ranks == 1 else partial(in_two_processes, train)
         rows.append(
             Row(
                 library=library,
@@ -162,13 +160,14 @@ def rows_of(
     return rows
 
 
-def from_two_processes(module: str, mode: Mode, *, function: str = "train") -> Tensor:
-    """What `compare.<module>.<function>` gives on two processes on this machine."""
+def in_two_processes(train: Train, mode: Mode) -> Tensor:
+    """Train in two processes on this machine, and return what the first of them has."""
     worker = ROOT / "benchmarks" / "compare_worker.py"
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.pt"
-        command = [sys.executable, "-m", *start, str(worker), module, function, mode, str(result)]
+        function = (train.__module__, train.__name__)
+        command = [sys.executable, "-m", *start, str(worker), *function, mode, str(result)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

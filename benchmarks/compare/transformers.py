@@ -6,7 +6,6 @@ write do not, and a Llama in float32, which does: there the Trainer's own counti
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     __version__,
 )
@@ -32,7 +30,6 @@ from compare.problem import (
     Reader,
     Tokens,
     flat,
-    from_two_processes,
     loss_of,
     rows_of,
 )
@@ -108,31 +105,18 @@ def train_llama(problem: Problem, mode: Mode) -> Tensor:
     return train_model(llama(), problem, mode)
 
 
-class Stop(TrainerCallback):
-    """Leaves in the middle of the second window, with a checkpoint."""
-
-    seen = 0
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen += 1
-        if self.seen == 5:  # of three in every window
-            control.should_save = control.should_training_stop = True
-
-
 def rows() -> list[Row]:
     library = f"Transformers {__version__}"
     own_model = rows_of(
         library,
         train,
         flat(Reader()),
-        in_two=functools.partial(from_two_processes, "transformers"),
         note="a model without num_items_in_batch",
     )
     with_count = rows_of(
         library,
         train_llama,
         flat(llama()),
-        in_two=functools.partial(from_two_processes, "transformers", function="train_llama"),
         precision="float32",
         note="a Llama, which takes num_items_in_batch",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from typing import Any
 
@@ -23,7 +22,6 @@ from compare.problem import (
     Problem,
     Tokens,
     flat,
-    from_two_processes,
     rows_of,
 )
 from compare.row import Row
@@ -70,12 +68,10 @@ def train(problem: Problem, mode: Mode) -> Tensor:
 
 
 def rows() -> list[Row]:
-    library = f"TRL {__version__} SFTTrainer"
     return rows_of(
-        library,
+        f"TRL {__version__} SFTTrainer",
         train,
         flat(llama()),
-        in_two=functools.partial(from_two_processes, "trl"),
         precision="float32",
         note="a Llama, which takes num_items_in_batch",
     )

@@ -5,16 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-import torch
 
-import wholebatch as wb
 from tests.compile.nets import traced
-from tests.support import mlp, samples
+from tests.support import loss, mlp, samples
 from wholebatch.compile.execute_mode import Notes
-
-
-def loss(model: torch.nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def test_one_line_says_that_micro_steps_are_a_graph(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, Whole, distance, mean, pieces, samples, sgd, summed
+from tests.support import EXACT, Seen, Whole, distance, loss, mean, pieces, samples, sgd, summed
 
 
 def normed() -> nn.Sequential:
@@ -24,10 +24,6 @@ def normed() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(12, 3),
     ).double()
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, 20])

@@ -14,13 +14,9 @@ from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 from torch.nn import functional as F
 
 import wholebatch as wb
-from tests.support import mlp, samples, sgd
+from tests.support import loss, mlp, samples, sgd
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
-
-
-def loss(model: Any, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 class Net(nn.Module):

@@ -18,13 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import Whole, mlp, samples, sgd
+from tests.support import Whole, loss, mlp, samples, sgd
 
 Made = tuple[nn.Module, Callable[[Any, Any], Any]]
-
-
-def loss(model: Any, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def layers(*inside: nn.Module) -> nn.Module:

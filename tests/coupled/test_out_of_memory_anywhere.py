@@ -17,7 +17,7 @@ import wholebatch as wb
 from tests.coupled.test_coupled_loss import Clip, encode
 from tests.coupled.test_coupled_loss import batch as pairs
 from tests.memory.inject import OutOfMemoryAt
-from tests.support import EXACT, pieces, samples, sgd
+from tests.support import EXACT, loss, pieces, samples, sgd
 
 MICRO, SIZES = 5, [5, 5, 3]
 State = list[Tensor]
@@ -41,10 +41,6 @@ class Counted(nn.Module):
         self.count += len(x)
         made: Tensor = self.layers(x)
         return made
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def whole(model: nn.Module, micro: int, **options: Any) -> Any:

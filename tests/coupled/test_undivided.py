@@ -18,7 +18,7 @@ from tests.compile.nets import mode_of
 from tests.coupled.networks import NETWORKS, resnet
 from tests.coupled.windows import Images, batch, error, mean, result, whole
 from tests.memory.inject import OutOfMemoryAt
-from tests.support import EXACT, Seen, Whole, distance, sgd
+from tests.support import EXACT, Seen, Whole, distance, loss, sgd
 from wholebatch.batch import Batches
 from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.compile.micro_step import Executor
@@ -26,10 +26,6 @@ from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.undivided_batch import UndividedBatch
-
-
-def loss(model: nn.Module, micro: Images) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def buffers(model: nn.Module) -> list[Tensor]:

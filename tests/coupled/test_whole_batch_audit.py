@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, distance, mean, samples, sgd
+from tests.support import EXACT, Whole, distance, loss, mean, samples, sgd
 from wholebatch.coupled.coupling_layers import layers_by_type
 
 
@@ -35,10 +35,6 @@ class Net(nn.Module):
         self.calls += 1
         logits: Tensor = self.last(self.inside(self.drop(self.first(x))))
         return logits
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def test_a_layer_that_no_type_tells_is_refused_by_name_before_anything_moves() -> None:

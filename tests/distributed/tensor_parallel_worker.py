@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import wholebatch as wb
-from tests.support import distance
+from tests.support import distance, loss
 from wholebatch.errors import UnsupportedError
 
 
@@ -44,10 +44,6 @@ def made() -> tuple[Net, dict[str, Tensor]]:
     x, y = torch.randn(11, 6, dtype=torch.float64), torch.randint(0, 3, (11,))
     y[::4] = -100
     return model, {"x": x, "y": y}
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def full(parameter: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, mlp, samples, sgd, summed
+from tests.support import EXACT, Whole, loss, mlp, samples, sgd, summed
 from wholebatch import errors
 from wholebatch.errors import (
     LossError,
@@ -37,10 +37,6 @@ def network() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
     ).double()
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def refused(kind: type[Exception], match: str, batch: Any = BATCH, **options: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
+from tests.support import EXACT, distance, loss, mean, mlp, pieces, samples, summed
 from wholebatch.errors import NonFiniteError, OptionError
 from wholebatch.options import grouped
 
@@ -75,10 +75,6 @@ def undivided(
     gradients = [gradient.clone() for gradient in gradients]
     optimizer(model).step()
     return model, gradients, norm
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def whole_batch(

@@ -14,12 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, Whole, adamw, distance, mlp, pieces, samples, sgd
+from tests.support import EXACT, Seen, Whole, adamw, distance, loss, mlp, pieces, samples, sgd
 from wholebatch.options import grouped
-
-
-def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def count(micro: dict[str, torch.Tensor]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, mlp, samples, sgd
+from tests.support import EXACT, Whole, loss, mlp, samples, sgd
 from wholebatch.options import grouped
 
 WINDOWS = 12
@@ -33,10 +33,6 @@ class Device:
 def dropped() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def trained(

@@ -170,12 +170,19 @@ LLAMA = {
 }
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 128}
 CONFIGURATIONS = {
     "mistral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 8},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64},
+    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 128, "n_positions": 64},
     "mixtral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 2},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    "t5": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 1,
+        "vocab_size": 128,
+        "num_heads": 2,
+    },
     # One random number for each layer decides whether it is left out.
     "opt": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
 }

@@ -10,7 +10,7 @@ from torch import nn
 
 import wholebatch as wb
 from tests.memory.inject import OutOfMemoryAt
-from tests.support import samples, sgd
+from tests.support import loss, samples, sgd
 
 
 def plain() -> nn.Module:
@@ -26,10 +26,6 @@ def normed() -> nn.Module:
         nn.Dropout(0.5),
         nn.Linear(8, 3),
     ).double()
-
-
-def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def run(make: Any, policy: str, size: int, failure: OutOfMemoryAt | None) -> Any:

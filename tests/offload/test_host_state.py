@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.offload.seen import watching
-from tests.support import EXACT, Whole, adamw, distance, mlp, pieces, samples, sgd, trained
+from tests.support import EXACT, Whole, adamw, distance, loss, mlp, pieces, samples, sgd, trained
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.options import grouped
@@ -23,10 +23,6 @@ SPLITS = [[10], [4, 4, 2], [1, 6, 3]]
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholebatch.offload.partial_step._SMALLEST_BUCKET", 700)
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 class Tied(nn.Module):

@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from tests.support import loss
 from wholebatch.cli.app import COMMANDS
 from wholebatch.cli.command_options import Command
 
@@ -31,52 +33,60 @@ SOURCE = Path(wb.__file__).parent
 
 
 def options_of(*calls: Any) -> set[str]:
-    return {name for call in calls for name in inspect.signature(call).parameters}
+    """Return the names of the parameters, and ** where every name is taken."""
+    found = [one for call in calls for one in inspect.signature(call).parameters.values()]
+    return {"**" if one.kind is one.VAR_KEYWORD else one.name for one in found}
 
 
 TORCH = options_of(wb.WholeBatch, wb.Accumulator, wb.Accumulator.backward, wb.Accumulator.over)
 """Options of the two entry points that nearly all code serves."""
-CALLED: dict[str, Any] = {
-    **{f"wb.{name}": getattr(wb, name) for name in wb.__all__ if callable(getattr(wb, name))},
-    **{f"wb.losses.{name}": getattr(wb.losses, name) for name in wb.losses.__all__},
-    "backward": wb.Accumulator.backward,
-    "over": wb.Accumulator.over,
-    "Coupled": wb.Coupled,
-    "tokens": wb.tokens,
-    "WholeBatch": wb.WholeBatch,
-    "Accumulator": wb.Accumulator,
-    "wb.Loss": wb.Loss,
-    "DataLoader": torch.utils.data.DataLoader,
-    "DistributedSampler": torch.utils.data.DistributedSampler,
+CALLED: dict[str, set[str]] = {
+    name: options_of(call)
+    for name, call in {
+        **{f"wb.{name}": getattr(wb, name) for name in wb.__all__ if callable(getattr(wb, name))},
+        **{f"wb.losses.{name}": getattr(wb.losses, name) for name in wb.losses.__all__},
+        "backward": wb.Accumulator.backward,
+        "over": wb.Accumulator.over,
+        "Coupled": wb.Coupled,
+        "tokens": wb.tokens,
+        "WholeBatch": wb.WholeBatch,
+        "Accumulator": wb.Accumulator,
+        "DataLoader": torch.utils.data.DataLoader,
+        "DistributedSampler": torch.utils.data.DistributedSampler,
+    }.items()
 }
-"""Names that are called in messages, with what they are."""
+"""Names that are called in messages, with their options."""
+ADAPTERS: dict[str, set[str]] = {}
+"""Options of the adapters, by the beginning of their paths."""
 
 
-def adapters() -> dict[str, set[str]]:
-    """Options of the adapters whose libraries are installed, by the beginning of their paths."""
-    found: dict[str, set[str]] = {}
-    for path, names in {
-        "integrations/accelerate": ["accelerate.AccelerateAccumulator"],
-        "integrations/lightning": ["lightning.ExactAccumulation", "lightning.FabricAccumulator"],
-        "integrations/transformers": ["transformers.exact"],
-        "integrations/keras": [
-            "keras.GradientAccumulateModel",
-            "keras.GradientAccumulateOptimizer",
-        ],
-        "integrations/jax": ["jax.accumulate", "jax.multi_steps"],
-    }.items():
-        calls = []
-        for name in names:
-            module, _, attribute = name.partition(".")
-            try:
-                calls.append(getattr(import_module(f"wholebatch.integrations.{module}"), attribute))
-            except ImportError:
-                break
-        else:
-            found[path] = options_of(*calls)
-            for call in calls:
-                CALLED[call.__name__] = call
-    return found
+def read_options(name: str) -> set[str]:
+    """Return the options of an adapter by its source: its library is not imported."""
+    for path in sorted((SOURCE / "integrations").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if getattr(node, "name", None) == name:
+                found = node.body if isinstance(node, ast.ClassDef) else [node]
+                made = next(one for one in found if getattr(one, "name", "") in ("__init__", name))
+                assert isinstance(made, ast.FunctionDef)
+                given = made.args
+                names = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+                return names | {"**"} if given.kwarg else names
+    raise AssertionError(f"integrations/ defines no {name}")
+
+
+for adapter in (
+    "accelerate.AccelerateAccumulator",
+    "lightning.ExactAccumulation",
+    "lightning.FabricAccumulator",
+    "transformers.exact",
+    "keras.GradientAccumulateModel",
+    "keras.GradientAccumulateOptimizer",
+    "jax.accumulate",
+    "jax.multi_steps",
+):
+    library, _, attribute = adapter.partition(".")
+    CALLED[attribute] = read_options(attribute)
+    ADAPTERS.setdefault(f"integrations/{library}", set()).update(CALLED[attribute])
 
 
 OTHERS: dict[str, Any] = {
@@ -94,7 +104,6 @@ OF_TRAINERS = {
     *("seq_kd", "use_cache"),
 }
 """Options of Accelerate, Transformers and TRL that messages advise."""
-ADAPTERS = adapters()
 PARTS = {
     "losses/": options_of(
         *(getattr(wb.losses, name) for name in wb.losses.__all__), wb.cross_entropy
@@ -106,6 +115,7 @@ PARTS = {
 """Options of what else raises messages, by the beginning of the path."""
 
 
+@cache
 def flags_of(name: str) -> set[str]:
     """The flags of a command of the command line."""
     command = getattr(import_module(f"wholebatch.cli.{name}_command"), name)
@@ -154,12 +164,11 @@ def wrong_advice(message: str, allowed: set[str], flags: set[str]) -> list[str]:
     advised, wrong = advice_in(message), []
     for called, arguments in CALL.findall(advised):
         if called in CALLED:
-            known = inspect.signature(CALLED[called]).parameters
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in known.values())
+            known = CALLED[called]
             wrong += [
                 f"{called}({name}=)"
                 for name in OPTION.findall(arguments)
-                if name not in known and not takes_all
+                if name not in known and "**" not in known
             ]
     while CALL.search(advised):
         advised = CALL.sub(" ", advised)
@@ -202,10 +211,6 @@ def test_wrong_advice_is_found() -> None:
 
 
 # ------------------------------------------------------------------ advice that is followed
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def whole_batch(batches: list[dict[str, Tensor]], **options: Any) -> None:

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from tests.support import loss
 
 Micro = dict[str, Tensor]
-
-
-def loss(model: nn.Module, micro: Micro) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def slightly_wrong(model: nn.Module, micro: Micro) -> wb.Loss:

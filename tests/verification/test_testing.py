@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import wholebatch as wb
 from tests import processes
-from tests.support import mlp, samples
+from tests.support import loss, mlp, samples
 from tests.verification.loops.mistakes import mean_of_means
 from tests.verification.loops.right import sums_over_counted_units
 from wholebatch.testing import assert_right_loop, assert_same_update
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def test_they_pass_and_return_the_verdict() -> None:

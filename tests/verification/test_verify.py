@@ -13,14 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.support import mlp, samples
+from tests.support import loss, mlp, samples
 from wholebatch.verification.observed_window import StartingState
 
 F32 = torch.float32
-
-
-def loss(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def small(*middle: nn.Module) -> nn.Module:

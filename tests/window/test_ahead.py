@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
+from tests.support import loss
 from wholebatch.options import grouped
 from wholebatch.window import gradient_store
 from wholebatch.window.gradient_store import Store
@@ -42,10 +43,6 @@ def make(
     optimizer = adam(model.parameters(), lr=0.01, fused=fused)
     train = wb.WholeBatch(model, optimizer, loss=loss, **grouped({"micro_batch": 4, **options}))
     return model, train
-
-
-def loss(model: Any, micro: dict[str, Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 def batch(seed: int, size: int = 11) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.memory.inject import OutOfMemoryAt
-from tests.support import mlp, samples, sgd
+from tests.support import loss, mlp, samples, sgd
 from wholebatch.window.forward_state import ForwardState
 
 
@@ -125,10 +125,6 @@ def test_the_books_of_an_engine_are_not_the_models() -> None:
     wrapped.dim = 7
     state.restore()
     assert wrapped.dim == 7
-
-
-def loss(model: nn.Module, micro: Any) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 @pytest.mark.parametrize("every", [7])

@@ -13,12 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
-from tests.support import Seen, Whole, adamw, distance, mlp, pieces, samples, sgd, summed
+from tests.support import Seen, Whole, adamw, distance, loss, mlp, pieces, samples, sgd, summed
 from wholebatch.window import precision
-
-
-def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-    return wb.cross_entropy(model(micro["x"]), micro["y"])
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])

@@ -242,8 +242,9 @@ class WindowRecorder:
         ):
             self._undo.callback(hook.remove)
         self._undo.callback(lambda: [hook.remove() for hook in self._hooks.values()])
+        known_as = _names_in_modules()
         for method, (owner, function) in _REPLACED.items():
-            self._replace(owner, function, getattr(self, method))
+            self._replace(owner, function, getattr(self, method), known_as)
         ledger.observers.append(self)
         self._undo.callback(ledger.observers.remove, self)
         if self.model is not None:
@@ -255,7 +256,13 @@ class WindowRecorder:
     def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    def _replace(
+        self,
+        owner: Any,
+        name: str,
+        around: Callable[..., Any],
+        known_as: Sequence[tuple[Any, str]],
+    ) -> None:
         """Replace a function, also in modules that imported it, by its name or a private one."""
         original = getattr(owner, name)
 
@@ -265,12 +272,10 @@ class WindowRecorder:
 
         places = [(owner, name)]
         if not isinstance(owner, type):
-            modules = [m for m in sys.modules.values() if hasattr(m, "__dict__")]
-            names = (name, f"_{name}")
-            places = [(m, n) for m in modules for n in names if vars(m).get(n) is original]
-        for place, known_as in places:
-            setattr(place, known_as, replaced)
-            self._undo.callback(partial(setattr, place, known_as, original))
+            places = [(m, n) for m, n in known_as if vars(m)[n] is original]
+        for place, known in places:
+            setattr(place, known, replaced)
+            self._undo.callback(partial(setattr, place, known, original))
 
     # ------------------------------------------------------------- parameters and gradients
 
@@ -763,6 +768,14 @@ class WindowRecorder:
     def unstepped(self) -> list[str]:
         """Return the parameters that had gradients and that no optimizer has stepped on."""
         return [self._names[i] for i in sorted(self._had_gradient - set(self._stepped_at))]
+
+
+def _names_in_modules() -> list[tuple[Any, str]]:
+    """Return the modules that have a name of a replaced function, with that name."""
+    functions = [name for owner, name in _REPLACED.values() if not isinstance(owner, type)]
+    names = dict.fromkeys([*functions, *(f"_{name}" for name in functions)]).keys()
+    modules = [m for m in sys.modules.values() if hasattr(m, "__dict__")]
+    return [(module, name) for module in modules for name in names & vars(module).keys()]
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:

@@ -26,9 +26,6 @@ from wholebatch.window.close import read_scalars
 from wholebatch.window.window import Window, is_tested_window
 
 _log = logging.getLogger("wholebatch")
-_version = operator.attrgetter("_version")
-_gradient = operator.attrgetter("grad")
-_trains = operator.attrgetter("requires_grad")
 _training = operator.attrgetter("training")
 
 
@@ -42,18 +39,16 @@ class Watch:
 
     def forget(self) -> None:
         """Forget the window: it is over, or another state has been loaded."""
-        self._gradients: list[Tensor | None] = []
-        self._made: list[int] = []  # the versions of the gradients
-        self._written: list[int] = []  # the versions of the parameters
+        self._gradients: list[Tensor | None] = []  # held: no other tensor gets the id of one
+        self._states: list[tuple[int, int, int, bool]] = []
         self._rates: list[float] = []  # at the first backward
         self._norms: list[float] | None = None  # of the gradients, and of the parameters
 
     def remember(self, inputs: Sequence[nn.Parameter], *, norms: bool = False) -> None:
         """Remember the parameters and their gradients after a backward; their `norms` too."""
-        self._gradients = list(map(_gradient, inputs))
-        self._made = _versions_of(self._gradients)
-        self._written = list(map(_version, inputs))
-        self._norms = _norms_of(inputs, self._gradients) if norms else None
+        self._gradients = [parameter.grad for parameter in inputs]
+        self._states = list(map(_state_of, inputs))
+        self._norms = _norms_of(inputs) if norms else None
         self._rates = self._rates or self._rates_now()
 
     def _rates_now(self) -> list[float]:
@@ -75,40 +70,34 @@ class Watch:
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
-        if not self._written:
-            return None
-        gradients = list(map(_gradient, inputs))
-        kept = list(map(operator.is_, gradients, self._gradients))
-        made = list(map(operator.eq, _versions_of(gradients), self._made))
-        written = list(map(operator.eq, map(_version, inputs), self._written))
-        trains = list(map(_trains, inputs))
-        if not (all(kept) and all(made) and all(written) and all(trains)):
-            for i, one in enumerate(inputs):
-                if not trains[i]:
-                    return one, "frozen"
-                if not (kept[i] and made[i]):
-                    return one, "gradient"
-                if not written[i]:
-                    return one, "value"
+        states = list(map(_state_of, inputs))
+        if self._states and states != self._states:
+            for parameter, before, now in zip(inputs, self._states, states, strict=False):
+                if not now[3]:
+                    return parameter, "frozen"
+                if before != now:
+                    return parameter, "gradient" if before[:2] != now[:2] else "value"
         if self._norms is not None:
-            pairs = zip(self._norms, _norms_of(inputs, gradients), strict=True)
-            for i, (before, now) in enumerate(pairs):
-                if before != now and not math.isnan(before):
+            for i, (was, norm) in enumerate(zip(self._norms, _norms_of(inputs), strict=True)):
+                if was != norm and not math.isnan(was):
                     place, is_value = i % len(inputs), i >= len(inputs)
                     return inputs[place], "value" if is_value else "gradient"
         return None
 
 
-def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    return [-1 if gradient is None else gradient._version for gradient in gradients]
+def _state_of(parameter: nn.Parameter) -> tuple[int, int, int, bool]:
+    """Return which gradient a parameter has, the writes into both, and if it is trained."""
+    gradient = parameter.grad
+    made = -1 if gradient is None else gradient._version
+    return id(gradient), made, parameter._version, parameter.requires_grad
 
 
 @torch.no_grad()
-def _norms_of(inputs: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> list[float]:
+def _norms_of(inputs: Sequence[nn.Parameter]) -> list[float]:
     """Return the norms of the gradients and then of the parameters; 0 where there is none."""
     empty = inputs[0].detach().new_zeros(0)
-    tensors = [empty if gradient is None else gradient for gradient in (*gradients, *inputs)]
-    return read_scalars(torch._foreach_norm([_dense_local(tensor) for tensor in tensors]))
+    gradients = [empty if one.grad is None else one.grad for one in inputs]
+    return read_scalars(torch._foreach_norm(list(map(_dense_local, (*gradients, *inputs)))))
 
 
 def _dense_local(tensor: Tensor) -> Tensor:
