@@ -34,7 +34,7 @@ from wholebatch.errors import (
 from wholebatch.given_loss import given_loss
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.make_window import make_window
-from wholebatch.options import BatchNormPolicy, Close, Memory
+from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
 from wholebatch.run_loss import Place, RunLoss, precision_of
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.foreign_writes import Untouched
@@ -207,7 +207,7 @@ class Accumulator(HasWindow):
             clip_norm=clip_norm,
             scheduler=scheduler,
             memory=_without_budget(memory),
-            close=Close.of(close),
+            close=as_close(close),
         )
         models = window.target.models
         self._window = window
@@ -463,9 +463,16 @@ class Accumulator(HasWindow):
             if now[other] != self._beside[other]:
                 for model in other._window.target.models:
                     if not used().isdisjoint(map(id, model.parameters())):
-                        self._raise_moved(model)
+                        self._raise_moved(model, other)
 
-    def _raise_moved(self, model: nn.Module) -> NoReturn:
+    def _raise_moved(self, model: nn.Module, other: Accumulator) -> NoReturn:
+        if other.steps != self.steps:
+            raise WindowError(
+                f"{type(model).__name__} was updated when {self._places} of {self._size} "
+                "micro-batches of another model's window were done: accumulators in one wb.over "
+                f"need the same steps, and these have {other.steps} and {self.steps}. To update a "
+                "critic more often than its generator (n_critic), give the critic a loop of its own"
+            )
         raise WindowError(
             f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
             "of another model's window were done, and the next micro-batch uses it: that window "
@@ -481,7 +488,7 @@ class Accumulator(HasWindow):
         def refuse(model: nn.Module, _: Any) -> None:
             for one in waiting:
                 if model.training and not one._place_done:
-                    one._raise_moved(model)
+                    one._raise_moved(model, self)
 
         for model in self._window.target.models if waiting else ():
             self._guards.append(model.register_forward_pre_hook(refuse))

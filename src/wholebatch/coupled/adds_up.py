@@ -240,7 +240,7 @@ class _Test:
         if not samples.draws.held or not whole.drew_alike(parts):
             return self._without_random_numbers()
         if not all(part.is_finite for part in parts):  # a deviation of one sample
-            return self._not_in_parts(whole, "is not finite for a part of them")
+            return self._not_in_parts(whole, "is not finite for a part of them", is_finite=False)
         if not self._tolerance.adds_up(whole, parts):
             return AdditivityResult(self._causes(whole, first, again))
         if self._names_layers and (found := self._other_cuts(whole)):
@@ -295,14 +295,16 @@ class _Test:
                 return (samples_compared(samples, (whole, *parts)),)
         return ()
 
-    def _not_in_parts(self, whole: SampleRun, why: str) -> AdditivityResult:
+    def _not_in_parts(
+        self, whole: SampleRun, why: str, *, is_finite: bool = True
+    ) -> AdditivityResult:
         """Refuse a loss that has no value for uneven parts: it may not add up."""
         found: tuple[AuditFinding, ...] = ()
         if self._names_layers:
             with suppress(RuntimeError, ValueError):
                 found = self._layers()
             found = found or self._compared_in_halves(whole)
-        return AdditivityResult(found or (not_tested(self._samples, why),))
+        return AdditivityResult(found or (not_tested(self._samples, why, is_finite=is_finite),))
 
     def _compared_in_halves(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
         """Return why two halves do not add up, where uneven parts give no number."""
