@@ -126,6 +126,8 @@ class Bench:
         import torch
 
         model = self.case.build(self.case.size).to(self.device)
+        if self._options.channels_last:
+            model.to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.on_cuda)
 
     def _autocast(self) -> Any:
@@ -175,11 +177,7 @@ class Bench:
         found = self._times(lambda: train.step(self.batch), warm=4)
         executor = train._runner.executor
         undivided = train._runner.is_undivided()
-        reasons = [
-            text.partition(": ")[2].partition(". Micro-steps")[0]
-            for text in executor.notes.history
-            if text.startswith("execute=")
-        ]
+        reasons = list(dict.fromkeys(executor.notes.reasons))
         if undivided:
             reasons.insert(0, "BatchNorm: the batch runs undivided, so that it is exact")
         found |= {
@@ -344,6 +342,7 @@ def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.P
     command += [] if options.distances else ["--no-distances"]
     command += ["--execute", options.execute] if options.execute else []
     command += ["--precision", options.precision]
+    command += ["--channels-last"] if options.channels_last else []
     paths = [ROOT / "src", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     around = {
         **os.environ,
@@ -566,6 +565,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="bf16", choices=("bf16", "fp8"), help="of WholeBatch"
     )
+    parser.add_argument("--channels-last", action="store_true", help="memory format of weights")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")
