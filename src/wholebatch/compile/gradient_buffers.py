@@ -83,9 +83,9 @@ def free_memory(device: torch.device) -> int:
     return min(free, limit - torch.cuda.memory_reserved(device))
 
 
-def is_nearly_full(device: torch.device) -> bool:
-    """True if less memory is free than is reserved: a second micro-step would not fit."""
-    return free_memory(device) < torch.cuda.memory_reserved(device)
+def is_nearly_full(device: torch.device, share: float = 1.0) -> bool:
+    """True if less memory is free than this share of what is reserved for the micro-steps."""
+    return free_memory(device) < share * torch.cuda.memory_reserved(device)
 
 
 def room_for(tensors: Sequence[Tensor]) -> torch.device:

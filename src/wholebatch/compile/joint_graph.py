@@ -88,7 +88,8 @@ class JointStep:
         else:
             device = self._trained[0].device
             tunes = not self.random and device.type == "cuda" and self.sizes is None
-            tunes = tunes and not is_nearly_full(device)
+            # Kernels that a thread tunes must not take the memory that the micro-steps need.
+            tunes = tunes and not is_nearly_full(device, share=1 / 4)
             self._run = self._blocks.compiled(compiled_by_inductor, tunes=tunes)
         self._blocks, self._examples = None, []
 
