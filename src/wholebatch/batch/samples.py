@@ -432,7 +432,7 @@ def _outside_lists(name: str, node: Any, fixed: frozenset[str]) -> Iterator[tupl
 
 def _is_list_of_samples(node: Any) -> bool:
     """True for a list of strings, numbers, lists of numbers, or records with the same names."""
-    if not isinstance(node, (list, tuple)) or is_record(node) or _is_tuple_of_numbers(node):
+    if not _is_list(node):
         return False
     items = [item for item in node if item is not None]
     if items and all(map(is_record, items)):
@@ -445,16 +445,16 @@ def _is_list_of_samples(node: Any) -> bool:
     )
 
 
-def _is_tuple_of_numbers(node: Any) -> bool:
-    """True for (224, 224), which is a size, and not one number for each of two samples."""
-    return isinstance(node, tuple) and all(isinstance(item, Number) for item in node)
+def _is_list(node: Any) -> bool:
+    """True for a list or tuple, but not for a record or a size such as (224, 224)."""
+    if not isinstance(node, (list, tuple)) or is_record(node):
+        return False
+    return isinstance(node, list) or not all(isinstance(item, Number) for item in node)
 
 
 def _has_one_item_per_sample(name: str, node: Any, size: int) -> bool:
     """True if the container `node` is a list of samples, which is not taken apart further."""
-    if not isinstance(node, (list, tuple)) or is_record(node) or _is_tuple_of_numbers(node):
-        return False
-    if len(node) != size:
+    if not _is_list(node) or len(node) != size:
         return False
     first = next((item for item in node if item is not None), None)
     if size == 1 or is_record(first) or set(_rows_within(node)) != {size}:

@@ -29,7 +29,7 @@ from wholebatch.compile.patched_calls import refuse_recurrent_layers, traceable_
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws
-from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss
+from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -47,7 +47,6 @@ class Form:
     """The form of a loss without its tensors: one entry for each term."""
 
     names: tuple[str, ...]
-    plain: bool
     weights: tuple[float, ...]
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
@@ -56,12 +55,11 @@ class Form:
     """The names of the tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
-    def of(loss: Loss | Terms, single: str) -> Form:
-        """Return the form of this loss; a plain loss is one term with the name `single`."""
-        terms = _terms(loss, single)
+    def of(loss: Loss | Terms) -> Form:
+        """Return the form of this loss."""
+        terms = terms_of(loss)
         return Form(
             names=tuple(terms),
-            plain=isinstance(loss, Loss),
             weights=tuple(term.weight for term in terms.values()),
             dtypes=tuple(term.total.dtype for term in terms.values()),
             units=tuple(
@@ -95,9 +93,9 @@ class Added:
     extras: Mapping[str, Tensor]
 
     @staticmethod
-    def of(loss: Loss | Terms, single: str) -> Added:
+    def of(loss: Loss | Terms) -> Added:
         """Return the outcome of a micro-step that eager code has made."""
-        terms = _terms(loss, single)
+        terms = terms_of(loss)
         return Added(
             totals={name: term.total.detach() for name, term in terms.items()},
             units={name: term.units for name, term in terms.items()},
@@ -190,7 +188,6 @@ class _MicroStep:
     state: State
     inputs: Inputs
     form: Form
-    single: str
     sizes: Sizes | None
     used: tuple[int, ...] = ()
     """The parameters that got a gradient."""
@@ -230,7 +227,7 @@ class _MicroStep:
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():
             result = as_loss(self.loss(self.model, micro))
-        found = Form.of(result, self.single)
+        found = Form.of(result)
         self.units = found.units
         self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
@@ -240,7 +237,7 @@ class _MicroStep:
         for name, buffer in self.model.named_buffers():
             if buffer is not held[name]:
                 raise CannotTrace(f"its forward assigns the buffer {name} anew")
-        return list(_terms(result, self.single).values())
+        return list(terms_of(result).values())
 
     def _backward(
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -302,7 +299,6 @@ def trace(
     state: State,
     inputs: Inputs,
     form: Form,
-    single: str,
     sizes: Sizes | None = None,
 ) -> Traced:
     """Return the graph of one micro-step on micro-batches like `inputs`, with a loss of this form.
@@ -311,7 +307,7 @@ def trace(
     """
     refuse_hooks(model)
     refuse_recurrent_layers(model)
-    step = _MicroStep(model, loss, precision, state, inputs, form, single, sizes)
+    step = _MicroStep(model, loss, precision, state, inputs, form, sizes)
     device = next(iter(state.trained.values())).device
     tensors = [
         *(parameter.detach() for parameter in state.trained.values()),
@@ -335,10 +331,6 @@ def trace(
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
-_NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
-"""Nodes need not know which function of torch they come from."""
-
-
 @collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
@@ -352,9 +344,12 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
 
     try:
         with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
-            graph = make_fx(watched, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES)(
-                *flat
-            )
+            graph = make_fx(
+                watched,
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+                _disable_torch_fn_metadata_mode=True,  # Nodes need not know their functions.
+            )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.
@@ -388,17 +383,6 @@ def _why_not(problem: Exception) -> str:
     )
 
 
-def totals_of(loss: Loss | Terms) -> list[Tensor]:
-    """Return the total of each term of a loss."""
-    return [term.total for term in _terms(loss, "").values()]
-
-
 def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:
     """Return the tensors that a loss hands back beside its total."""
     return loss.extras if isinstance(loss, Loss) else {}
-
-
-def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
-    if isinstance(loss, Loss):
-        return {single: Term(loss.total, loss.units)}
-    return dict(loss.by_name)
