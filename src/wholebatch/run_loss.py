@@ -95,7 +95,6 @@ class RunLoss:
             precision=precision,
             device=window.target.device,
             eager=self._eager_step,
-            single=SINGLE,
         )
 
     def __call__(self, micro: Any, place: Place) -> Loss:

@@ -126,7 +126,6 @@ class Runner:
             precision=precision,
             device=self._device,
             eager=self._eager_step,
-            single=SINGLE,
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
         self._is_plain = self.executor.is_eager

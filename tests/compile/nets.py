@@ -203,8 +203,8 @@ def run_rewritten(
     state = State.of(model, trainable)
     inputs = take_apart(micro)
     with precision.forward():
-        form = Form.of(function(model, micro), "loss")
-    written = trace(model, function, precision, state, inputs, form, "loss")
+        form = Form.of(function(model, micro))
+    written = trace(model, function, precision, state, inputs, form)
     trained = [parameter.detach() for parameter in state.trained.values()]
     dtypes = [trained[0].dtype] * len(written.used)
     rewritten = rewrite(written, len(trained), dtypes, options)

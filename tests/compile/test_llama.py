@@ -48,8 +48,8 @@ def _traced(
     precision, inputs = choose("bf16", "cpu"), take_apart(micro)
     state = State.of(model, list(model.parameters()))
     with precision.forward():
-        form = Form.of(loss(model, micro), "loss")
-    return trace(model, loss, precision, state, inputs, form, "loss"), state, list(inputs.tensors)
+        form = Form.of(loss(model, micro))
+    return trace(model, loss, precision, state, inputs, form), state, list(inputs.tensors)
 
 
 class InFloat64(fx.Interpreter):

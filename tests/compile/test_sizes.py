@@ -51,12 +51,12 @@ def traced_of(model: nn.Module, number: int, length: int, *others: int) -> Trace
     state = State.of(model, list(model.parameters()))
     inputs = take_apart(texts(1, number, length))
     with precision.forward():
-        form = Form.of(loss(model, texts(1, number, length)), "loss")
+        form = Form.of(loss(model, texts(1, number, length)))
     sizes = None
     if others:
         keys = [take_apart(texts(1, other, other)).key for other in others]
         sizes = Sizes.of(inputs, differing(inputs, keys))
-    return trace(model, loss, precision, state, inputs, form, "loss", sizes)
+    return trace(model, loss, precision, state, inputs, form, sizes)
 
 
 def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:

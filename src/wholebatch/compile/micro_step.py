@@ -113,7 +113,6 @@ class Executor:
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
-        single: str,
     ) -> None:
         self.execute = execute
         self.notes = Notes(asked=execute in ("compile", "graph"))
@@ -124,7 +123,6 @@ class Executor:
         self._precision = precision
         self._device = device
         self._eager = eager
-        self._single = single
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
@@ -167,7 +165,7 @@ class Executor:
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self._settle()
-        return Added.of(loss, self._single)
+        return Added.of(loss)
 
     def let_go(self) -> None:
         """Drop every graph and its memory after an out-of-memory error. They are made again."""
@@ -380,9 +378,9 @@ class Executor:
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
-        added = Added.of(loss, self._single)
+        added = Added.of(loss)
         results = [*(total.detach() for total in totals_of(loss)), *_fractions(added)]
-        done = EagerResult(inputs, Form.of(loss, self._single), results, before, earlier, alone)
+        done = EagerResult(inputs, Form.of(loss), results, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
@@ -486,7 +484,7 @@ class Executor:
         self, inputs: Inputs, form: Form, state: State, sizes: Sizes | None = None
     ) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
-        made = trace(*parts, inputs, form, self._single, sizes)
+        made = trace(*parts, inputs, form, sizes)
         empty_cache(self._device)
         if self._fingerprint is not None:
             self._fingerprint.watch(made.sources)

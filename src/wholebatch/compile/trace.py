@@ -29,7 +29,7 @@ from wholebatch.compile.patched_calls import refuse_recurrent_layers, traceable_
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws
-from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss
+from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -56,9 +56,9 @@ class Form:
     """The names of the tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
-    def of(loss: Loss | Terms, single: str) -> Form:
-        """Return the form of this loss; a plain loss is one term with the name `single`."""
-        terms = _terms(loss, single)
+    def of(loss: Loss | Terms) -> Form:
+        """Return the form of this loss; a plain loss is one term."""
+        terms = terms_of(loss)
         return Form(
             names=tuple(terms),
             plain=isinstance(loss, Loss),
@@ -95,9 +95,9 @@ class Added:
     extras: Mapping[str, Tensor]
 
     @staticmethod
-    def of(loss: Loss | Terms, single: str) -> Added:
+    def of(loss: Loss | Terms) -> Added:
         """Return the outcome of a micro-step that eager code has made."""
-        terms = _terms(loss, single)
+        terms = terms_of(loss)
         return Added(
             totals={name: term.total.detach() for name, term in terms.items()},
             units={name: term.units for name, term in terms.items()},
@@ -190,7 +190,6 @@ class _MicroStep:
     state: State
     inputs: Inputs
     form: Form
-    single: str
     sizes: Sizes | None
     used: tuple[int, ...] = ()
     """The parameters that got a gradient."""
@@ -230,7 +229,7 @@ class _MicroStep:
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():
             result = as_loss(self.loss(self.model, micro))
-        found = Form.of(result, self.single)
+        found = Form.of(result)
         self.units = found.units
         self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
@@ -240,7 +239,7 @@ class _MicroStep:
         for name, buffer in self.model.named_buffers():
             if buffer is not held[name]:
                 raise CannotTrace(f"its forward assigns the buffer {name} anew")
-        return list(_terms(result, self.single).values())
+        return list(terms_of(result).values())
 
     def _backward(
         self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -302,7 +301,6 @@ def trace(
     state: State,
     inputs: Inputs,
     form: Form,
-    single: str,
     sizes: Sizes | None = None,
 ) -> Traced:
     """Return the graph of one micro-step on micro-batches like `inputs`, with a loss of this form.
@@ -311,7 +309,7 @@ def trace(
     """
     refuse_hooks(model)
     refuse_recurrent_layers(model)
-    step = _MicroStep(model, loss, precision, state, inputs, form, single, sizes)
+    step = _MicroStep(model, loss, precision, state, inputs, form, sizes)
     device = next(iter(state.trained.values())).device
     tensors = [
         *(parameter.detach() for parameter in state.trained.values()),
@@ -390,15 +388,9 @@ def _why_not(problem: Exception) -> str:
 
 def totals_of(loss: Loss | Terms) -> list[Tensor]:
     """Return the total of each term of a loss."""
-    return [term.total for term in _terms(loss, "").values()]
+    return [term.total for term in terms_of(loss).values()]
 
 
 def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:
     """Return the tensors that a loss hands back beside its total."""
     return loss.extras if isinstance(loss, Loss) else {}
-
-
-def _terms(loss: Loss | Terms, single: str) -> dict[str, Term]:
-    if isinstance(loss, Loss):
-        return {single: Term(loss.total, loss.units)}
-    return dict(loss.by_name)
