@@ -68,7 +68,7 @@ def test_products_and_embeddings_add_themselves(
     (result.total * 0.5).backward()
     state = State.of(made, list(made.parameters()))
     inputs = take_apart(micro)
-    traced = trace(made, loss, precision, state, inputs, Form.of(result, "loss"))
+    traced = trace(made, loss, precision, state, inputs, Form.of(result))
     trained = list(state.trained.values())
     rewritten = rewrite(
         traced, len(trained), [torch.float32] * len(traced.used), Fusions(products=True)
