@@ -126,6 +126,8 @@ class Bench:
         import torch
 
         model = self.case.build(self.case.size).to(self.device)
+        if self._options.channels_last:
+            model.to(memory_format=torch.channels_last)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.on_cuda)
 
     def _autocast(self) -> Any:
@@ -138,13 +140,18 @@ class Bench:
         import torch
 
         model, optimizer = self._model()
-        forward = torch.compile(model) if compiled else model
+
+        def mean(part: Any) -> Any:
+            loss = self.case.loss(model, part)
+            return loss.total / (len(parts) * loss.units)
+
+        forward = torch.compile(mean) if compiled else mean  # The model and its loss together.
 
         def window() -> None:
             for part in parts:
                 with self._autocast():
-                    loss = self.case.loss(forward, part)
-                (loss.total / (len(parts) * loss.units)).backward()
+                    loss = forward(part)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -170,11 +177,7 @@ class Bench:
         found = self._times(lambda: train.step(self.batch), warm=4)
         executor = train._runner.executor
         undivided = train._runner.is_undivided()
-        reasons = [
-            text.partition(": ")[2].partition(". Micro-steps")[0]
-            for text in executor.notes.history
-            if text.startswith("execute=")
-        ]
+        reasons = list(dict.fromkeys(executor.notes.reasons))
         if undivided:
             reasons.insert(0, "BatchNorm: the batch runs undivided, so that it is exact")
         found |= {
@@ -339,6 +342,7 @@ def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.P
     command += [] if options.distances else ["--no-distances"]
     command += ["--execute", options.execute] if options.execute else []
     command += ["--precision", options.precision]
+    command += ["--channels-last"] if options.channels_last else []
     paths = [ROOT / "src", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     around = {
         **os.environ,
@@ -366,7 +370,9 @@ def _report(name: str, folder: Path, options: argparse.Namespace, seconds: float
         log = (folder / f"{name}.log").read_text().splitlines()
         print("\n".join(log[-12:]), flush=True)
         last = log[-1][-240:] if log else "no message"
-        row = {"name": name, "error": f"its process ended after {seconds:.0f} s: {last}"}
+        late = f"stopped at the limit of {options.limit:.0f} s for one model"
+        ended = f"its process ended after {seconds:.0f} s: {last}"
+        row = {"name": name, "error": late if seconds > options.limit else ended}
     with open(options.out, "a") as file:
         file.write(json.dumps(row) + "\n")
     print(_line(row), flush=True)
@@ -389,9 +395,16 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; a later row of a model replaces an earlier one."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return list({row["name"]: row for row in lines}.values())
+    """Return the rows of a file of JSON lines; a later row adds its ways to an earlier one."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in (json.loads(line) for line in path.read_text().splitlines() if line.strip()):
+        earlier = found.get(row["name"], {})
+        if "error" not in row:
+            earlier.pop("error", None)
+        elif "wholebatch" in earlier:
+            continue  # A process that was stopped takes nothing back.
+        found[row["name"]] = {**earlier, **row}
+    return list(found.values())
 
 
 # --------------------------------------------------------------------------- the page
@@ -516,15 +529,6 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
 
 # What is known of a row beyond what it holds, by the model and the date of the row.
 _REMARKS = {
-    ("deberta-v2", "2026-11-18"): (
-        "its TorchScript functions could not be traced that day, so it ran eagerly. They are "
-        "traced since, which was tested on a CPU and not measured again."
-    ),
-    ("gpt_oss", "2026-11-18"): (
-        "refused by the test of the first window. That was a false alarm, of bf16 rounding; it is "
-        "mended since, and not measured again."
-    ),
-    ("vgg16", "2026-11-18"): "as gpt_oss.",
     ("resnext50_32x4d", "2026-11-18"): (
         "a graph was compiled and recorded, but the windows at the end ran eagerly. The row does "
         "not hold the reason."
@@ -532,7 +536,6 @@ _REMARKS = {
     ("regnet_y_1_6gf", "2026-11-18"): (
         "its compiled graph was further from eager code than is allowed, so it was not used."
     ),
-    ("maxvit_t", None): "stopped at the limit of 240 s for one model.",
 }
 
 
@@ -562,6 +565,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="bf16", choices=("bf16", "fp8"), help="of WholeBatch"
     )
+    parser.add_argument("--channels-last", action="store_true", help="memory format of weights")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")

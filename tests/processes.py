@@ -24,18 +24,24 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 # torch._dynamo: the first step of an optimizer imports it. The package's names are imported where
-# they are first used, so its largest modules are named.
+# they are first used, so its largest modules are named. Transformers: a dozen jobs begin with it.
 PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.run",
+    "transformers.trainer",  # if it is installed
     "wholebatch.accumulator",
     "wholebatch.whole_batch",
     "wholebatch.coupled.adds_up",
     "wholebatch.cli.train_command",
     "wholebatch.cli.train_loop",
 ]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": PATH,
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class Started:

@@ -34,10 +34,10 @@ from wholebatch.errors import (
 from wholebatch.given_loss import given_loss
 from wholebatch.losses.loss import Loss, Terms, Units, terms_of
 from wholebatch.make_window import make_window
-from wholebatch.options import BatchNormPolicy, Close, Memory
+from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
 from wholebatch.run_loss import Place, RunLoss, precision_of
 from wholebatch.window.close import ClipNorm
-from wholebatch.window.foreign_writes import Untouched
+from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, graph_nodes
@@ -207,13 +207,15 @@ class Accumulator(HasWindow):
             clip_norm=clip_norm,
             scheduler=scheduler,
             memory=_without_budget(memory),
-            close=Close.of(close),
+            close=as_close(close),
         )
         models = window.target.models
         self._window = window
         self._execute = check_execute(execute, window.target.device)
         self._precision = precision_of(precision, window)
         self._untouched = Untouched(window, self._written_by)
+        if self._written_by == "the loop":
+            warn_of_empty_steps(self, window.target.optimizers)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for one in models:
             warn_of_spectral_norms(one)
@@ -324,7 +326,7 @@ class Accumulator(HasWindow):
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 summed, of = given_loss(total, units, mean)  # refuses terms that nobody announced
-                if self._checks.active or isinstance(total, Loss):
+                if self._checks.active or self._checks.tests_units or isinstance(total, Loss):
                     self._checks.check(total, of, mean=mean, **how)
                 self._window.add(summed, of, last=reduces, counts=self._counts)
             self._window.current.are_units_given = True
@@ -444,7 +446,7 @@ class Accumulator(HasWindow):
         if more:
             self._window.now.more_of_micro_batch = True
             return None
-        if self._checks.active:
+        if self._checks.active or self._checks.tests_units:
             self._checks.end_micro_batch()
         if self._counts:
             self._window.micro_batch_done()
@@ -463,9 +465,16 @@ class Accumulator(HasWindow):
             if now[other] != self._beside[other]:
                 for model in other._window.target.models:
                     if not used().isdisjoint(map(id, model.parameters())):
-                        self._raise_moved(model)
+                        self._raise_moved(model, other)
 
-    def _raise_moved(self, model: nn.Module) -> NoReturn:
+    def _raise_moved(self, model: nn.Module, other: Accumulator) -> NoReturn:
+        if other.steps != self.steps:
+            raise WindowError(
+                f"{type(model).__name__} was updated when {self._places} of {self._size} "
+                "micro-batches of another model's window were done: accumulators in one wb.over "
+                f"need the same steps, and these have {other.steps} and {self.steps}. To update a "
+                "critic more often than its generator (n_critic), give the critic a loop of its own"
+            )
         raise WindowError(
             f"{type(model).__name__} was updated when {self._places} of {self._size} micro-batches "
             "of another model's window were done, and the next micro-batch uses it: that window "
@@ -481,7 +490,7 @@ class Accumulator(HasWindow):
         def refuse(model: nn.Module, _: Any) -> None:
             for one in waiting:
                 if model.training and not one._place_done:
-                    one._raise_moved(model)
+                    one._raise_moved(model, self)
 
         for model in self._window.target.models if waiting else ():
             self._guards.append(model.register_forward_pre_hook(refuse))

@@ -9,7 +9,7 @@ from torch import nn
 
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.offload import choose as choose_store
-from wholebatch.options import Close, Memory
+from wholebatch.options import Close, Memory, close_options
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
 from wholebatch.window.window import Window
@@ -26,7 +26,7 @@ def make_window(
     precision: str = "full",
 ) -> Window:
     """Return the window of these models and optimizers; refuse what does not go together."""
-    options = close.with_clip_norm(clip_norm)
+    options = close_options(close, clip_norm)
     sync = choose_sync(models, sync=close.sync)
     target = build_target(
         models,

@@ -52,32 +52,36 @@ class Close:
     ema: Ema | None = None
     sync: SyncMode = "auto"
 
-    def with_clip_norm(self, clip_norm: ClipNorm) -> CloseOptions:
-        """Return what the close itself needs."""
-        return CloseOptions(clip_norm, self.clip_value, self.nonfinite, self.zero_units)
 
-    def given(self) -> set[str]:
-        """Return the names of the options that are not at their default."""
-        return {one.name for one in fields(self) if getattr(self, one.name) != one.default}
+def as_close(close: object) -> Close:
+    """Return the option, or raise an OptionError that says what is allowed."""
+    if close is None:
+        return Close()
+    if not isinstance(close, Close):
+        raise OptionError(f"close={close!r}: must be wb.Close(...)")
+    return close
 
-    @staticmethod
-    def of(close: object) -> Close:
-        """Return the option, or raise an OptionError that says what is allowed."""
-        if close is None:
-            return Close()
-        if not isinstance(close, Close):
-            raise OptionError(f"close={close!r}: must be wb.Close(...)")
-        return close
 
-    def only(self, *names: str, where: str) -> Close:
-        """Return the options, or raise an OptionError if others than these are given."""
-        refused = self.given() - set(names)
-        if refused:
-            raise OptionError(
-                f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) {where}: it takes "
-                f"{' and '.join(f'{name}=' for name in names)} only"
-            )
-        return self
+def close_with_only(close: object, *names: str, where: str) -> Close:
+    """Return the option, or raise an OptionError if other fields than these are given."""
+    close = as_close(close)
+    refused = _given_fields(close) - set(names)
+    if refused:
+        raise OptionError(
+            f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) {where}: it takes "
+            f"{' and '.join(f'{name}=' for name in names)} only"
+        )
+    return close
+
+
+def close_options(close: Close, clip_norm: ClipNorm) -> CloseOptions:
+    """Return the options that the close itself needs."""
+    return CloseOptions(clip_norm, close.clip_value, close.nonfinite, close.zero_units)
+
+
+def _given_fields(close: Close) -> set[str]:
+    """Return the names of the fields that are not at their default."""
+    return {one.name for one in fields(close) if getattr(close, one.name) != one.default}
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,10 @@ class Memory:
     budget: int | float | str | None = None
     optimizer_state: Literal["device", "host"] = "device"
 
-    @staticmethod
-    def of(memory: Memory | int | float | str | None) -> Memory:
-        """Return the option; a budget alone is the short form."""
-        return memory if isinstance(memory, Memory) else Memory(memory)
+
+def as_memory(memory: Memory | int | float | str | None) -> Memory:
+    """Return the option; a budget alone is the short form."""
+    return memory if isinstance(memory, Memory) else Memory(memory)
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Close):
-            flat.update((one, getattr(value, one)) for one in _CLOSE if one in value.given())
+            flat.update((one, getattr(value, one)) for one in _CLOSE if one in _given_fields(value))
         elif isinstance(value, Memory):
             parts = {"memory": value.budget, "optimizer_state": value.optimizer_state}
             flat.update((one, part) for one, part in parts.items() if part not in (None, "device"))

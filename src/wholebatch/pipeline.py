@@ -27,7 +27,7 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.losses.loss import SINGLE, Loss, Units, as_loss
-from wholebatch.options import Close
+from wholebatch.options import Close, close_options, close_with_only
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
 from wholebatch.window.window import HasWindow, Step, Window
 
@@ -304,7 +304,7 @@ class Pipeline(HasWindow):
             )
         modules = [one.submod for one in stages]
         allowed = ("clip_value", "nonfinite", "zero_units")
-        options = Close.of(close).only(*allowed, where="in a pipeline").with_clip_norm(clip_norm)
+        options = close_options(close_with_only(close, *allowed, where="in a pipeline"), clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
         target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
         self._window = Window(target, options, sync)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -480,8 +481,25 @@ def check_functions(loss: object, units: object) -> None:
             f"loss={loss!r}: must be a function of the model and a micro-batch, such as lambda "
             "model, micro: wb.cross_entropy(model(micro[0]), micro[1]), or wb.Coupled"
         )
+    else:
+        _refuse_other_arguments(loss)
     if units is not None and not callable(units):
         raise OptionError(f"units={units!r}: must be a function")
+
+
+def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with the model and a micro-batch."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # a function of C without a signature
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise OptionError(
+            f"WholeBatch calls loss(model, micro), and {getattr(loss, '__name__', loss)!s} takes "
+            f"({', '.join(signature.parameters)}): give a function of the model and a micro-batch"
+        ) from None
 
 
 def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:

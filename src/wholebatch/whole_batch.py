@@ -20,7 +20,7 @@ from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.noise_scale import NoiseScale, Probe
-from wholebatch.options import BatchNormPolicy, Close, Memory, Samples
+from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, as_close, as_memory
 from wholebatch.runner import (
     AfterMicro,
     LossFunction,
@@ -104,7 +104,7 @@ class WholeBatch(HasWindow):
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        given, memory = Samples.of(micro_batch), Memory.of(memory)
+        given, memory = Samples.of(micro_batch), as_memory(memory)
         root, models = modules_of(model)
         window = make_window(
             models,
@@ -112,7 +112,7 @@ class WholeBatch(HasWindow):
             clip_norm=clip_norm,
             scheduler=scheduler,
             memory=memory,
-            close=Close.of(close),
+            close=as_close(close),
             precision=precision,
         )
         target, sync = window.target, window.sync

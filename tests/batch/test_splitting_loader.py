@@ -9,9 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
-from wholebatch.batch.lookahead_loader import Unpadded, unpadded
+from wholebatch.batch.lookahead_loader import Unpadded, generators_of, unpadded
 from wholebatch.errors import UnsupportedError
 
 
@@ -152,3 +158,15 @@ def test_repeats_that_cannot_be_found_are_refused() -> None:
         UnsupportedError, match=r"OwnOrder repeats samples .* and does not say which"
     ):
         unpadded(DataLoader(rows, batch_size=2, sampler=OwnOrder(rows, 2, 1)))
+
+
+def test_generators_of_a_loader_and_of_its_samplers() -> None:
+    rows, own = Rows(5), torch.Generator()
+    batches = BatchSampler(RandomSampler(rows, generator=own), 2, False)
+    for loader in (
+        DataLoader(rows, shuffle=True, generator=own),
+        DataLoader(rows, sampler=RandomSampler(rows, generator=own)),
+        DataLoader(rows, batch_sampler=batches),
+    ):
+        assert generators_of(loader) == [own]
+    assert generators_of(DataLoader(rows, shuffle=True)) == generators_of([1, 2]) == []

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from wholebatch.batch import batch_size_of, split
 from wholebatch.errors import OptionError, SplitError
@@ -91,6 +92,7 @@ def test_only_lists_ask_for_the_batch_size(batch: Any) -> None:
         ({"x": torch.ones(100, 2), "y": torch.ones(99)}, "'x' has 100 rows, and 'y' has 99: each"),
         ((torch.ones(100, 2), torch.ones(99)), "'0' has 100 rows, and '1' has 99: each"),
         ({"x": x32, "y": torch.ones(32), "w": torch.ones(10)}, "'w' has 10: .*static='w'"),
+        ({"pos": torch.ones(5), "x": x32, "y": torch.ones(32)}, "'x' has 32: .*static='pos'"),
         ([torch.randn(t, 4) for t in (5, 7, 6)], "'0' has 5 rows, and '1' has 7"),
         ({"x": x32, "layers": [torch.ones(n, n) for n in range(2, 12)]}, "'layers.0' has 2"),
     ],
@@ -188,6 +190,14 @@ def test_a_batch_size_that_no_leaf_has_is_refused() -> None:
 def test_zero_samples_are_refused(batch: Any) -> None:
     with pytest.raises(SplitError, match="the batch has no samples"):
         split(batch, 2)
+
+
+@pytest.mark.parametrize("kind", ["DataLoader", "generator"])
+def test_a_loader_in_place_of_a_batch_is_refused(kind: str) -> None:
+    loader = DataLoader(TensorDataset(x32), batch_size=8)
+    given = loader if kind == "DataLoader" else (batch for batch in loader)
+    with pytest.raises(SplitError, match=f"is a {kind}, and step.* for batch in loader: train"):
+        split(given, 2)
 
 
 @pytest.mark.parametrize("batch", [None, 3, "text", {}, {"a": None}, {"a": torch.tensor(1.0)}])

@@ -15,7 +15,7 @@ import wholebatch as wb
 from tests.compile.nets import loss, mean_of_tokens, mode_of, steps_of, tagged
 from tests.support import Seen, Whole, sgd
 from wholebatch.compile import joint_graph
-from wholebatch.compile.repeated_blocks import BlockProgram, Piece, _Input
+from wholebatch.compile.repeated_blocks import BlockProgram, Piece
 
 
 class Layer(nn.Module):
@@ -212,13 +212,13 @@ def test_a_piece_is_tried_on_zeros_if_its_operations_take_any_numbers() -> None:
     inputs = [graph.placeholder(f"input_{number}") for number in range(3)]
     for node, value in zip(inputs, values, strict=True):
         node.meta["val"] = value
-    operation = (torch.ops.aten.index_select.default, (_Input(0), 0, _Input(1)), {})
-    piece = Piece([operation], inputs=inputs)
+    chosen = graph.call_function(torch.ops.aten.index_select.default, (inputs[0], 0, inputs[1]))
+    piece = Piece([chosen], inputs)
     assert piece.is_safe
     piece.try_out(run)
     assert not given[0].any()
     assert given[0].stride() == (0, 1)
     assert not given[1].any()
     assert given[2] == 7
-    foreign = (torch.ops.quantized.linear.default, (), {})
-    assert not Piece([operation, foreign], inputs=inputs).is_safe
+    foreign = graph.call_function(torch.ops.quantized.linear.default)
+    assert not Piece([chosen, foreign], inputs).is_safe

@@ -126,7 +126,7 @@ def test_buffers_count_their_own_changes() -> None:
     assert layers[1].grad is None
     held = gradients.set_aside((0, 1))
     layers[0].grad.zero_()
-    gradients.put_back((0, 1), held)
+    gradients.put_in_place((0, 1), held)
     found = [layer.grad for layer in layers]
     assert all(gradient is not None for gradient in found)
     assert [gradient.tolist() for gradient in found if gradient is not None] == [

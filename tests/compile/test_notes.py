@@ -27,9 +27,8 @@ def test_a_reason_is_shown_once_and_not_where_logs_are_kept(
         notes.fell_back("auto", "eagerly", "it decides by a value")
     assert capsys.readouterr().err == "wholebatch: micro-steps run eagerly: it decides by a value\n"
     with caplog.at_level(logging.INFO, logger="wholebatch.compile"):
-        notes.show("another line")
+        notes.tell("another line", shows=True)
     assert capsys.readouterr().err == ""
     assert "another line" in caplog.text
-    notes.prints = False
-    notes.show("a third line")
+    notes.tell("a third line")
     assert capsys.readouterr().err == ""

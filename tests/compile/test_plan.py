@@ -45,7 +45,6 @@ def test_what_was_asked_for_is_done_at_once() -> None:
     assert graph.upgrades(2000, 3, 1)
     compile_ = ExecutePlan.of("compile", CPU)
     assert compile_.compiles_at_once(2)
-    assert not compile_.compiles_at_once(2, shared=True)  # what is left is rare
     assert not compile_.captures
 
 

@@ -269,9 +269,9 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
     for step, number in enumerate((8, 8, 3, 3, 4, 8, 8, 3, 3, 4, 5)):
         executor._plan.compiles = step > 4  # by now the run has lasted long enough
         whole.step(samples(number))
-        for slot in executor._slots.values():
-            if slot.thread is not None:
-                slot.thread.result()  # the next window finds it compiled
+        for one in steps_of(train).values():
+            if one.joint.beside is not None:
+                one.joint.beside.result()  # the next window finds it compiled
         train.step(samples(number))
         if step == 4:
             assert [one.mode for one in steps_of(train).values()] == ["operations"] * 3

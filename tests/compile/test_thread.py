@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import wholebatch as wb
-from tests.compile.nets import mode_of, traced
+from tests.compile.nets import mode_of, steps_of, traced
 from tests.support import Whole, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning, joint_graph
-from wholebatch.compile.compile_thread import CompileThread
+from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.execute_mode import ExecutePlan
 
 
@@ -44,8 +44,9 @@ def test_windows_go_on_while_the_compiler_works(monkeypatch: pytest.MonkeyPatch)
     assert train.compiling == "compiling beside the run"
     release.set()
     [slot] = train._runner.executor._slots.values()
-    assert slot.thread is not None
-    slot.thread.result()
+    assert slot.ready is not None
+    assert slot.ready.joint.beside is not None
+    slot.ready.joint.beside.result()
     assert train.compiling is None
     for _ in range(2):
         whole.step(samples(8))
@@ -67,9 +68,9 @@ def test_a_compiler_that_fails_leaves_eager_code(monkeypatch: pytest.MonkeyPatch
         for _ in range(5):
             whole.step(samples(8))
             train.step(samples(8))
-            for slot in train._runner.executor._slots.values():
-                if slot.thread is not None:
-                    slot.thread._thread.join()
+            for step in steps_of(train).values():
+                if step.joint.beside is not None:
+                    step.joint.beside.exception()
 
     with pytest.warns(ExecuteWarning, match=r"cannot be compiled \(RuntimeError: no compiler here"):
         windows()
@@ -81,10 +82,9 @@ def test_what_the_thread_raises_is_raised_where_it_is_asked_for() -> None:
     def fails() -> Any:
         raise ValueError("mine")
 
-    thread = CompileThread(None, fails, torch.device("cpu"))
+    future = in_a_thread(fails, torch.device("cpu"))
     with pytest.raises(ValueError, match="mine"):
-        thread.result()
-    assert thread.done
+        future.result()
 
 
 def test_a_graph_that_went_stale_is_found_and_made_again(tmp_path: Any) -> None:

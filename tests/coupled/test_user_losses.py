@@ -1,8 +1,10 @@
-"""Losses as users write them: each gives the update of the undivided batch, or is refused."""
+"""Losses as users write them that do not add up over micro-batches: each is refused.
+
+`tests/mistakes` has those that do, and many more that do not.
+"""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from tests.support import EXACT, mlp, pieces, sgd
+from tests.support import mlp, pieces, sgd
 from wholebatch.errors import LossError, UnsupportedError
 
 WINDOWS, SIZES = 2, [7, 8, 6, 7]
@@ -32,30 +34,18 @@ def window(number: int) -> Batch:
 
 
 class Recurrent(nn.Module):
-    """A GRU over tokens that may carry its hidden state to the next batch of the same size."""
+    """A GRU over tokens."""
 
-    def __init__(self, *, carries: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embed = nn.Embedding(9, 8)
         self.rnn = nn.GRU(8, 8, batch_first=True)
         self.head = nn.Linear(8, 9)
-        self.carries = carries
-        self.hidden: Tensor | None = None
         self.double()
 
-    def forward(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-        given: Any = self.embed(tokens)
-        if lengths is not None:
-            given = nn.utils.rnn.pack_padded_sequence(
-                given, lengths, batch_first=True, enforce_sorted=False
-            )
-        fits = self.hidden is not None and self.hidden.shape[1] == len(tokens)
-        made, last = self.rnn(given, self.hidden if fits else None)
-        if self.carries:
-            self.hidden = last.detach()
-        if lengths is not None:
-            made, _ = nn.utils.rnn.pad_packed_sequence(made, batch_first=True, total_length=6)
+    def forward(self, tokens: Tensor) -> Tensor:
+        made, _ = self.rnn(self.embed(tokens))
         logits: Tensor = self.head(made)
         return logits
 
@@ -72,62 +62,6 @@ def ctc(model: nn.Module, micro: Batch) -> Tensor:
 
 def targets(micro: Batch) -> Tensor:
     return (micro["lengths"] + 1) // 2
-
-
-def packed(model: nn.Module, micro: Batch) -> wb.Loss:
-    logits = model(micro["tokens"], micro["lengths"]).transpose(1, 2)
-    per_token = F.cross_entropy(logits, micro["tokens"], reduction="none")
-    return wb.Loss((per_token * micro["mask"]).sum(), micro["mask"].sum())
-
-
-def dice(model: nn.Module, micro: Batch, dim: int) -> Tensor:
-    p, t = model(micro["x"]).softmax(-1), F.one_hot(micro["y"], 3).double()
-    return 1 - (2 * (p * t).sum(dim) + 1) / (p.sum(dim) + t.sum(dim) + 1)
-
-
-def gradient_penalty(model: nn.Module, micro: Batch) -> Tensor:
-    x = micro["x"].clone().requires_grad_()
-    logits = model(x)
-    (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
-    return F.cross_entropy(logits, micro["y"], reduction="none") + slope.square().sum(1)
-
-
-def smooth(model: nn.Module, micro: Batch) -> wb.Loss:
-    weight = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
-    loss = F.cross_entropy(model(micro["x"]), micro["y"], weight=weight, label_smoothing=0.1)
-    return wb.mean_loss(loss, weight[micro["y"]].sum())
-
-
-EXACT_ONES: dict[str, tuple[Any, Any]] = {
-    "CTC, a mean over samples": (Recurrent, lambda m, b: wb.mean_loss(ctc(m, b), len(b["y"]))),
-    "a packed GRU": (Recurrent, packed),
-    "Dice of each sample": (mlp, lambda m, b: dice(m, b, 1)),
-    "a gradient penalty of each sample": (mlp, gradient_penalty),
-    "class weights with smoothed labels": (mlp, smooth),
-}
-
-
-@pytest.mark.parametrize("make, loss", EXACT_ONES.values(), ids=EXACT_ONES)
-def test_a_loss_that_adds_up_is_exact(make: Any, loss: Any) -> None:
-    model = make()
-    whole = copy.deepcopy(model)
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=7)
-    optimizer = sgd(whole)
-    for number in range(WINDOWS):
-        train.step(window(number))
-        optimizer.zero_grad()
-        made = loss(whole, window(number))
-        (made.mean() if isinstance(made, Tensor) else made.total / made.units).backward()
-        optimizer.step()
-    for ours, its in zip(model.parameters(), whole.parameters(), strict=True):
-        assert torch.linalg.vector_norm(ours.detach() - its.detach()) <= EXACT * its.detach().norm()
-
-
-def hardest_triplets(model: nn.Module, micro: Batch) -> Tensor:
-    distances = torch.cdist(model(micro["x"]), model(micro["x"]))
-    same = micro["y"][:, None] == micro["y"]
-    nearest = distances.masked_fill(same, 100.0).min(1).values
-    return F.relu((distances * same).max(1).values - nearest + 0.2)
 
 
 def by_rank(model: nn.Module, micro: Batch) -> wb.Loss:
@@ -151,12 +85,6 @@ def longest(model: nn.Module, micro: Batch) -> Tensor:
     )
 
 
-def centred_gradient(model: Any, micro: Batch) -> Tensor:
-    hidden = model[0](micro["x"])
-    hidden.register_hook(lambda gradient: gradient - gradient.mean(0))
-    return F.cross_entropy(model[1:](hidden), micro["y"], reduction="none")
-
-
 def in_one_row(model: nn.Module, micro: Batch) -> wb.Loss:
     row = micro["tokens"][micro["mask"].bool()]
     return wb.Loss(
@@ -165,12 +93,6 @@ def in_one_row(model: nn.Module, micro: Batch) -> wb.Loss:
 
 
 REFUSED_ONES: dict[str, tuple[Any, Any, str]] = {
-    "a hidden state that is carried over": (
-        lambda: Recurrent(carries=True),
-        lambda m, b: m(b["tokens"]).square().mean((1, 2)),
-        "hidden .* moves once per micro-batch",
-    ),
-    "the hardest triplets": (mlp, hardest_triplets, "when another sample changed"),
     "losses by rank": (mlp, by_rank, "units must add up"),
     "positives, at least 1": (mlp, detector, "units must add up"),
     "CTC with the targets as units": (
@@ -179,12 +101,6 @@ REFUSED_ONES: dict[str, tuple[Any, Any, str]] = {
         "mean over other units|units may count something else",
     ),
     "a mean over the longest sequence": (Recurrent, longest, "one sample changed|compares samples"),
-    "Dice of the batch": (
-        mlp,
-        lambda m, b: wb.mean_loss(dice(m, b, 0).mean(), len(b["y"])),
-        "compares samples",
-    ),
-    "a hook that centres gradients": (mlp, centred_gradient, "its gradient is not"),
     "sequences in one row": (Recurrent, in_one_row, "units must add up"),
 }
 

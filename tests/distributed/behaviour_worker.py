@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import json
 import logging
 import sys
-from functools import cache
 from typing import Any
 
 import torch
@@ -176,63 +176,43 @@ def refused() -> list[str]:
     return messages
 
 
-def gpt_windows(
-    model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, **options: Any
-) -> wb.WholeBatch:
-    return wb.WholeBatch(
-        model,
-        optimizer,
-        loss=gpt_loss,
-        units=lambda micro: micro["y"].numel(),
-        precision=precision,
-        **grouped({"micro_batch": 2, **options}),
-    )
-
-
 def sharded_windows() -> dict[str, dict[str, float]]:
     """Three windows of three micro-batches, the same on all ranks, beside those of a whole model.
 
     With the fewest bytes at the peak of one after the first, beyond those of the batch: on a busy
     machine, the thread of a collective may free what it has sent later.
     """
-    torch.manual_seed(4)
-    sharded_gpt()  # Adam amplifies the rounding of some batches: this one follows a model.
-    batch = tokens(6)
-
-    def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters())
-
-    @cache
-    def whole(precision: str) -> nn.Module:
-        torch.manual_seed(4)
-        model = sharded_gpt()
-        train = gpt_windows(model, adamw_of(model), precision)
-        for _ in range(3):
-            train.step(batch)
-        return model
-
     found = {}
     for name, (precision, sync) in {**SHARDED, "gathered": ("full", "gathered")}.items():
         torch.manual_seed(4)
-        model = sharded_gpt()
+        whole = sharded_gpt()
+        model = copy.deepcopy(whole)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = adamw_of(model)
-        train = gpt_windows(model, optimizer, precision, sync=sync)
-        train.step(batch)
-        peaks, gathers = [], []
-        for _ in range(2):  # window 2 is tested again, and the third is not
-            with Meter(model=model, optimizer=optimizer) as meter, Counted() as sent:
-                train.step(batch)
-            peaks.append(meter.peak)
-            gathers.append(sent.gathers)
-        parameters = whole(precision).parameters()
+        batch = tokens(6)
+        for one, options in ((whole, {}), (model, {"sync": sync})):
+            optimizer = torch.optim.AdamW(one.parameters())
+            train = wb.WholeBatch(
+                one,
+                optimizer,
+                loss=gpt_loss,
+                units=lambda micro: micro["y"].numel(),
+                precision=precision,
+                **grouped({"micro_batch": 2, **options}),
+            )
+            train.step(batch)
+            peaks, gathers = [], []
+            for _ in range(2):  # window 2 is tested again, and the third is not
+                with Meter(model=one, optimizer=optimizer) as meter, Counted() as sent:
+                    train.step(batch)
+                peaks.append(meter.peak)
+                gathers.append(sent.gathers)
         found[name] = {
             "peak": min(peaks) - sum(leaf.nbytes for leaf in batch.values()),
             "gathers": gathers[1],
-            "off": distance([full(p) for p in model.parameters()], parameters),
+            "off": distance([full(p) for p in model.parameters()], whole.parameters()),
         }
     return found
 

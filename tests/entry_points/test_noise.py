@@ -18,6 +18,7 @@ from tests.support import measured, mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.noise_scale import Estimator, NoiseScale, Observation, fieller
 
+pytestmark = pytest.mark.slow
 PARAMETERS = 40
 
 
@@ -60,7 +61,6 @@ def long_memory(train: wb.WholeBatch) -> None:
     train._probe._estimator = Estimator(most=10**6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "micro_batch", "options"),
     [
@@ -86,7 +86,6 @@ def test_known_noise_is_found_within_ten_percent(
     assert noise.high - noise.low < 0.5 * CRITICAL
 
 
-@pytest.mark.slow
 def test_units_that_differ_from_sample_to_sample() -> None:
     """Tokens: a micro-batch of n of them has the noise of n, whatever the samples are."""
     model = Quadratic()
@@ -245,7 +244,6 @@ def test_advice(noise: NoiseScale, verdict: str, words: str) -> None:
 # --------------------------------------------------------------- in WholeBatch
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"execute": "compile"}, {"clip_norm": 0.1}])
 def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
     ends = []
@@ -334,7 +332,6 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measured(model, still(model), loss=summed, on_gradient=lambda named: None)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_are_measured_before_their_gradients_are_reduced(tmp_path: Any) -> None:
     """DDP on two ranks, uneven shares, one rank without data in some windows.

@@ -214,7 +214,10 @@ def test_a_window_of_two_models_is_refused(order: str) -> None:
                 late = judge(make(z)).square().sum() if order == "loss after" else fooled
                 makers.backward(late, units=2)
 
-    with pytest.raises(wb.errors.WindowError, match="mix the old and the new weights"):
+    message = "mix the old and the new weights"
+    if order == "earlier item":
+        message = r"need the same steps, and these have 2 and 4. .* \(n_critic\)"
+    with pytest.raises(wb.errors.WindowError, match=message):
         loop()
     hooks = [*make._forward_pre_hooks.values(), *judge._forward_pre_hooks.values()]
     assert not [hook for hook in hooks if not isinstance(hook, _Hook)]

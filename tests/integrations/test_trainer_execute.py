@@ -31,6 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.integrations.stops import Stop
 from wholebatch.integrations.transformers import exact
 
 pytestmark = [
@@ -469,17 +470,6 @@ def test_callbacks_logs_and_evaluation_are_the_trainers(
         assert plain.keys() == ours.keys()
         for name, value in plain.items():
             assert ours[name] == pytest.approx(value, rel=1e-6), name
-
-
-class Stop(TrainerCallback):
-    """Leaves in the middle of the second window, with a checkpoint."""
-
-    seen = 0
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen += 1
-        if self.seen == 5:
-            control.should_save = control.should_training_stop = True
 
 
 def test_a_checkpoint_in_a_window_of_graphs_begins_it_again(

@@ -21,10 +21,10 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
+from tests.integrations.stops import Stop
 from wholebatch.integrations.transformers import ExactTrainerMixin, exact
 from wholebatch.integrations.transformers.weighted_loss import zero_loss
 from wholebatch.options import Close
@@ -226,18 +226,6 @@ def test_batches_cut_further_make_the_same_update(hosts: Any, problem: Any, tmp_
     with pytest.raises(OptionError, match="a micro-batch of one sample needs"):
         kind = exact(Trainer, micro_batch="auto", memory="10KiB")
         trained(hosts, problem, kind, "whole", arguments=folder)
-
-
-class Stop(TrainerCallback):
-    """Leaves in the middle of the second window, with a checkpoint."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen += 1
-        if self.seen == 5:
-            control.should_save = control.should_training_stop = True
 
 
 def test_a_checkpoint_in_a_window_begins_it_again(hosts: Any, problem: Any, tmp_path: Path) -> None:

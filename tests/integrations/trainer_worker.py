@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
+from tests.integrations.stops import Stop
 from wholebatch.integrations.transformers import exact
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def trained(execute: str, folder: str, **options: Any) -> Any:
         train_dataset=Tokens(problem),
     )
     if options.get("stops"):
-        trainer.add_callback(hosts.Stop())
+        trainer.add_callback(Stop())
     trainer.train(resume_from_checkpoint=options.get("checkpoint"))
     return trainer
 

@@ -191,20 +191,26 @@ def test_each_loop_of_a_file_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     assert many - some == pytest.approx(some - few, rel=1e-3)
 
 
-def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--explain", "wb104"]) == CLEAN
     assert capsys.readouterr().out == (
         "WB104: gradients cleared every micro-batch (warning)\n\n"
         "`zero_grad` runs for every micro-batch, so only the last one of a window counts.\n\n"
-        "The gradients of the other micro-batches are computed and thrown away: the update is that "
-        "of a\nbatch K times smaller, at K times the cost. Clear once per window, after the step."
-        "\n\ndocs/lint/WB104.md\n"
+        "The gradients of the other micro-batches are computed and thrown away: the\n"
+        "update is that of a batch K times smaller, at K times the cost. Clear once per\n"
+        "window, after the step.\n\ndocs/lint/WB104.md\n"
     )
+    assert main(["--explain", "WB003"]) == CLEAN
+    assert capsys.readouterr().out.startswith("WB003: a loop that accumulates in a way that")
 
 
-def test_list_rules(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_rules(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--list-rules"]) == CLEAN
-    assert len(capsys.readouterr().out.splitlines()) == len(RULES)
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("WB")]) == len(RULES)
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.losses.problem import Policy, batch, ours
 from tests.support import pieces
 from wholebatch.verification import ZOO, Case, verify_loop
 
+pytestmark = pytest.mark.slow
 Rule = Callable[[Case, nn.Module, Sequence[Any]], list[Tensor]]
 
 

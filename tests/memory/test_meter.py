@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.memory.models import GPT, loss, mlp, tokens, vectors
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.meter import StorageLedger, by_category, peak_with_recordings
+from wholebatch.memory.meter import peak_with_recordings
 from wholebatch.readable_sizes import CATEGORIES
 
 KIB = 1024
@@ -221,22 +221,22 @@ def test_granule_rounds_every_storage_up() -> None:
         del a, b
 
 
-def test_ledger_remembers_who_was_alive_at_the_peak() -> None:
-    ledger = StorageLedger()
-    first = torch.UntypedStorage(100)
-    ledger.see(first, "inputs")
-    second = torch.UntypedStorage(50)
-    record = ledger.see(second, "temporaries")
-    del first
-    record.category = "activations"  # known only later
-    third = torch.UntypedStorage(20)
-    ledger.see(third, "temporaries")
-    del second, third
-    assert ledger.peak == 150
-    assert ledger.current == 0
-    at_peak = by_category(ledger.at_peak())
-    assert (at_peak["inputs"], at_peak["activations"]) == (100, 50)
-    assert at_peak["temporaries"] == 0
+def test_the_peak_remembers_who_was_alive_and_what_it_was_found_to_be_later() -> None:
+    weight = torch.zeros(256, requires_grad=True)
+    with MemoryMeter() as meter:
+        held = kib(4)
+        squared = weight.square()  # saved for the backward, which makes it an activation
+        total = (squared * squared).sum()
+        assert meter.peak >= 5 * KIB
+        peak = meter.peak
+        del held, squared
+        total.backward()
+        del total
+        kib(1)
+    assert meter.peak == peak
+    at_peak = meter.peak_by_category
+    assert at_peak["activations"] >= KIB
+    assert sum(at_peak.values()) == peak
 
 
 def test_watches_storages_that_are_emptied_and_filled_again() -> None:

@@ -36,7 +36,8 @@ def test_readme_example_runs(tmp_path: Path) -> None:
     ]
 
 
-def test_readme_and_home_show_what_the_benchmarks_wrote() -> None:
+def test_readme_and_home_show_what_the_benchmarks_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.exactness import Row, short_table
     from scripts.charts import speed_chart
 

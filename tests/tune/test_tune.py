@@ -80,7 +80,7 @@ def test_result() -> None:
         watch=lambda trial, left: seen.append(trial),
         **QUICK,
     )
-    # The smallest prediction first.
+    # The smallest first.
     assert [trial.setting.micro_batch for trial in seen] == [6, 12, 24][: len(seen)]
     assert found.best in found.trials
     fastest = max(trial.units_per_second for trial in found.trials)
@@ -93,21 +93,13 @@ def test_result() -> None:
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["kind"] == "wholebatch tune"
 
 
-def test_measured_peak_is_the_predicted_one() -> None:
-    """On a CPU the two agree but for small tensors: the loss's, the library's own."""
-    found = tune(task(), micro_batches=[8], **QUICK)
-    assert found.best.peak is not None
-    assert found.best.predicted is not None
-    assert found.best.peak == pytest.approx(found.best.predicted, rel=0.05)
-
-
 def test_memory_decides() -> None:
     model, optimizer = build()
-    budget = predict_peak(model, loss, batch(128), optimizer=optimizer).peak + 100
+    budget = int(1.1 * predict_peak(model, loss, batch(128), optimizer=optimizer).peak)
     found = tune(task(256), memory=budget, micro_batches=[256, 128, 64], **QUICK)
     largest = next(t for t in found.trials if t.steps == 1 and not t.setting.checkpointing)
-    assert largest.status == "skipped"
-    assert "predicted to need" in largest.why
+    assert largest.status == "too large"
+    assert "would need about" in largest.why
     assert found.best.peak is not None
     assert found.best.peak <= budget
     plain = [t for t in found.trials if t.setting.checkpointing and t.setting.micro_batch == 64]
@@ -171,14 +163,13 @@ def test_loss_that_is_not_finite_is_not_measured() -> None:
         tune(Task(build, loss, lambda: one, {"audit": False}), micro_batches=[12])
 
 
-def test_batchnorm_is_tuned_without_predictions() -> None:
+def test_batchnorm_is_tuned() -> None:
     def with_norm() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     one = batch()
     found = tune(Task(with_norm, loss, lambda: one), micro_batches=[24, 12], **QUICK)
-    assert all(trial.predicted is None for trial in found.trials)
     assert any(trial.is_measured for trial in found.trials)
 
 

@@ -126,7 +126,7 @@ def test_clipping_by_norm_per_parameter_group() -> None:
         ({"clip_norm": 0}, "clip_norm=0: must be a positive number"),
         ({"clip_norm": -1.0}, "must be a positive number"),
         ({"clip_norm": math.nan}, "must be a positive number"),
-        ({"clip_norm": "1"}, "must be a positive number"),
+        ({"clip_norm": "1.0"}, "clip_norm='1.0': must be a positive number"),
         ({"clip_norm": [1.0, 2.0]}, "2 values for 1 parameter groups"),
         ({"clip_value": 0}, "clip_value=0: must be a positive number"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "together: give one"),

@@ -18,6 +18,7 @@ from wholebatch.window import fp8
 from wholebatch.window.fp8 import Fp8, eight_bit_layers
 from wholebatch.window.precision import choose
 
+pytestmark = pytest.mark.slow
 LAYERS = ("query", "key", "out")
 
 
@@ -105,7 +106,6 @@ def started(how: str, model: nn.Module, micro_batch: int, *, counts: bool = True
     return wb.WholeBatch(model, sgd(model), execute="eager", **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "checkpointed", "traced"])
 def test_update_of_the_undivided_batch(how: str) -> None:
     for micro_batch in (4,) if how == "traced" else (1, 7):

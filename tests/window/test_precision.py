@@ -17,8 +17,7 @@ from tests.support import Seen, Whole, adamw, distance, loss, mlp, pieces, sampl
 from wholebatch.window import precision
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("make", "dtype"), [(sgd, torch.bfloat16), (adamw, torch.float16)])
 def test_256_micro_batches_of_16_bit_gradients_add_up_in_fp32(make: Any, dtype: Any) -> None:
     model = mlp(dtype=dtype)
     batch = samples(256, dtype=dtype)

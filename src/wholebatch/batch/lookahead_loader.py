@@ -114,7 +114,7 @@ class Feed:
         self._error: BaseException | None = None
         if resume is None:
             self._start_random = capture_random()
-            self._start_generators = [g.get_state() for g in _generators(loader)]
+            self._start_generators = [g.get_state() for g in generators_of(loader)]
             self._iterator: Iterator[Any] = iter(unpadded(loader))
         else:
             self._start_random = resume["random"]
@@ -134,7 +134,7 @@ class Feed:
             return
         now = capture_random()
         restore_random(self._start_random)
-        generators = _generators(self.loader)
+        generators = generators_of(self.loader)
         if len(generators) != len(self._start_generators):
             raise StateError(
                 f"the saved loader had {len(self._start_generators)} random generators of its "
@@ -206,14 +206,9 @@ def _keeps_position(loader: object) -> bool:
     )
 
 
-def _generators(loader: object) -> list[torch.Generator]:
-    """Return the random generators that a DataLoader and its samplers draw from."""
-    found: list[torch.Generator] = []
-    places = [loader]
-    for name in ("sampler", "batch_sampler"):
-        places += [getattr(place, name, None) for place in list(places)]
-    for place in places:
-        generator = getattr(place, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not g for g in found):
-            found.append(generator)
-    return found
+def generators_of(loader: object) -> list[torch.Generator]:
+    """Return the random generators that a DataLoader and its samplers were given."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    found = {id(it): it for it in (getattr(owner, "generator", None) for owner in owners)}
+    return [it for it in found.values() if isinstance(it, torch.Generator)]

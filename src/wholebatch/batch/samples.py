@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from wholebatch.errors import OptionError, SplitError
 
@@ -310,7 +311,7 @@ def layout_of(
     if strict:
         for leaf in leaves:
             if leaf.name not in fixed and not leaf.batched:
-                _refuse_other_rows(leaf, size, source)
+                _refuse_other_rows(leaf, size, source, leaves)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
@@ -396,6 +397,11 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
             lists.append((len(node), name))
     if lists:
         return lists[0]
+    if isinstance(batch, (Iterator, DataLoader)):
+        raise SplitError(
+            f"the batch is a {type(batch).__name__}, and step() takes one batch: "
+            "for batch in loader: train.step(batch)"
+        )
     raise SplitError(
         f"the number of samples is not known: the batch (a {type(batch).__name__}) has no tensor "
         "with a first dimension outside of lists, and no list of dicts, strings or numbers; add "
@@ -426,7 +432,7 @@ def _outside_lists(name: str, node: Any, fixed: frozenset[str]) -> Iterator[tupl
 
 def _is_list_of_samples(node: Any) -> bool:
     """True for a list of strings, numbers, lists of numbers, or records with the same names."""
-    if not isinstance(node, (list, tuple)) or is_record(node) or _is_tuple_of_numbers(node):
+    if not _is_list(node):
         return False
     items = [item for item in node if item is not None]
     if items and all(map(is_record, items)):
@@ -439,16 +445,16 @@ def _is_list_of_samples(node: Any) -> bool:
     )
 
 
-def _is_tuple_of_numbers(node: Any) -> bool:
-    """True for (224, 224), which is a size, and not one number for each of two samples."""
-    return isinstance(node, tuple) and all(isinstance(item, Number) for item in node)
+def _is_list(node: Any) -> bool:
+    """True for a list or tuple, but not for a record or a size such as (224, 224)."""
+    if not isinstance(node, (list, tuple)) or is_record(node):
+        return False
+    return isinstance(node, list) or not all(isinstance(item, Number) for item in node)
 
 
 def _has_one_item_per_sample(name: str, node: Any, size: int) -> bool:
     """True if the container `node` is a list of samples, which is not taken apart further."""
-    if not isinstance(node, (list, tuple)) or is_record(node) or _is_tuple_of_numbers(node):
-        return False
-    if len(node) != size:
+    if not _is_list(node) or len(node) != size:
         return False
     first = next((item for item in node if item is not None), None)
     if size == 1 or is_record(first) or set(_rows_within(node)) != {size}:
@@ -481,15 +487,18 @@ def _judged(leaf: Leaf, size: int) -> Leaf:
     return Leaf(leaf.name, value, isinstance(value, (list, tuple)))
 
 
-def _refuse_other_rows(leaf: Leaf, size: int, source: str) -> None:
+def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf]) -> None:
     """Refuse a tensor with another number of rows; one row is shared by all samples."""
     if size == 1 or not is_array(leaf.value) or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
         return
     given = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
+    rows = [one.value.shape[0] for one in leaves if is_array(one.value) and one.value.ndim]
+    is_odd = rows.count(size) == 1 < rows.count(leaf.value.shape[0])  # the first one, not this one
+    name = source if is_odd and source != "batch_size=" else leaf.name
     raise SplitError(
         f"{given}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs one "
         "row for each sample; check the function that makes the batch (collate_fn). If "
-        f"{leaf.name!r} is not a value per sample, pass {_as_options(f'static={leaf.name!r}')}"
+        f"{name!r} is not a value per sample, pass {_as_options(f'static={name!r}')}"
     )
 
 

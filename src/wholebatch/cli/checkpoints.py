@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.errors import MissingExtraError, StateError, UnsupportedError
@@ -158,7 +158,7 @@ def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor
     """Return the state with its sharded tensors read from the files of all ranks.
 
     `like(place)` gives the tensor whose layout a saved one is to have: a DTensor, or a whole one.
-    None is a whole one on the CPU.
+    None is a whole one on the CPU. A whole tensor is sharded where its layout is a DTensor.
     """
     wanted: dict[str, Tensor] = {}
 
@@ -171,7 +171,12 @@ def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor
             return wanted[value["name"]]
         if isinstance(value, dict):
             return {key: made(item, (*place, key)) for key, item in value.items()}
-        return value
+        layout = like(place) if isinstance(value, Tensor) else None
+        if not isinstance(layout, DTensor) or layout.shape != value.shape:
+            return value
+        mesh, placements = layout.device_mesh, layout.placements
+        whole = value.to(mesh.device_type)
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
     filled = made(state, ())
     if wanted:

@@ -79,14 +79,13 @@ class TrainingRun:
 
         def like(place: tuple[Any, ...]) -> Tensor | None:
             if place[0] == "model":
-                return own.get(place[1])
-            return trained[place[2]] if place[2] < len(trained) else None
+                return own.get(place[-1])
+            index = place[2] if len(place) > 2 else None
+            return trained[index] if isinstance(index, int) and index < len(trained) else None
 
         both = {name: state[name] for name in ("model", "optimizer")}
         both = fill_shards(both, path, like)
         check_model(own, both["model"], where=str(path))
-        if self.world.is_sharded:
-            both = _sharded_like(both, like)
         try:
             self.model.load_state_dict(both["model"])
             self.optimizer.load_state_dict(both["optimizer"])
@@ -243,9 +242,10 @@ def fitted_to(config: Config, batches: Batches) -> Config:
             return config
         config = replace(config, batch_size=size)
     elif batches.length is not None and config.batch_size > batches.length:
+        default = " (the default)" if config.batch_size == Config.batch_size else ""
         raise OptionError(
-            f"--batch-size {config.batch_size}: is more than the {batches.length:,} samples that "
-            "the recipe's data() has"
+            f"--batch-size {config.batch_size}{default}: is more than the {batches.length:,} "
+            f"samples that the recipe's data() has; pass --batch-size {batches.length} or less"
         )
     if isinstance(config.micro_batch, int) and config.micro_batch > config.batch_size:
         raise OptionError(
@@ -291,22 +291,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:
             f"{where} is of another optimizer: {', '.join(absent)} of {type(optimizer).__name__} "
             "are not there; resume with the optimizer that it was made with"
         )
-
-
-def _sharded_like(state: Any, like: Callable[[tuple[Any, ...]], Tensor | None]) -> Any:
-    """Return the state of an unsharded run with its tensors sharded as those of this one."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    def made(value: Any, place: tuple[Any, ...]) -> Any:
-        if isinstance(value, dict):
-            return {key: made(item, (*place, key)) for key, item in value.items()}
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):
-            return value
-        layout = like(place)
-        if not isinstance(layout, DTensor) or layout.shape != value.shape:
-            return value
-        mesh = layout.device_mesh
-        whole = value.to(mesh.device_type)
-        return distribute_tensor(whole, mesh, layout.placements, src_data_rank=None)
-
-    return made(state, ())

@@ -196,7 +196,7 @@ def _tune(
         also = ("bf16",) if where.type == "cuda" and not is_pure else ()
         precisions = tuple(dict.fromkeys((config.autocast, *also)))
     task = _task_of(recipe, config, where, rank)
-    doing("predicting memory")
+    doing("measuring")
 
     def watch(trial: Trial, left: int) -> None:
         rate = trial.units_per_second

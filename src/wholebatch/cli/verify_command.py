@@ -293,7 +293,11 @@ def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> Loo
     module = run_file(path)
     function = getattr(module, name, None)
     if not callable(function):
-        has = [n for n, value in vars(module).items() if callable(value) and n[:1] != "_"]
+        has = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
+        ]
         raise RecipeError(
             f"{path} has no function {name}; it has {', '.join(has) or 'none'}. The function takes "
             "(model, optimizer, micro_batches) and trains one window"

@@ -18,7 +18,7 @@ import functools
 import operator
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -53,13 +53,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Reach:
     """A snapshot of the state in sight of the code of `loss` and `model`.
 
-    With `every`, that includes attributes of modules that no code of their forward or of the loss
-    names (the losses that a LightningModule collects at the end of a batch).
+    With `every`, that includes the modules themselves, and attributes of theirs that no code of
+    their forward or of the loss names (the losses that a LightningModule collects at the end of a
+    batch).
     """
 
     def __init__(self, model: nn.Module, loss: Any, *, every: bool = True) -> None:
         self._seen = {id(module) for module in model.modules()}
         self._things: list[_Thing] = []
+        if every:
+            look = functools.partial(_attributes, None)
+            self._things = [_Thing(type(one).__name__, one, look) for one in model.modules()]
         kinds = dict.fromkeys(map(type, model.modules()))
         functions = _functions_named(
             [(loss, type(loss)), *((getattr(kind, "forward", None), kind) for kind in kinds)]
@@ -79,7 +83,7 @@ class Reach:
 
     def written(self) -> str | None:
         """Return the same right after a trace, which may also have written into tensors."""
-        return next((t.name for t in self._things if t.differs() or t.is_written()), None)
+        return next((t.changed_name() for t in self._things if t.is_written()), None)
 
     def accept_tensors(self) -> None:
         """Take the tensors' present versions as those of the snapshot."""
@@ -172,20 +176,33 @@ class _Thing:
         self._was = look(value)
         self._version = version_of(value) if isinstance(value, Tensor) else 0
         self._copy = _copied(value)
+        # So that no other object gets the identity of one:
+        self._held = list(_parts(value)) if isinstance(value, nn.Module) else []
 
     def differs(self) -> bool:
         return bool(self._look(self._value) != self._was)
+
+    def changed_name(self) -> str:
+        """Return its name, or that of its first attribute that has changed."""
+        now = self._look(self._value)
+        if not isinstance(now, dict):
+            return self.name
+        names = {key for key, _ in now.items() ^ self._was.items()}
+        return f"{self.name}.{min(names)}"
 
     def accept_tensor(self) -> None:
         if isinstance(self._value, Tensor):
             self._was, self._version = self._look(self._value), version_of(self._value)
 
     def is_written(self) -> bool:
-        return isinstance(self._value, Tensor) and version_of(self._value) != self._version
+        """True if it differs, or is a tensor of any size that was written into."""
+        if isinstance(self._value, Tensor) and version_of(self._value) != self._version:
+            return True
+        return self.differs()
 
     def restore(self) -> None:
         value, copy = self._value, self._copy
-        if copy is None or not (self.differs() or self.is_written()):
+        if copy is None or not self.is_written():
             return
         if isinstance(value, Tensor):
             with torch.no_grad():
@@ -197,20 +214,17 @@ class _Thing:
                     place.cell_contents = was
                 else:
                     place[name] = was
-        elif not isinstance(value, _CONTAINERS):
+        elif isinstance(value, _CONTAINERS):
+            value.clear()
+            fill: Any = value.extend if isinstance(value, (list, deque)) else value.update
+            fill(copy)
+        else:
             now = fields_of(value)
             for name in now.keys() - copy.keys():
-                delattr(value, name)
+                object.__delattr__(value, name)
             for name, was in copy.items():
                 if now.get(name, copy) is not was:
-                    setattr(value, name, was)
-        else:
-            held = value
-            held.clear()
-            if isinstance(held, (list, deque)):
-                held.extend(copy)
-            else:
-                held.update(copy)
+                    object.__setattr__(value, name, was)
 
 
 def _copied(value: Any) -> Any:
@@ -222,8 +236,6 @@ def _copied(value: Any) -> Any:
         return value.copy()
     if isinstance(value, FUNCTIONS):
         return list(_places_of(value))
-    if isinstance(value, nn.Module):
-        return None  # The trace itself checks modules.
     return dict(fields_of(value))
 
 
@@ -249,13 +261,13 @@ def _items(value: Any) -> Any:
 
 def _attributes(wanted: set[str] | None, value: Any) -> Any:
     fields = fields_of(value).items()
-    return [(key, _plain(item)) for key, item in fields if wanted is None or key in wanted]
+    return {key: _plain(item) for key, item in fields if wanted is None or key in wanted}
 
 
 def _numbers(module: nn.Module) -> Any:
     """Return the plain attributes and the parts of a module that is not trained (a teacher)."""
     plain = [(name, value) for name, value in vars(module).items() if _is_plain(value)]
-    return plain, list(map(_Identity, _parts(module)))
+    return plain, list(map(id, _parts(module)))
 
 
 def _bindings(function: Any) -> Any:
@@ -281,16 +293,6 @@ def _plain(value: Any) -> Any:
 def _parts(module: nn.Module) -> Iterator[Any]:
     for part in (module._parameters, module._buffers, module._modules):
         yield from part.values()
-
-
-class _Identity:
-    """An object that equals only itself; held, so that no other is made in its place."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.held is other.held
 
 
 # ----------------------------------------------------------- what is inside a value
@@ -397,13 +399,8 @@ class Fingerprint:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
-        self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
-        self._dicts = [one for module in self._modules for one in module.dicts]
-        self._parts = [one for module in self._modules for one in module.parts]
-        self._dense = [one for module in self._modules for one in module.dense]
-        self._readers = [(module.read, module.all) for module in self._modules]
-        self._hold_tensors = [module for module in self._modules if module.tensors]
-        self._as_found = self._all_modules()
+        self._model = _Attributes("", list(model.modules()))
+        self._modules = [_Attributes(name, [module]) for name, module in model.named_modules()]
         self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._watched: list[tuple[Tensor, int]] = []
@@ -414,8 +411,8 @@ class Fingerprint:
 
     def accept_tensors(self) -> None:
         """Take tensors as unchanged: all were put back, which counts as a write into each."""
-        for module in self._modules:
-            module.accept_tensors()
+        for part in (self._model, *self._modules):
+            part.accept_tensors()
         self._reach.accept_tensors()
         self._watched = [(tensor, version_of(tensor)) for tensor, _ in self._watched]
 
@@ -423,81 +420,37 @@ class Fingerprint:
         """Return the name of the first thing that has changed, or None."""
         if self._deterministic != torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms"
-        for module in () if self._hold_together() else self._modules:
+        # All modules at once first: one by one takes much longer.
+        for module in () if self._model.hold() else self._modules:
             if not module.hold():
                 return module.name
         if any(version_of(tensor) != version for tensor, version in self._watched):
             return "a tensor on the host"
         return self._reach.changed()
 
-    def _all_modules(self) -> tuple[list[Any], ...]:
-        """Return what is compared of all modules at once; one by one takes much longer."""
-        return (
-            list(map(len, self._dicts)),
-            list(map(id, chain.from_iterable(part.values() for part in self._parts))),
-            list(map(Tensor.stride, self._dense)),
-            list(map(operator.attrgetter("dtype"), self._dense)),
-            [read(attributes) for read, attributes in self._readers],
-        )
-
-    def _hold_together(self) -> bool:
-        """True if no module has changed; False if one may have."""
-        try:
-            same = self._all_modules() == self._as_found
-        except KeyError:  # an attribute is gone
-            return False
-        return same and all(module.hold() for module in self._hold_tensors)
-
     def holds(self) -> bool:
         """True if nothing has changed."""
         return self.changed() is None
 
 
-class LookAgain:
-    """Decide when to check a model and its loss again: when a value that they read has changed.
-
-    A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4, 8,
-    ... windows.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[Fingerprint] = []
-        self._begun = self._next = 0
-        self._stale = False
-
-    def is_due(self, changed: bool | None = None) -> bool:
-        """Begin a window; True if it is to be looked at. Graphs know what has `changed`."""
-        self._begun += 1
-        self._stale |= bool(changed)
-        if not self.seen or self._begun < self._next:
-            return False
-        if not self._stale and (changed is not None or all(one.holds() for one in self.seen)):
-            return False
-        self.seen, self._next, self._stale = [], 2 * self._begun, False
-        return True
-
-
 class _Attributes:
-    """The plain attributes of one module, and the identities of its tensors and submodules."""
+    """The plain attributes of modules, and the identities of their tensors and submodules."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
         self.name = f"an attribute of {name or 'the model'}"
-        self.all = vars(module)
-        replaced = _replaces_forward(self.all)
-        self._number = len(self.all) - replaced
-        plain = (name for name, value in self.all.items() if _is_plain(value))
-        names = tuple(name for name in plain if not (replaced and name == "forward"))
-        self.read: Callable[[Any], Any] = operator.itemgetter(*names) if names else lambda _: None
-        self._values = self.read(self.all)
-        self.parts = (module._parameters, module._buffers, module._modules)
-        self._held = list(_parts(module))  # so that no other object gets the identity of one
-        self._ids = list(map(id, self._held))
-        self.dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
-        self._layouts = self._memory_layouts()
-        self.tensors = [name for name, value in self.all.items() if isinstance(value, Tensor)]
-        self._hooks = [self.all.get(kind, ()) for kind in _HOOKS]
-        self._hooked = list(map(len, self._hooks))
-        self.dicts = (self.all, *self._hooks)
+        self._all = [vars(module) for module in modules]
+        self._readers = [_reader_of(attributes) for attributes in self._all]
+        self._parts = [
+            part for one in modules for part in (one._parameters, one._buffers, one._modules)
+        ]
+        # Held, so that no other object gets the identity of one.
+        self._held = [value for part in self._parts for value in part.values()]
+        self._dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
+        self._tensors = [
+            (one, name) for one in self._all for name, v in one.items() if isinstance(v, Tensor)
+        ]
+        self._hooks = [one.get(kind, ()) for one in self._all for kind in _HOOKS]
+        self._as_found = self._state()
         self.accept_tensors()
 
     def accept_tensors(self) -> None:
@@ -505,32 +458,34 @@ class _Attributes:
         self._states = self._tensor_states()
 
     def _tensor_states(self) -> list[tuple[int, int]]:
-        held = (self.all.get(name) for name in self.tensors)
+        held = (attributes.get(name) for attributes, name in self._tensors)
         return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
 
-    def _memory_layouts(self) -> list[Any]:
-        """Return strides and dtypes: `parameter.data = ...` keeps the object, not those."""
-        return [(one.stride(), one.dtype) for one in self.dense]
+    def _state(self) -> tuple[list[Any], ...]:
+        return (
+            [len(attributes) - _replaces_forward(attributes) for attributes in self._all],
+            list(map(id, chain.from_iterable(part.values() for part in self._parts))),
+            # `parameter.data = ...` keeps the object, not its strides and dtype.
+            list(map(Tensor.stride, self._dense)),
+            list(map(operator.attrgetter("dtype"), self._dense)),
+            list(map(len, self._hooks)),
+            [read(attributes) for read, attributes in zip(self._readers, self._all, strict=True)],
+        )
 
     def hold(self) -> bool:
-        parameters, buffers, modules = self.parts
-        ids = [
-            *map(id, parameters.values()),
-            *map(id, buffers.values()),
-            *map(id, modules.values()),
-        ]
-        if len(self.all) - _replaces_forward(self.all) != self._number or ids != self._ids:
-            return False
-        if self._memory_layouts() != self._layouts:
-            return False
-        if [*map(len, self._hooks)] != self._hooked:
-            return False
-        if self.tensors and self._tensor_states() != self._states:
-            return False
         try:
-            return bool(self.read(self.all) == self._values)
-        except KeyError:
+            same = self._state() == self._as_found
+        except KeyError:  # an attribute is gone
             return False
+        return same and self._tensor_states() == self._states
+
+
+def _reader_of(attributes: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return the function that reads the plain attributes out of this dictionary."""
+    replaced = _replaces_forward(attributes)
+    plain = (name for name, value in attributes.items() if _is_plain(value))
+    names = tuple(name for name in plain if not (replaced and name == "forward"))
+    return operator.itemgetter(*names) if names else lambda _: None
 
 
 def _replaces_forward(attributes: dict[str, Any]) -> bool:
@@ -592,41 +547,17 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
 
     Its changes (a counter, a tensor kept for later) are undone.
     """
-    before = [(module, dict(vars(module))) for module in model.modules()]
     reach = Reach(model, loss)
     random = capture_python_random()
     try:
         yield
     finally:
-        changed = sorted(set(_put_back(before)))[:3]
         written = reach.written()
         reach.restore()
         now = capture_python_random()
         restore_random(random)
-    if changed:
-        raise CannotTrace(f"its forward changes {', '.join(changed)}")
     if written is not None:
         raise CannotTrace(f"it changes {written}, which a graph would do only once")
     for name, library in (("python", "Python"), ("numpy", "numpy")):
         if name in random and not same_random(random[name], now[name]):
             raise CannotTrace(f"its forward draws from {library}'s random module")
-
-
-def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> Iterator[str]:
-    """Restore the attributes of the modules, and yield the names of those that had changed."""
-    for module, found in before:
-        now = vars(module)
-        for name in now.keys() | found.keys():
-            if _same(now.get(name, now), found.get(name, found)):
-                continue
-            yield f"{type(module).__name__}.{name}"
-            if name in found:
-                now[name] = found[name]
-            else:
-                del now[name]
-
-
-def _same(now: object, found: object) -> bool:
-    if now is found:
-        return True
-    return isinstance(now, PLAIN) and now == found

@@ -1,4 +1,4 @@
-"""A thread that compiles a joint step while the run goes on with the graph as traced.
+"""Compile a joint step in a thread while the run goes on with the graph as traced.
 
 Replaying a captured graph needs little of Python's lock, so the windows hardly slow down. The
 thread has a CUDA stream of its own: a kernel that it tunes must not wait for the training, nor be
@@ -9,49 +9,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from wholebatch.compile.joint_graph import JointStep
+T = TypeVar("T")
 
 
-class CompileThread:
-    """Runs `make`, which compiles the graph `source`, in a thread; `result()` waits for it."""
+def in_a_thread(make: Callable[[], T], device: torch.device) -> Future[T]:
+    """Run `make` in a thread of its own, and return the future of its result."""
+    future: Future[T] = Future()
 
-    def __init__(self, source: object, make: Callable[[], JointStep], device: torch.device) -> None:
-        self.source = source
-        self._make = make
-        self._device = device
-        self._made: JointStep | None = None
-        self._problem: BaseException | None = None
-        # A daemon: a program that ends does not wait for the compiler.
-        self._thread = threading.Thread(target=self._run, name="wholebatch compiler", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-                stream = torch.cuda.Stream(self._device)
-                with torch.cuda.stream(stream):
-                    self._made = self._make()
-                stream.synchronize()
-            else:
-                self._made = self._make()
+            if device.type != "cuda":
+                future.set_result(make())
+                return
+            torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                made = make()
+            stream.synchronize()
+            future.set_result(made)
         except BaseException as problem:  # `result` raises it in the thread that asks
-            self._problem = problem
+            future.set_exception(problem)
 
-    @property
-    def done(self) -> bool:
-        """True if `result()` does not wait."""
-        return not self._thread.is_alive()
-
-    def result(self) -> JointStep:
-        """Wait for the joint step and return it, or raise what the compiler raised."""
-        self._thread.join()
-        if self._problem is not None:
-            raise self._problem
-        assert self._made is not None
-        return self._made
+    # A daemon, unlike the threads of an executor: a program that ends does not wait for it.
+    threading.Thread(target=run, name="wholebatch compiler", daemon=True).start()
+    return future

@@ -34,7 +34,6 @@ _FOLLOWERS = (
     aten._to_copy.default,
     aten.mm.default,
     aten.sum.dim_IntList,
-    aten.addmm_.default,
     aten.add_.Tensor,
 )
 """Operations on the gradient of logits that come with it: the gradients of the last layer."""
@@ -127,18 +126,31 @@ def _bring_forward(graph: fx.Graph, seed: fx.Node, loss: fx.Node) -> bool:
 
 
 def _matched(loss: fx.Node) -> _Loss | None:
-    """Return the parts of this cross-entropy, or None if the fused op cannot replace it."""
-    shares, labels, _, reduction, ignored = loss.args
+    """Return the parts of this cross-entropy, or None if the fused op cannot replace it.
+
+    It can if the loss is the sum or mean, without class weights, over log-softmax rows of a matrix,
+    and if nothing but its own backward reads what lies between.
+    """
+    shares, labels, weight, reduction, ignored = loss.args
     assert isinstance(shares, fx.Node)
     assert isinstance(labels, fx.Node)
-    if not _is_plain(loss, shares):
+    is_plain = weight is None and reduction in (_SUM, _MEAN) and not loss.meta["val"][0].dim()
+    if not is_plain or shares.target is not aten._log_softmax.default:
         return None
     of_loss = _only(shares.users, aten.nll_loss_backward.default)
     of_shares = _only(shares.users, aten._log_softmax_backward_data.default)
     if of_loss is None or of_shares is None or set(shares.users) != {loss, of_loss, of_shares}:
         return None
-    seed = of_loss.args[0]
-    if not isinstance(seed, fx.Node) or not _is_its_backward(loss, of_loss, of_shares):
+    weights = [user for user in loss.users if user.args[1:] == (1,)]
+    seed, *rest = of_loss.args
+    if (
+        shares.args[1:] != (1, False)
+        or rest[:5] != [shares, labels, None, reduction, ignored]
+        or list(of_loss.users) != [of_shares]
+        or of_shares.args[:3] != (of_loss, shares, 1)
+        or not all(list(weight.users) == [of_loss] for weight in weights)
+        or not isinstance(seed, fx.Node)
+    ):
         return None
     logits = _source(shares)
     gradient = None if logits is None else _end(of_shares, logits.meta["val"])
@@ -147,32 +159,6 @@ def _matched(loss: fx.Node) -> _Loss | None:
     assert isinstance(reduction, int)
     assert isinstance(ignored, int)
     return _Loss(loss, logits, labels, seed, gradient, reduction, ignored)
-
-
-def _is_plain(loss: fx.Node, shares: fx.Node) -> bool:
-    """True if it is the sum or mean, without class weights, over log-softmax rows of a matrix."""
-    _, _, weight, reduction, _ = loss.args
-    return (
-        weight is None
-        and reduction in (_SUM, _MEAN)
-        and not loss.meta["val"][0].dim()
-        and shares.target is aten._log_softmax.default
-        and shares.args[1:] == (1, False)
-    )
-
-
-def _is_its_backward(loss: fx.Node, of_loss: fx.Node, of_shares: fx.Node) -> bool:
-    """True if these two nodes are the backward of this loss, and nothing else reads between."""
-    shares, labels, _, reduction, ignored = loss.args
-    _, read, *rest = of_loss.args
-    weights = [user for user in loss.users if user.args[1:] == (1,)]
-    return (
-        read is shares
-        and rest[:4] == [labels, None, reduction, ignored]
-        and list(of_loss.users) == [of_shares]
-        and of_shares.args[:3] == (of_loss, shares, 1)
-        and all(list(weight.users) == [of_loss] for weight in weights)
-    )
 
 
 def _only(users: Any, target: Any) -> fx.Node | None:

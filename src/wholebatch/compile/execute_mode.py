@@ -55,21 +55,23 @@ class Notes:
 
     def __init__(self, *, asked: bool) -> None:
         self._asked = asked
-        self.prints = True
-        """Set to False where many settings are tried, and shown in another way."""
         self.history: list[str] = []
+        self.reasons: list[str] = []
+        """Why micro-steps run in a slower mode, or a graph was out of date."""
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
         """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
         text = f"execute={from_!r} is not possible here: {reason}. Micro-steps run {to} instead"
+        self.reasons.append(reason)
         if not self._asked:
-            self.show(f"micro-steps run {to}: {reason}")
+            self.tell(f"micro-steps run {to}: {reason}", shows=True)
         elif text not in self.history:
             self.history.append(text)
             warn_user(text, ExecuteWarning)
 
     def stale(self, reason: str, updates: int) -> None:
         """Warn that a graph no longer computes what eager code does."""
+        self.reasons.append(f"the graph was out of date at update {updates + 1}: {reason}")
         warn_user(
             f"the recorded graph was out of date at update {updates + 1} ({reason}): the loss "
             "function or the model reads a value that changed after the graph was traced. The "
@@ -81,24 +83,16 @@ class Notes:
 
     def runs_in(self, mode: str) -> None:
         """Tell that micro-steps run in this kind of graph from now on."""
-        self.show(f"micro-steps are now {_MODES[mode]}")
+        self.tell(f"micro-steps are now {_MODES[mode]}", shows=True)
 
-    def tell(self, text: str) -> None:
-        """Log a message."""
-        if text not in self.history:
-            self.history.append(text)
-            _LOG.info(text)
-
-    def show(self, text: str) -> None:
-        """Log a message, or print it where logs of this kind are not kept."""
+    def tell(self, text: str, *, shows: bool = False) -> None:
+        """Log a message; with `shows`, print it where logs of this kind are not kept."""
         if text in self.history:
             return
         self.history.append(text)
-        if _LOG.isEnabledFor(logging.INFO):
+        if not shows or _LOG.isEnabledFor(logging.INFO):
             _LOG.info(text)
-        elif self.prints and not (
-            dist.is_available() and dist.is_initialized() and dist.get_rank()
-        ):
+        elif not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             print(f"wholebatch: {text}", file=sys.stderr)
 
 
@@ -213,13 +207,9 @@ class ExecutePlan:
         """True if a kind that was seen `seen` times in a shared graph should be captured now."""
         return self.captures and seen >= _RECORDED_AFTER and recorded < _KINDS_IN_ALL
 
-    def compiles_at_once(self, compiled: int, *, shared: bool = False) -> bool:
-        """True if a new graph is compiled immediately; `compiled` graphs are compiled already.
-
-        `shared`: one of those serves many sizes. The remaining kinds are rare, so they wait.
-        """
-        limit = _AT_ONCE - 1 if shared else _AT_ONCE
-        return self.compiles and not self.auto and compiled < limit
+    def compiles_at_once(self, compiled: int) -> bool:
+        """True if a new graph is compiled immediately; `compiled` graphs are compiled already."""
+        return self.compiles and not self.auto and compiled < _AT_ONCE
 
     def upgrades(self, operations: int, compiled: int, runs: int) -> bool:
         """True if a traced graph that has run `runs` times should be compiled now, in a thread.

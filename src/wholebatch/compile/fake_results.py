@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from wholebatch.compile.fusion import expression_of
 
@@ -26,9 +27,9 @@ def result_of(mode: Any, target: Any, args: Any, kwargs: Mapping[str, Any] | Non
 
     def given(part: Any) -> Any:
         value = part.meta["val"] if isinstance(part, fx.Node) else part
-        return mapped(value, lambda one: like(mode, one))
+        return map_aggregate(value, lambda one: like(mode, one))
 
-    args, kwargs = mapped((args, dict(kwargs or {})), given)
+    args, kwargs = map_aggregate((args, dict(kwargs or {})), given)
     with mode, torch.no_grad():
         return target(*args, **kwargs)
 
@@ -38,28 +39,9 @@ def fill(mode: Any, node: fx.Node) -> None:
     node.meta["val"] = result_of(mode, node.target, node.args, node.kwargs)
 
 
-def fake_mode() -> Any:
-    """Return a new mode for fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    return FakeTensorMode(shape_env=ShapeEnv())
-
-
 def kind_of(value: Any) -> Any:
     """Return what must agree for two tensors to be exchanged in compiled code."""
     if isinstance(value, Tensor):
         shape, strides = map(expression_of, value.shape), map(expression_of, value.stride())
         return tuple(shape), tuple(strides), value.dtype, value.device
     return tuple(map(kind_of, value)) if isinstance(value, (list, tuple)) else repr(value)
-
-
-def mapped(part: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply the function to every leaf of lists, tuples, dictionaries and slices."""
-    if isinstance(part, (list, tuple)):
-        return type(part)([mapped(one, function) for one in part])
-    if isinstance(part, dict):
-        return {name: mapped(one, function) for name, one in part.items()}
-    if isinstance(part, slice):
-        return slice(*(mapped(one, function) for one in (part.start, part.stop, part.step)))
-    return function(part)

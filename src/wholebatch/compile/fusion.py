@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -64,6 +65,11 @@ def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
 def expression_of(size: Any) -> Any:
     """Return the expression of a symbolic size, and a number as it is."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
+
+
+def hint_of(size: Any) -> int:
+    """Return a size, or the value that a symbol was traced with. It adds no guard."""
+    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 def _by_target(about: Callable[[Any], bool]) -> Callable[[fx.Node], bool]:
@@ -126,7 +132,7 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
     for place, name in written_arguments(node.target):
         given = node.args[place] if place < len(node.args) else None
         given = node.kwargs.get(name, given)
-        yield from (one for one in _leaves(given) if isinstance(one, fx.Node))
+        yield from (one for one in tree_leaves(given) if isinstance(one, fx.Node))
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -134,12 +140,6 @@ def drop_unused(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
-
-
-def _leaves(part: Any) -> list[Any]:
-    if isinstance(part, (list, tuple)):
-        return [leaf for one in part for leaf in _leaves(one)]
-    return [part]
 
 
 def base_of(node: fx.Node) -> fx.Node:

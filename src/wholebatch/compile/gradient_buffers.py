@@ -83,9 +83,9 @@ def free_memory(device: torch.device) -> int:
     return min(free, limit - torch.cuda.memory_reserved(device))
 
 
-def is_nearly_full(device: torch.device) -> bool:
-    """True if less memory is free than is reserved: a second micro-step would not fit."""
-    return free_memory(device) < torch.cuda.memory_reserved(device)
+def is_nearly_full(device: torch.device, share: float = 1.0) -> bool:
+    """True if less memory is free than this share of what is reserved for the micro-steps."""
+    return free_memory(device) < share * torch.cuda.memory_reserved(device)
 
 
 def room_for(tensors: Sequence[Tensor]) -> torch.device:
@@ -181,30 +181,11 @@ class Gradients:
                 parameter.grad = None
         self._lent.clear()
 
-    def zero(self, used: Sequence[int]) -> None:
-        """Set these buffers to zero."""
-        torch._foreach_zero_(self.of(used))
-
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
         """Return copies of these parameters' `.grad`, in host memory if the device is full."""
         held = [self.parameters[index].grad for index in used]
         place = room_for([one for one in held if one is not None])
         return [None if one is None else one.detach().to(place, copy=True) for one in held]
-
-    def in_all(self) -> list[Tensor | None]:
-        """Return copies of every parameter's `.grad`."""
-        return self.set_aside(range(len(self.parameters)))
-
-    @torch.no_grad()
-    def put_back(self, used: tuple[int, ...], held: Sequence[Tensor | None]) -> None:
-        """Copy `held` (zero where None) into the buffers, and make the buffers `.grad`."""
-        for index, buffer, numbers in zip(used, self.of(used), held, strict=True):
-            if numbers is None:
-                buffer.zero_()
-            else:
-                buffer.copy_(numbers)
-            self.parameters[index].grad = buffer
-        self._entered = used
 
     def take_in(self) -> None:
         """Move autograd's gradients into the buffers, unless one of them is sparse."""
@@ -213,24 +194,24 @@ class Gradients:
             self.put_in_place(tuple(index for index, _ in made))
 
     @torch.no_grad()
-    def put_in_place(self, used: tuple[int, ...]) -> None:
-        """Make the buffers these parameters' `.grad` and copy the gradients (or zero) into them."""
-        empty, filled, held = [], [], []
-        for index, buffer in zip(used, self.of(used), strict=True):
-            gradient = self.parameters[index].grad
-            if gradient is buffer:
-                continue
-            if gradient is None:
-                empty.append(buffer)
-            else:
-                filled.append(buffer)
-                held.append(gradient.detach().to_dense())
+    def put_in_place(
+        self, used: tuple[int, ...], held: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Make the buffers these parameters' `.grad`, and copy `held` (or zero) into them.
+
+        By default these are the gradients that are there.
+        """
+        buffers = self.of(used)
+        held = [self.parameters[index].grad for index in used] if held is None else held
+        pairs = [(b, g) for b, g in zip(buffers, held, strict=True) if g is not b]
+        empty = [buffer for buffer, gradient in pairs if gradient is None]
+        filled = [(b, g.detach().to_dense()) for b, g in pairs if g is not None]
         if empty:
             torch._foreach_zero_(empty)
         if filled:
-            torch._foreach_copy_(filled, held)
-        for index in used:
-            self.parameters[index].grad = self._buffers[index]
+            torch._foreach_copy_([b for b, _ in filled], [g for _, g in filled])
+        for index, buffer in zip(used, buffers, strict=True):
+            self.parameters[index].grad = buffer
         self._entered = used
 
 
@@ -241,9 +222,8 @@ class Casts:
         self._parameters = list(parameters)
         self._copies: dict[Cast, Tensor] = {}
         self._quantised: dict[int, Quantised] = {}
-        self._seen: list[int] = []
-        self._recorded_for: list[int] = []
-        """Addresses of the weights at the last time, and when quantising them was recorded."""
+        self._places: list[int] = []
+        """Addresses of the weights when they were quantised last."""
         self._recorded: torch.cuda.CUDAGraph | None = None
 
     def of(self, wanted: Sequence[Cast]) -> list[Tensor]:
@@ -273,8 +253,8 @@ class Casts:
     def _quantise(self) -> None:
         """Quantise weights; on a CUDA device as a recorded graph, since there are many launches."""
         weights = [self._parameters[index] for index in self._quantised]
-        places = [weight.data_ptr() for weight in weights]
-        if self._recorded is not None and places == self._recorded_for:
+        before, self._places = self._places, [weight.data_ptr() for weight in weights]
+        if self._recorded is not None and before == self._places:
             self._recorded.replay()
             return
 
@@ -283,9 +263,8 @@ class Casts:
                 parts.fill(weight)
 
         fill()
-        if places == self._seen and all(weight.is_cuda for weight in weights):
-            self._recorded, self._recorded_for = recorded(fill), places
-        self._seen = places
+        repeats = before == self._places and all(weight.is_cuda for weight in weights)
+        self._recorded = recorded(fill) if repeats else None
 
     def _room(self, indices: Sequence[int]) -> Iterator[Quantised]:
         """Yield memory for the parts of each of these weights."""

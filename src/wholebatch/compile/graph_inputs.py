@@ -15,11 +15,10 @@ from torch import Tensor
 
 from wholebatch.batch import to_device
 from wholebatch.batch.samples import Structure, flatten
+from wholebatch.compile.captured_state import PLAIN
 from wholebatch.compile.execute_mode import CannotTrace
 
 Key: TypeAlias = tuple[Hashable, ...]
-
-_VALUES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def take_apart(micro: Any) -> Inputs:
             if not is_dense(value, memory_order(value)):
                 value = value.contiguous()
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
-        elif isinstance(value, _VALUES):
+        elif isinstance(value, PLAIN):
             parts.append((leaf.name, type(value), value))
         else:
             raise CannotTrace(

@@ -15,9 +15,6 @@ from torch import Tensor, fx
 from wholebatch.compile.fusion import drop_unused
 from wholebatch.compile.value_reads import computed
 
-_NEEDS_HOST = (torch.ops.aten._pack_padded_sequence.default,)
-"""Operations that take a tensor on the host by contract."""
-
 
 def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[Tensor, ...]:
     """Give operations on `device` their constants on it, not on the host.
@@ -30,9 +27,7 @@ def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[T
     sources: list[Tensor] = []
     lifted: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
-        if node.op != "call_function" or node.target in _NEEDS_HOST:
-            continue
-        if not _is_on(node, module, device.type):
+        if node.op != "call_function" or not _is_on(node, module, device.type):
             continue
         for source in node.all_input_nodes:
             if source not in lifted and _is_on(source, module, "cpu"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholebatch.compile.fusion import hint_of
 from wholebatch.window.forward_state import replaced_attributes
 
 
@@ -26,15 +27,11 @@ def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]
     }
     known = {name: value for name, value in options.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
-        for context in (torch.no_grad(), config.patch(known), *_choices()):
+        choices = _persistent_rows(), _parts_written_in_place(), _products_padded_by_rule()
+        for context in (torch.no_grad(), config.patch(known), *choices):
             stack.enter_context(context)
         compiled: Callable[..., Any] = compile(graph, arguments)
         return compiled
-
-
-def _choices() -> list[AbstractContextManager[None]]:
-    """Return the choices of Inductor that are ours within these contexts."""
-    return [_persistent_rows(), _parts_written_in_place(), _products_padded_by_rule()]
 
 
 def _products_padded_by_rule() -> AbstractContextManager[None]:
@@ -65,7 +62,7 @@ _BOUNDARY = 16
 def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if the product of these matrices is probably faster after padding."""
     (rows, inner), columns = first.shape[-2:], second.shape[-1]
-    sizes = [_known(size) for size in (rows, inner, columns)]
+    sizes = [hint_of(size) for size in (rows, inner, columns)]
     if 0 in sizes or 1 / sum(1 / size for size in sizes) < _INTENSITY:
         return False
     made = sizes[2] * first.element_size() % _BOUNDARY == 0
@@ -74,7 +71,7 @@ def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def aligned(matrix: torch.Tensor) -> bool:
     """True if every row of this matrix, or every column, begins at such a boundary."""
-    step = _known(max(matrix.stride()[-2:], key=_known))
+    step = hint_of(max(matrix.stride()[-2:], key=hint_of))
     return step * matrix.element_size() % _BOUNDARY == 0
 
 
@@ -95,11 +92,6 @@ def reads_memory(graph: torch.fx.Graph) -> bool:
     return any(source.op != "placeholder" for source in sources)
 
 
-def _known(size: int | torch.SymInt) -> int:
-    """Return a size, or the present value of an open one, without fixing it."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
-
-
 _PERSISTENT_ROWS = 4096
 
 
@@ -113,15 +105,13 @@ def _persistent_rows() -> AbstractContextManager[None]:
     from torch._inductor.virtualized import V
 
     name = "should_use_persistent_reduction"
-    by_itself = getattr(InductorChoices, name, None)
+    by_itself: Any = getattr(InductorChoices, name, None)
 
     def decide(features: Any, cooperative_reduction: bool) -> bool:
-        if by_itself is not None and by_itself(features, cooperative_reduction):
-            return True
-        if features.get_reduction_hint() != ReductionHint.INNER:
-            return False
-        return bool(
-            V.graph.sizevars.statically_known_leq(features.reduction_numel, _PERSISTENT_ROWS)
+        is_short = V.graph.sizevars.statically_known_leq
+        return by_itself(features, cooperative_reduction) or (
+            features.get_reduction_hint() == ReductionHint.INNER
+            and bool(is_short(features.reduction_numel, _PERSISTENT_ROWS))
         )
 
     return _replaced_if_there(InductorChoices, name, staticmethod(decide))

@@ -8,6 +8,7 @@ seeds. Its outputs are the totals and units, which stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
+from wholebatch.compile.fake_results import like
 from wholebatch.compile.fused_weight_grad import can_add_products
-from wholebatch.compile.gradient_buffers import Cast, Casts, Gradients, as_one, is_nearly_full
+from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, is_nearly_full
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
@@ -32,11 +34,6 @@ class JointStep:
     `compiled`: it is rewritten for a compiler, and `compile()` must run before its first call.
     """
 
-    fusions: ClassVar[Fusions] = Fusions(
-        products=True, products_in_full=True, entropy=True, shared_inputs=True, gelu=True
-    )
-    """The fusions to use where the device has them; measurements switch some off."""
-
     blocks: ClassVar[bool] = True
     """Compile layers that are alike once; measurements switch it off."""
 
@@ -50,12 +47,14 @@ class JointStep:
         compiled: bool,
         example: Sequence[Tensor],
     ) -> None:
+        self.traced = traced
         self.form: Form = traced.form
         self.used = traced.used
         self.random = traced.random
         self.sizes = traced.sizes
-        self.sixteen_bit = traced.sixteen_bit
         self.compiled = compiled
+        self.beside: Future[JointStep] | None = None
+        """The same step, compiled in a thread beside the run."""
         self.runs = 1
         """The number of runs, replays included; the trial run counts."""
         self.hold(state)
@@ -70,7 +69,7 @@ class JointStep:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
             self._examples = self._arguments(example, seeds)
         else:
-            tail = map(self.sizes.alike, self._tail)
+            tail = [like(self.sizes.mode, tensor) for tensor in self._tail]
             self._examples = [*self.sizes.symbols, *self.sizes.flat, *tail]
         self._blocks: Blocks | None = None
         self.to_compile = self.operations
@@ -89,21 +88,19 @@ class JointStep:
         else:
             device = self._trained[0].device
             tunes = not self.random and device.type == "cuda" and self.sizes is None
-            tunes = tunes and not is_nearly_full(device)
+            # Kernels that a thread tunes must not take the memory that the micro-steps need.
+            tunes = tunes and not is_nearly_full(device, share=1 / 4)
             self._run = self._blocks.compiled(compiled_by_inductor, tunes=tunes)
         self._blocks, self._examples = None, []
 
     def _possible_fusions(self, device: torch.device) -> Fusions:
         """Return the fusions that this device has and that pay for this way of running."""
-        wanted = self.fusions
-        products = wanted.products and can_add_products(device)
-        return replace(
-            wanted,
+        products = can_add_products(device)
+        return Fusions(
             products=products,
-            shared_inputs=wanted.shared_inputs and products,
-            products_in_full=wanted.products_in_full and not self.compiled,
-            entropy=wanted.entropy and can_fuse_entropy(device),
-            gelu=wanted.gelu and self.compiled and device.type == "cuda",
+            entropy=can_fuse_entropy(device),
+            shared_inputs=products,
+            gelu=self.compiled and device.type == "cuda",
         )
 
     def hold(self, state: State) -> None:
@@ -129,33 +126,17 @@ class JointStep:
 def _rewritten(
     traced: Traced, trained: int, gradients: Gradients, casts: Casts, fusions: Fusions
 ) -> tuple[Rewritten, list[Tensor]]:
-    """Return the rewritten graph, and its inputs behind the seeds."""
+    """Return the rewritten graph, and its inputs behind the seeds: casts, buffers, joined ones."""
     dtypes = [buffer.dtype for buffer in gradients.of(traced.used)]
     rewritten = rewrite(traced, trained, dtypes, fusions)
-    tail = _tail(rewritten.casts, rewritten.joined, traced.used, gradients, casts)
-    if tail is None:
-        return _rewritten(traced, trained, gradients, casts, replace(fusions, shared_inputs=False))
-    return rewritten, tail
-
-
-def _tail(
-    kinds: Sequence[Cast],
-    joined: Sequence[Sequence[int]],
-    used: Sequence[int],
-    gradients: Gradients,
-    casts: Casts,
-) -> list[Tensor] | None:
-    """Return the casts, the buffers and those that are joined; None if these lie apart.
-
-    Another graph may have had some of them put elsewhere before.
-    """
-    tail = [*casts.of(kinds), *gradients.of(used)]
-    for places in joined:
+    tail = [*casts.of(rewritten.casts), *gradients.of(traced.used)]
+    for places in rewritten.joined:
         one = as_one([tail[place] for place in places])
-        if one is None:
-            return None
+        if one is None:  # Another graph has had some of them put elsewhere before.
+            fusions = replace(fusions, shared_inputs=False)
+            return _rewritten(traced, trained, gradients, casts, fusions)
         tail.append(one)
-    return tail
+    return rewritten, tail
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.captured_state import Fingerprint
-from wholebatch.compile.compile_thread import CompileThread
+from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
     CannotTrace,
@@ -56,7 +56,7 @@ from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apar
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.shared_graphs import SharedGraphs
 from wholebatch.compile.symbolic_sizes import Sizes
-from wholebatch.compile.trace import Added, Form, State, Traced, totals_of, trace
+from wholebatch.compile.trace import Added, Form, State, Traced, trace
 from wholebatch.losses.loss import Loss, Terms
 from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
@@ -83,8 +83,6 @@ class Slot:
     traced: Traced | None = None
     """The graph for exactly this kind; None if a graph of dynamic sizes serves it."""
     ready: Prepared | None = None
-    thread: CompileThread | None = None
-    """The compilation that goes on beside the run."""
 
     @property
     def stage(self) -> Stage:
@@ -246,44 +244,29 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage = self._plan, slot.stage
+        first = not self._window.now.micro_batches  # A second loss of a micro-batch never is.
         shared = self._shapes.find(inputs)
+        is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
-            own = sum(1 for s in self._ready() if s.joint.sizes is None)
+            own = sum(one.joint.sizes is None for one in self._ready())
             others = None if shared is None else len(self._ready()) - own
-            # A second loss of each micro-batch is never the window's first.
-            first = not self._window.now.micro_batches
             if not plan.prepares(own, slot.seen, first=first, shared=others):
                 return stage
-            at_once = plan.compiles_at_once(self._compiled(), shared=self._shapes.serve)
-            at_once |= plan.compiles and self._shapes.ready(inputs)
+            at_once = plan.compiles_at_once(self._compiled()) or (plan.compiles and is_compiled)
             return Stage.COMPILED if at_once else Stage.TRACED
         if stage is Stage.COMPILED or slot.ready is None or not plan.compiles:
             return stage
-        if slot.ready.joint.sizes is not None and self._shapes.ready(inputs):
-            return Stage.COMPILED  # It is compiled already and only needs a new capture.
-        if slot.thread is not None:
-            first = not self._window.now.micro_batches
-            return Stage.COMPILED if first and slot.thread.done else stage
+        if slot.ready.joint.sizes is not None and is_compiled:
+            return Stage.COMPILED  # It only needs a new capture.
         joint = slot.ready.joint
+        if joint.beside is not None:
+            return Stage.COMPILED if first and joint.beside.done() else stage
         if plan.upgrades(joint.to_compile, self._compiled() + self._compiling(), joint.runs):
-            traced = slot.traced if shared is None or joint.sizes is None else shared.traced
-            assert traced is not None
-            slot.thread = self._thread_for(traced, inputs)
+            state = State.of(self._model, self._parameters)
+            make = partial(self._joint_step, joint.traced, state, inputs, compiled=True)
+            self.notes.tell("compiling in a thread beside the run")
+            joint.beside = in_a_thread(make, self._device)
         return stage
-
-    def _thread_for(self, traced: Traced, inputs: Inputs) -> CompileThread:
-        """Return the thread that compiles this graph; kinds that share the graph share it."""
-        threads = (slot.thread for slot in self._slots.values() if slot.thread is not None)
-        found = next((thread for thread in threads if thread.source is traced), None)
-        if found is not None:
-            return found
-        state = State.of(self._model, self._parameters)
-        self.notes.tell("compiling in a thread beside the run")
-        return CompileThread(
-            traced,
-            lambda: self._joint_step(traced, state, inputs, compiled=True),
-            self._device,
-        )
 
     def _ready(self) -> list[Prepared]:
         return [slot.ready for slot in self._slots.values() if slot.ready is not None]
@@ -292,8 +275,8 @@ class Executor:
         return len({id(one.joint) for one in self._ready() if one.joint.compiled})
 
     def _compiling(self) -> int:
-        threads = {slot.thread for slot in self._slots.values() if slot.thread is not None}
-        return sum(not thread.done for thread in threads)
+        futures = {one.joint.beside for one in self._ready() if one.joint.beside is not None}
+        return sum(not future.done() for future in futures)
 
     def _captures(self, slot: Slot) -> bool:
         """True if a shared graph, which runs this kind as it is, is to be captured for it."""
@@ -328,9 +311,7 @@ class Executor:
         self._next_place = window.now.micro_batches + 1
         self._casts.refresh()  # The device casts while the host checks.
         trained = window.target.trained() if window.open is None else window.now.inputs
-        same = len(self._parameters) == len(trained) and all(
-            a is b for a, b in zip(self._parameters, trained, strict=True)
-        )
+        same = [*map(id, self._parameters)] == [*map(id, trained)]
         if not self._found:
             self.changed()
         changed, self._found = self._found[0] if self._found else None, ()
@@ -369,17 +350,18 @@ class Executor:
             self._make_room(replaces=not again)
         alone = not self._window.now.owners
         earlier = None
-        unproven = self._shapes.wants_proof(inputs, self._own(), compiled=compiled)
-        if not alone and (again or not self._window.now.micro_batches or unproven):
+        shared = self._shapes.find(inputs)
+        proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
+        if not alone and (again or not self._window.now.micro_batches or not proven):
             if not self._gradients.parameters:
                 self._make_buffers(State.of(self._model, self._parameters))
-            earlier = self._gradients.in_all()
+            earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))
         before = ForwardState(self._model)
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self.mode = "eager"
         added = Added.of(loss)
-        results = [*(total.detach() for total in totals_of(loss)), *_fractions(added)]
+        results = [*added.totals.values(), *_fractions(added)]
         done = EagerResult(inputs, Form.of(loss), results, before, earlier, alone)
         del loss
         self._precision.let_go()
@@ -451,10 +433,6 @@ class Executor:
                 self._gradients = buffers
         return True
 
-    def _own(self) -> set[Key]:
-        """Return the kinds that have a graph for exactly their sizes."""
-        return {key for key, slot in self._slots.items() if slot.traced is not None}
-
     def _compare(self, slot: Slot, done: EagerResult) -> None:
         """Compare the graph that runs with eager code; if they differ, drop all graphs."""
         ready = slot.ready
@@ -463,6 +441,7 @@ class Executor:
             if done.form != ready.form:
                 raise CannotTrace("its loss has another form")
             self._compared(ready.joint, ready.run, done)
+            self.mode = ready.mode  # Eager code ran for the comparison only.
         except CannotTrace as reason:
             self.notes.stale(f"{reason}", self._window.updates)
             self._plan.look_at("what its code reads", made=1)
@@ -503,12 +482,11 @@ class Executor:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
         inputs, form = done.inputs, done.form
         state = self._state_for(done)
-        thread = slot.thread if compiled else None
+        beside = None if slot.ready is None else slot.ready.joint.beside
 
         def joint_of(traced: Traced, *, compiled: bool) -> JointStep:
-            if compiled and thread is not None:
-                slot.thread = None
-                joint = thread.result()
+            if compiled and beside is not None:
+                joint = beside.result()
                 joint.hold(state)
                 return joint
             return self._joint_step(traced, state, inputs, compiled=compiled)
@@ -531,6 +509,7 @@ class Executor:
                 except Exception as problem:  # A compiler, or the check, may raise anything.
                     shared.usable = False
                     self._shapes.tell(problem)
+                    compiled = compiled and beside is None  # That was the shared graph.
                 else:
                     shared.proven.add(compiled)
                     return step
@@ -586,14 +565,14 @@ class Executor:
 
         def results() -> list[Tensor]:
             done.before.restore()
-            self._gradients.zero(joint.used)
+            torch._foreach_zero_(self._gradients.of(joint.used))
             totals, rest = run(inputs.tensors, seeds)
             return [*totals, *_fractions(done.form.read(totals, rest))]
 
         try:
             found = rehearse(results, self._device, captures=rehearses)
             if not joint.random:
-                held_against = partial(hold_against, sixteen_bit=joint.sixteen_bit)
+                held_against = partial(hold_against, sixteen_bit=joint.traced.sixteen_bit)
                 held_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
@@ -601,7 +580,7 @@ class Executor:
                     nearness = partial(self._nearness, joint, done, wanted, seeds)
                     held_against(buffers, wanted, "gradient", nearness=nearness)
         finally:
-            self._gradients.put_back(joint.used, held)
+            self._gradients.put_in_place(joint.used, held)
 
     def _nearness(
         self, joint: JointStep, done: EagerResult, wanted: Sequence[Tensor], seeds: list[Tensor]
@@ -643,7 +622,7 @@ class Executor:
             try:
                 rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
             finally:
-                self._gradients.put_back(joint.used, held)
+                self._gradients.put_in_place(joint.used, held)
                 del held  # Capturing computes nothing.
             return replace(prepared, run=self._captured(joint, inputs, seeds))
         except CannotTrace as reason:

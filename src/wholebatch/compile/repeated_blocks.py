@@ -24,12 +24,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
-from wholebatch.compile.fake_results import fake_mode, fill, kind_of, like, mapped
+from wholebatch.compile.fake_results import fill, kind_of, like
 from wholebatch.compile.fusion import (
     OURS,
     base_of,
     fixed,
+    hint_of,
     is_cheap,
     is_external,
     is_view,
@@ -58,54 +60,40 @@ _HOMES = 3
 """A result that more parts need is stored: for example what depends on the positions only."""
 
 
-@dataclass(frozen=True)
-class _Input:
-    """An input of a piece, by its number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The result of an earlier operation of the same piece, by its number."""
-
-    number: int
-
-
 @dataclass
 class Piece:
     """A part of the graph as a program of its own."""
 
-    operations: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """(target, args, kwargs); nodes are replaced with `_Input` or `_Result`."""
     nodes: list[fx.Node] = field(default_factory=list)
-    """The nodes of these operations."""
+    """Its operations, in order."""
     inputs: list[fx.Node] = field(default_factory=list)
     own: set[fx.Node] = field(default_factory=set)
     """The nodes that no other piece computes first."""
 
     def key(self) -> tuple[Any, ...]:
         """Return a key that is equal for pieces that may share their compiled code."""
+        names = {node: f"%{number}" for number, node in enumerate((*self.inputs, *self.nodes))}
+
+        def named(part: Any) -> Any:
+            return names[part] if isinstance(part, fx.Node) else part
+
         return (
             tuple(kind_of(node.meta["val"]) for node in self.inputs),
-            tuple((target, fixed(args), fixed(kwargs)) for target, args, kwargs in self.operations),
+            tuple(
+                (node.target, fixed(map_aggregate((node.args, node.kwargs), named)))
+                for node in self.nodes
+            ),
         )
 
     def module(self, outputs: Sequence[int]) -> fx.GraphModule:
         """Return it as a graph that returns the results of these operations."""
         graph = fx.Graph()
-        inputs = [graph.placeholder(f"input_{i}") for i in range(len(self.inputs))]
-        results: list[fx.Node] = []
-
-        def node_of(part: Any) -> Any:
-            if isinstance(part, _Input):
-                return inputs[part.number]
-            return results[part.number] if isinstance(part, _Result) else part
-
-        for target, args, kwargs in self.operations:
-            args, kwargs = mapped(args, node_of), mapped(kwargs, node_of)
-            results.append(graph.call_function(target, args, kwargs))
-        graph.output(tuple(results[number] for number in outputs))
+        copies = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(self.inputs)}
+        for node in self.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            target: Any = node.target
+            copies[node] = graph.call_function(target, args, kwargs)
+        graph.output(tuple(copies[self.nodes[number]] for number in outputs))
         return fx.GraphModule({}, graph)
 
     def examples(self) -> list[Any]:
@@ -120,7 +108,7 @@ class Piece:
     @property
     def is_safe(self) -> bool:
         """True if no operation is of the user, whose kernel may not accept zeros."""
-        targets = [target for target, _, _ in self.operations if target is not operator.getitem]
+        targets = [node.target for node in self.nodes if node.target is not operator.getitem]
         return all(getattr(target, "namespace", "") in OURS for target in targets)
 
     def try_out(self, run: Callable[[list[Any]], Any]) -> None:
@@ -134,44 +122,41 @@ class Piece:
             run(examples)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """One call of a compiled piece: the places of its inputs and outputs among all values."""
+    """One call of a compiled piece; values are known by the nodes of the graph."""
 
     run: Callable[[list[Any]], Any]
     """It empties the list of its inputs, so that each is freed after its last use."""
-    inputs: list[int]
-    outputs: list[int]
-    freed: Sequence[int] = ()
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node | None]
+    """None for a result that nothing reads."""
+    freed: Sequence[fx.Node]
     """The inputs that nothing reads afterwards."""
-    unused: Sequence[int] = ()
-    """The outputs that nothing reads."""
 
 
 @dataclass(frozen=True)
 class BlockProgram:
     """A graph as calls of compiled pieces: the same signature as the graph itself."""
 
-    calls: Sequence[Call]
+    inputs: Sequence[fx.Node]
     constants: Sequence[Tensor]
-    results: Sequence[int]
-    places: int
-    """The number of values."""
+    """The values of the last inputs."""
+    calls: Sequence[Call]
+    results: Sequence[fx.Node]
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        values: list[Any] = [*arguments, *self.constants]
-        values += [None] * (self.places - len(values))
+        values: dict[fx.Node | None, Any] = {}
+        values.update(zip(self.inputs, (*arguments, *self.constants), strict=True))
         for call in self.calls:
-            inputs = [values[place] for place in call.inputs]
-            for place in call.freed:
-                values[place] = None
+            inputs = [values[node] for node in call.inputs]
+            for node in call.freed:
+                del values[node]
             results = call.run(inputs)
-            for place, result in zip(call.outputs, results, strict=True):
-                values[place] = result
+            values.update(zip(call.outputs, results, strict=True))
+            values.pop(None, None)
             del results, inputs
-            for place in call.unused:
-                values[place] = None
-        return [values[place] for place in self.results]
+        return [values[node] for node in self.results]
 
 
 class Blocks:
@@ -213,7 +198,7 @@ class Blocks:
     @property
     def operations(self) -> int:
         """The number of operations to compile."""
-        return sum(len(piece.operations) for piece in self._kinds.values())
+        return sum(len(piece.nodes) for piece in self._kinds.values())
 
     def compiled(self, compile_piece: Compile, *, tunes: bool) -> BlockProgram:
         """Compile one piece of each kind, and write the graph as calls of these.
@@ -228,25 +213,15 @@ class Blocks:
             runs[key] = _taking_a_list(compile_piece(piece.module(outputs[key]), examples))
             if tunes and piece.is_safe:
                 piece.try_out(runs[key])
-        place = {node: number for number, node in enumerate(self._inputs)}
-        held = len(place)
-        places = held
+        kept = {*self._inputs, *self._results}
         calls = []
-        for piece, key in zip(self._pieces, self._keys, strict=True):
-            read = [place[node] for node in piece.inputs]
-            written = list(range(places, places + len(outputs[key])))
-            places += len(written)
-            for at, number in zip(written, outputs[key], strict=True):
-                if piece.nodes[number] in piece.own:
-                    place[piece.nodes[number]] = at
-            calls.append(Call(runs[key], read, written))
-        results = [place[node] for node in self._results]
-        kept = {*results, *range(held)}
-        for call in reversed(calls):
-            call.unused = [one for one in call.outputs if one not in kept]
-            call.freed = [one for one in call.inputs if one not in kept]
-            kept.update(call.freed)
-        return BlockProgram(calls, self._constants, results, places)
+        for piece, key in zip(reversed(self._pieces), reversed(self._keys), strict=True):
+            made = [piece.nodes[number] for number in outputs[key]]
+            written = [node if node in piece.own and node in kept else None for node in made]
+            freed = [node for node in piece.inputs if node not in kept]
+            kept.update(freed)
+            calls.append(Call(runs[key], piece.inputs, written, freed))
+        return BlockProgram(self._inputs, self._constants, calls[::-1], self._results)
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -286,21 +261,18 @@ def _outputs(
     needed = {node for piece in pieces for node in piece.inputs} | set(results)
     outputs: dict[Any, set[int]] = {key: set() for key in keys}
     for piece, key in zip(pieces, keys, strict=True):
-        outputs[key].update(
-            number
-            for number, node in enumerate(piece.nodes)
-            if node in needed and node in piece.own
-        )
+        read = needed & piece.own
+        outputs[key].update(number for number, node in enumerate(piece.nodes) if node in read)
     return {key: sorted(numbers) for key, numbers in outputs.items()}
 
 
 def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     """Give a fake value to every node that has none; return their mode."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fakes = (one for one in arguments.values() if isinstance(one, FakeTensor))
-    given = next(fakes, None)
-    mode = fake_mode() if given is None else given.fake_mode
+    fakes = (one.fake_mode for one in arguments.values() if isinstance(one, FakeTensor))
+    mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())
     for node in graph.nodes:
         if node in arguments:
             node.meta["val"] = like(mode, arguments[node])
@@ -315,13 +287,8 @@ def _size(value: Any) -> int:
         return 0
     numbers = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
-        numbers *= _hint(size) if _hint(stride) else 1
+        numbers *= hint_of(size) if hint_of(stride) else 1
     return numbers * value.element_size()
-
-
-def _hint(size: Any) -> int:
-    """Return a size, or the value that a symbol was traced with. It adds no guard."""
-    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
 
 
 # ---------------------------------------------------------------------------------- find the pieces
@@ -368,7 +335,7 @@ def _labels(nodes: Sequence[fx.Node]) -> list[int]:
     known: dict[Any, int] = {}
     labels = []
     for node in nodes:
-        arguments = mapped(
+        arguments = map_aggregate(
             (node.args, node.kwargs),
             lambda part: f"<{part.op}>" if isinstance(part, fx.Node) else part,
         )
@@ -526,30 +493,24 @@ class _Cutter:
     def _piece(self, part: Part) -> Piece:
         own = self._nodes[part.start : part.end]
         again = self._computed_again(part, own)
-        piece = Piece(own=set(own))
-        places: dict[fx.Node, _Input | _Result] = {}
+        # Every symbol in the shape of an input must be an input.
+        piece = Piece(inputs=[*self._sizes], own=set(own))
+        known = set(self._sizes)
 
-        def write(node: fx.Node) -> _Result:
-            args, kwargs = mapped((node.args, dict(node.kwargs)), place_of)
-            piece.operations.append((node.target, args, kwargs))
-            piece.nodes.append(node)
-            return _Result(len(piece.nodes) - 1)
-
-        def place_of(argument: Any) -> Any:
-            if not isinstance(argument, fx.Node):
-                return argument
-            if argument not in places:
-                if argument in again:
-                    places[argument] = write(argument)
+        def write(node: fx.Node) -> None:
+            known.add(node)
+            for one in node.all_input_nodes:
+                if one in known:
+                    continue
+                if one in again:
+                    write(one)
                 else:
-                    places[argument] = _Input(len(piece.inputs))
-                    piece.inputs.append(argument)
-            return places[argument]
+                    known.add(one)
+                    piece.inputs.append(one)
+            piece.nodes.append(node)
 
-        for size in self._sizes:  # Every symbol in the shape of an input must be an input.
-            place_of(size)
         for node in own:
-            places[node] = write(node)
+            write(node)
         return piece
 
     def _computed_again(self, part: Part, own: Sequence[fx.Node]) -> set[fx.Node]:
@@ -628,6 +589,8 @@ class _Cutter:
         found: dict[fx.Node, None] = {}
         for one in node.all_input_nodes:
             source = _without_views(one, chain)
+            if source in chain:
+                continue  # Paths that meet again are followed once.
             near = self._home.get(source) is self._home[node] and source not in read
             if near and self._may_repeat(source):
                 found.update(self._sources(source, read, chain))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -58,35 +58,15 @@ class SharedGraphs:
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self._made: dict[Key, list[SharedGraph]] = {}
         self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
+        """The dimensions that were left open, and the graph, or None if there is none."""
 
     def find(self, inputs: Inputs) -> SharedGraph | None:
         """Return the graph that serves this kind, if there is one."""
-        if not self._made:
+        if not self._tried:
             return None
-        made = self._made.get(pattern(inputs.key), ())
-        return next((shared for shared in made if shared.admits(inputs)), None)
-
-    @property
-    def serve(self) -> bool:
-        """True if a graph of open sizes is in use."""
-        return any(shared.usable for made in self._made.values() for shared in made)
-
-    def ready(self, inputs: Inputs) -> bool:
-        """True if a compiled graph serves this kind and only has to be captured."""
-        found = self.find(inputs)
-        return found is not None and True in found.joints
-
-    def wants_proof(self, inputs: Inputs, own: Container[Key], *, compiled: bool) -> bool:
-        """True if this kind will run in a graph whose gradients were never compared.
-
-        `own`: kinds that have a graph of their own.
-        """
-        if inputs.key in own:
-            return False
-        found = self.find(inputs)
-        return found is None or compiled not in found.proven
+        tried = self._tried.get(pattern(inputs.key), ())
+        return next((graph for _, graph in tried if graph and graph.admits(inputs)), None)
 
     def serving(
         self,
@@ -98,8 +78,7 @@ class SharedGraphs:
     ) -> SharedGraph | None:
         """Return the graph that serves this kind with a loss of this form; make it if it pays.
 
-        It pays if another kind of the same pattern is prepared. If tracing failed for a set of
-        differing dimensions, it is not tried again for the same set.
+        It pays if another kind of the same pattern is prepared.
         """
         found = self.find(inputs)
         if found is None:
@@ -117,27 +96,25 @@ class SharedGraphs:
         places: tuple[tuple[Place, ...], ...],
         trace: Callable[[Sizes], Traced],
     ) -> SharedGraph | None:
-        of = pattern(inputs.key)
-        tried = self._tried.setdefault(of, [])
-        failed = any(
-            set(places) == earlier and (shared is None or not shared.as_hoped)
-            for earlier, shared in tried
-        )
-        if not places or failed or len(tried) >= _TRIES:
+        """Trace a graph with these dimensions open, unless that has failed before."""
+        wanted = set(places)
+        tried = self._tried.setdefault(pattern(inputs.key), [])
+        failed = any(wanted == before and not (g and g.as_hoped) for before, g in tried)
+        if not wanted or failed or len(tried) >= _TRIES:
             return None
-        tried.append((set(places), None))
+        shared = None
         try:
-            shared = SharedGraph(trace(Sizes.of(inputs, places)))
-            if not shared.admits(inputs):
+            made = SharedGraph(trace(Sizes.of(inputs, places)))
+            if not made.admits(inputs):
                 raise CannotTrace("its own sizes are not among those it is for")
+            shared = made
         except torch.OutOfMemoryError:
             raise
         # This uses private parts of torch and runs the model's code: anything may be raised.
         except Exception as problem:
             self.tell(problem)
-            return None
-        tried[-1] = (set(places), shared)
-        self._made.setdefault(of, []).append(shared)
+        finally:
+            tried.append((wanted, shared))
         return shared
 
     def tell(self, problem: Exception) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -55,31 +55,29 @@ class SharedInputs:
     ) -> None:
         self._graph = graph
         self._casts = casts
-        self._weights = {one.cast: one for one in weights}
+        self._weights = {one.cast: one for one in weights if _can_adjoin(one.cast)}
         self.joined: dict[tuple[fx.Node, ...], fx.Node] = {}
         """For each tuple of inputs of the graph, the input that is all of them in one."""
 
     def join(self) -> int:
         """Join what can be joined; return the number of products saved in the forward."""
-        groups = [run for layers in self._by_input() for run in _runs(layers)]
+        groups = self._groups()
         if not groups:
             return 0
         self._mode = groups[0][0].weight.cast.meta["val"].fake_mode
         self._last_input = self._graph.find_nodes(op="placeholder")[-1]
         additions = self._graph.find_nodes(op="call_function", target=add_product())
-        self._backward = additions[0] if additions else None  # Here it begins.
+        self._backward = (*additions, self._graph.output_node())[0]  # Here it begins.
         for layer in (layer for run in groups for layer in run):
             _find_backward(layer)
-        saved = 0
         for run in groups:
             self._join_forward(run)
-            saved += len(run) - 1
             if all(one.of_weight is not None for one in run):
                 self._join_backward(run)
-        return saved
+        return sum(len(run) - 1 for run in groups)
 
-    def _by_input(self) -> list[list[_Layer]]:
-        """Return the products with weights that have the same input and are written alike."""
+    def _groups(self) -> list[list[_Layer]]:
+        """Return products of one input, written alike, whose weights lie one behind the other."""
         found: dict[Any, list[_Layer]] = {}
         for node in self._graph.nodes:
             if node.target is aten.mm.default or _adds_a_row(node):
@@ -87,7 +85,12 @@ class SharedInputs:
                 weight = self._weights.get(_untransposed(turned, odd=True))
                 if weight is not None and x not in self._weights:
                     found.setdefault((node.target, x), []).append(_Layer(weight, node))
-        return list(found.values())
+        runs = []
+        for layers in found.values():
+            layers.sort(key=lambda one: one.weight.place)
+            numbered = groupby(enumerate(layers), lambda pair: pair[1].weight.place - pair[0])
+            runs += [[layer for _, layer in run] for _, run in numbered]
+        return [run for run in runs if len(run) > 1]
 
     def _all_in_one(self, parts: Sequence[fx.Node]) -> fx.Node:
         """Return the input of the graph that holds the rows of all these inputs."""
@@ -103,11 +106,11 @@ class SharedInputs:
 
     def _join_forward(self, run: Sequence[_Layer]) -> None:
         first = run[0].product
-        kept = [self._is_kept(one.product) for one in run]
+        # The backward reads these results of the forward.
+        kept = [any(user > self._backward for user in readers_of(one.product)) for one in run]
         biases = [one.product.args[0] for one in run] if len(first.args) == 3 else []
-        earliest = min(one.product for one in run)
-        with self._graph.inserting_before(earliest):
-            weight = self._call(aten.t.default, self._all_in_one(_casts(run)))
+        with self._graph.inserting_before(min(one.product for one in run)):
+            weight = self._call(aten.t.default, self._all_in_one([one.weight.cast for one in run]))
             bias = [self._bias(biases)] if biases else []
             made = self._call(first.target, *bias, first.args[-2], weight)
             end = 0
@@ -120,11 +123,6 @@ class SharedInputs:
                 self._refresh_views(part)
         for one in run:
             self._graph.erase_node(one.product)
-
-    def _is_kept(self, product: fx.Node) -> bool:
-        """True if the backward reads this result of the forward."""
-        start = self._backward
-        return start is not None and any(one > start for one in readers_of(product))
 
     def _bias(self, biases: list[Any]) -> fx.Node:
         if all(one in self._casts and _can_adjoin(one) for one in biases):
@@ -146,7 +144,7 @@ class SharedInputs:
             x = additions[0].args[2]
             self._graph.call_function(add_product(), (self._all_in_one(buffers), turned, x))
             if sums:
-                weight = self._all_in_one(_casts(run))
+                weight = self._all_in_one([one.weight.cast for one in run])
                 made = self._call(aten.mm.default, gradient, weight)
                 max(products).replace_all_uses_with(made)
         for node in additions:
@@ -179,22 +177,6 @@ class SharedInputs:
             if is_view(user):
                 fill(self._mode, user)
                 self._refresh_views(user)
-
-
-def _casts(run: Sequence[_Layer]) -> tuple[fx.Node, ...]:
-    return tuple(one.weight.cast for one in run)
-
-
-def _runs(layers: Sequence[_Layer]) -> list[list[_Layer]]:
-    """Return the layers whose weights lie one behind the other, in that order."""
-    layers = sorted(layers, key=lambda one: one.weight.place)
-    runs = [layers[:1]]
-    for before, after in pairwise(layers):
-        if after.weight.place == before.weight.place + 1 and _can_adjoin(before.weight.cast):
-            runs[-1].append(after)
-        else:
-            runs.append([after])
-    return [run for run in runs if len(run) > 1]
 
 
 def _can_adjoin(part: fx.Node) -> bool:

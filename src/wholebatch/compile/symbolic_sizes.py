@@ -73,7 +73,8 @@ class Sizes:
     symbols: list[Any]
     """One symbol for each group of places."""
     _environment: Any
-    _mode: Any
+    mode: Any
+    """The mode of the fake tensors."""
     _hints: tuple[int, ...]
     _orders: list[list[int]]
     flat: list[Tensor] = field(default_factory=list)
@@ -113,15 +114,8 @@ class Sizes:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor for a tensor of the model, with fixed sizes."""
-        made: Tensor = self._mode.from_tensor(tensor, static_shapes=True)
+        made: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
         return made
-
-    def alike(self, tensor: Tensor) -> Tensor:
-        """Return an independent fake tensor for one that shares its allocation with others."""
-        with self._mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-            )
 
     def numbers(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the values of the symbols for this micro-batch."""
@@ -150,11 +144,8 @@ class Sizes:
         numbers = self.numbers(tensors)
         at = {place: numbers[i] for i, group in enumerate(self.places) for place in group}
         for which, (tensor, fake) in enumerate(zip(tensors, self.tensors, strict=True)):
-            for dim, size in enumerate(fake.shape):
-                wanted = at.get((which, dim), size)
-                if tensor.shape[dim] != wanted:
-                    return False
-            if not is_dense(tensor, self._orders[which]):
+            wanted = tuple(at.get((which, dim), size) for dim, size in enumerate(fake.shape))
+            if tensor.shape != wanted or not is_dense(tensor, self._orders[which]):
                 return False
         binding = self._binding(numbers)
         ranges = self._environment.var_to_range

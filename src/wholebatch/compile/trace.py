@@ -47,7 +47,6 @@ class Form:
     """The form of a loss without its tensors: one entry for each term."""
 
     names: tuple[str, ...]
-    plain: bool
     weights: tuple[float, ...]
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
@@ -57,11 +56,10 @@ class Form:
 
     @staticmethod
     def of(loss: Loss | Terms) -> Form:
-        """Return the form of this loss; a plain loss is one term."""
+        """Return the form of this loss."""
         terms = terms_of(loss)
         return Form(
             names=tuple(terms),
-            plain=isinstance(loss, Loss),
             weights=tuple(term.weight for term in terms.values()),
             dtypes=tuple(term.total.dtype for term in terms.values()),
             units=tuple(
@@ -333,10 +331,6 @@ def trace(
     return Traced(graph, form, step.used, random, sizes, step.units, sources)
 
 
-_NO_NAMES: dict[str, Any] = {"_disable_torch_fn_metadata_mode": True}
-"""Nodes need not know which function of torch they come from."""
-
-
 @collection_paused()
 def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
@@ -350,9 +344,12 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
 
     try:
         with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
-            graph = make_fx(watched, tracing_mode="fake", _allow_non_fake_inputs=True, **_NO_NAMES)(
-                *flat
-            )
+            graph = make_fx(
+                watched,
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+                _disable_torch_fn_metadata_mode=True,  # Nodes need not know their functions.
+            )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
     # A model's own code may raise anything when it meets fake tensors.
@@ -384,11 +381,6 @@ def _why_not(problem: Exception) -> str:
         f"its code branches on the value of a tensor ({Path(line.filename).name}, line "
         f"{line.lineno}: {line.line})"
     )
-
-
-def totals_of(loss: Loss | Terms) -> list[Tensor]:
-    """Return the total of each term of a loss."""
-    return [term.total for term in terms_of(loss).values()]
 
 
 def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:

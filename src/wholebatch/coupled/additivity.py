@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from wholebatch.batch.samples import Layout, readable_layout
-from wholebatch.compile.captured_state import Fingerprint, LookAgain
+from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.coupled.adds_up import SAMPLES, AdditivityResult, check_adds_up, free_memory_of_test
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
@@ -98,18 +98,34 @@ class AdditivityTest:
         self._enabled, self._shares_forwards = enabled, shares_forwards
         self._windows = self._tests = 0
         self._tries = _TRIES  # of the first test
-        self._changes = LookAgain()
+        self._fingerprint: Fingerprint | None = None  # of what the loss reads, at the first test
+        self._has_changed, self._next_look = False, 0
         self._is_due = False
         self._unread_steps: Collection[int] = ()
 
     def begin_window(self, changed: bool | None = None) -> bool:
         """Count a window that is split; return True if it is to be tested."""
         self._windows += 1
-        if self._ranks == 1 and self._changes.is_due(changed):
+        if self._ranks == 1 and self._reads_another_value(changed):
             self._tries = 1
         due = self._tries > 0 or is_tested_window(self._windows)
         self._is_due = self._enabled and due
         return self._is_due
+
+    def _reads_another_value(self, changed: bool | None) -> bool:
+        """True if the model or its loss reads another value than at the first test.
+
+        Graphs know what has `changed`. A value that is another one in every window (an annealed
+        weight) is looked at after 1, 2, 4, 8, ... windows.
+        """
+        self._has_changed |= bool(changed)
+        if self._fingerprint is None or self._windows < self._next_look:
+            return False
+        if not self._has_changed and (changed is not None or self._fingerprint.holds()):
+            return False
+        self._fingerprint, self._has_changed = None, False
+        self._next_look = 2 * self._windows
+        return True
 
     @property
     def is_next_due(self) -> bool:
@@ -178,7 +194,7 @@ class AdditivityTest:
                 division.report()
         self._refuse((*found, *result.findings))
         if not self._tries and self._ranks == 1 and self._loss is not None:
-            self._changes.seen = [Fingerprint(self._model, self._loss)]
+            self._fingerprint = Fingerprint(self._model, self._loss)
 
     def read(self, loss: Loss | Terms) -> None:
         """Refuse a first loss that is divided by the number of steps; the test made no graph."""

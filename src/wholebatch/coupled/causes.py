@@ -14,14 +14,21 @@ import torch
 
 from wholebatch.coupled.sample_runs import SCALE, FirstSamples, SampleRun, Uncheckable
 
+_UNITS = (
+    "return wb.cross_entropy(logits, labels), or count what the loss is a mean over: "
+    "wb.mean_loss(mean, units=(labels != -100).sum())"
+)
 _COUPLES = (
-    "Either the loss or the model compares samples, or something depends on the batch (a "
-    "capacity, a branch): move that part into wb.Coupled(encode, loss), which sees the whole "
-    "batch"
+    "If the loss or the model compares samples, or something depends on the batch (a capacity, a "
+    "branch), move that part into wb.Coupled(encode, loss), which sees the whole batch"
 )
 _GROUPS = (
     "If every k neighbouring samples belong together (pairs, groups), make the micro-batch a "
     "multiple of k samples (in a trainer: at least 2 * k)"
+)
+_STATIC = (
+    "If the batch has a leaf that is not a value per sample, name it: "
+    "micro_batch=wb.samples(8, static=...)"
 )
 _LOSS = "the loss function"
 
@@ -36,7 +43,8 @@ class AuditFinding:
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.name or 'the model itself'} ({self.type}): {self.advice}"
+        kind = "" if self.type == self.name else f" ({self.type})"
+        return f"{self.name or 'the model itself'}{kind}: {self.advice}"
 
 
 # --------------------------------------------------------------------- the loss
@@ -52,15 +60,24 @@ def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
     return AuditFinding(where, name, "loss", text)
 
 
-def not_tested(samples: FirstSamples, why: str) -> AuditFinding:
+def not_tested(samples: FirstSamples, why: str, *, is_finite: bool) -> AuditFinding:
     """Return the finding of a loss that has no value for parts of the samples."""
     text = (
         f"it has a value for {samples.count} samples, but {why}, so wholebatch cannot test if "
-        "micro-batches add up to the batch. A loss that needs several samples at once compares "
-        f"them: give wb.Coupled(encode, loss). {_GROUPS}. If the batch has a leaf that is not a "
-        "value per sample, name it: micro_batch=wb.samples(8, static=...)"
+        "micro-batches add up to the batch"
     )
-    return AuditFinding(_LOSS, samples.name, "untested", text)
+    coupled = (
+        "A loss that needs several samples at once compares them: give wb.Coupled(encode, loss)"
+    )
+    cures = [coupled, _GROUPS, _STATIC]
+    if not is_finite:
+        cures.insert(0, f"If all labels of that part are ignored, its mean is 0 / 0: {_UNITS}")
+    return AuditFinding(_LOSS, samples.name, "untested", _listed(text, cures))
+
+
+def _listed(text: str, cures: Sequence[str]) -> str:
+    """Return a sentence, and what may be done about it, one cure on a line."""
+    return "\n    - ".join([f"{text}:", *cures])
 
 
 def loss_cause(
@@ -83,7 +100,8 @@ def loss_cause(
             "mean",
             f"the units of {samples.count} samples are {whole.units:.6g}, and so are those of each "
             "of their parts: the units do not follow the micro-batch. Count them in it, such as "
-            f"wb.mean_loss(mean, units=len(labels)); {seen}: a mean where a sum is expected",
+            "wb.mean_loss(mean, units=len(labels)), or in a trainer's units=lambda batch: "
+            f"len(batch['labels']); {seen}: a mean where a sum is expected",
         )
     elif _is_mean(samples, runs):
         kind, text = (
@@ -126,20 +144,19 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
         f"the loss of some samples is {mean:.6g}, of the same in two parts {apart:.6g} (relative "
         f"difference {gap:.0e})"
     )
+    is_mean = (
+        f"If the loss is a mean, the units may count something else: they are {whole.units:.6g} "
+        f"for {samples.count} samples; {_UNITS}"
+    )
+    terms = (
+        "If it adds several means over different counts, return wb.Loss.terms({name: (total, "
+        "units), ...})"
+    )
     parts = [half.total / (half.units or math.nan) for half in (first, second)]
+    cures = [_COUPLES, is_mean, terms, _GROUPS]
     if min(parts) < mean < max(parts):  # as for a mean with other weights
-        seen += (
-            f". If the loss is a mean, the units may count something else: they are "
-            f"{whole.units:.6g} for {samples.count} samples. Count what the loss is a mean over, "
-            "such as units=(labels != -100).sum(), or return wb.cross_entropy(logits, labels). If "
-            "it adds several means over different counts, return wb.Loss.terms({name: (total, "
-            "units), ...}). If the units are right, there is another cause"
-        )
-        text = f"{seen}. {_COUPLES}. {_GROUPS}"
-    else:
-        text = f"{seen}. {_COUPLES}. Or the loss is a mean over other units than those given. "
-        text += _GROUPS
-    return AuditFinding(_LOSS, samples.name, "loss", text)
+        cures = [is_mean, terms, _COUPLES, _GROUPS]
+    return AuditFinding(_LOSS, samples.name, "loss", _listed(seen, cures))
 
 
 def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:

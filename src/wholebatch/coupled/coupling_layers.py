@@ -60,7 +60,8 @@ _ADVICE = {
 }
 _LAYER = (
     "its output for one sample changed when another sample changed, so it needs the whole batch. "
-    "If it calls F.batch_norm, use an nn.BatchNorm instead, which is exact. Otherwise compute it "
+    "Samples are the first dimension: if this batch is (time, samples, ...), transpose it. If it "
+    "calls F.batch_norm, use an nn.BatchNorm instead, which is exact. Otherwise compute it "
     "per sample, or move it into the loss of wb.Coupled(encode, loss), which sees the whole batch"
 )
 _FUNCTION = "(the function itself)"  # in place of a module's name

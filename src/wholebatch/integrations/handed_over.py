@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.accumulator import Accumulator
 from wholebatch.errors import UnsupportedError, WindowError
-from wholebatch.options import Close
+from wholebatch.options import Close, close_with_only
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -48,7 +48,7 @@ class LibraryScale(LossScale):
 
 def handed_over_close(close: Close | None) -> Close:
     """Return the options of a close whose clipping, scaling and step are the library's."""
-    return Close.of(close).only("nonfinite", "zero_units", where="where the library steps")
+    return close_with_only(close, "nonfinite", "zero_units", where="where the library steps")
 
 
 class HandedOver(Accumulator):

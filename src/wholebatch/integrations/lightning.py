@@ -29,7 +29,7 @@ from wholebatch.errors import LossError, OptionError, StateError, UnsupportedErr
 from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
-from wholebatch.options import Close
+from wholebatch.options import Close, close_options
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step
 
@@ -151,7 +151,7 @@ def _in_fabric_backward() -> AbstractContextManager[None]:
 
 
 class ExactAccumulation(Callback):
-    """A callback for exact gradient accumulation in Lightning's automatic optimisation.
+    """A callback for exact gradient accumulation in Lightning's automatic optimization.
 
     `training_step` still returns its mean loss. `units(batch)` returns the number of samples,
     tokens or weights that it is a mean over (a number or a 0-dim tensor). Without `units`,
@@ -184,7 +184,7 @@ class ExactAccumulation(Callback):
                 f"units={units!r}: must be a function of the batch, or None where training_step "
                 'returns {"loss": ..., "units": ...}'
             )
-        handed_over_close(close).with_clip_norm(None).check(())
+        close_options(handed_over_close(close), None).check(())
         self._units = units
         self._options: dict[str, Any] = {
             "execute": execute,
@@ -453,8 +453,8 @@ class UnusableIndex:
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
-            f"{type(module).__name__} uses manual optimization: use a wb.Accumulator in "
-            "training_step, or automatic optimisation"
+            f"{type(module).__name__} uses manual optimization: use FabricAccumulator or "
+            "wb.over in a loop of your own, or automatic optimization"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedError(
@@ -464,8 +464,8 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
     if type(module).backward is not LightningModule.backward:
         raise UnsupportedError(
             f"{type(module).__name__} overrides backward(), and ExactAccumulation runs the "
-            "backward pass itself: scale the loss in training_step instead, or use a "
-            "wb.Accumulator with automatic_optimization = False"
+            "backward pass itself: scale the loss in training_step instead, or use "
+            "FabricAccumulator in a loop of your own"
         )
     _check_strategy(trainer.strategy)
     for optimizer in trainer.optimizers:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .check_files import Finding, check_source, lint_files
-from .lint_settings import SettingsError, load_settings
+from .lint_settings import OTHER_CODES, SettingsError, load_settings
 from .output_formats import FORMATS
 from .rules import RULES
 from .source_files import Source, collect
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_explanation(given.explain))
             return CLEAN
         if given.list_rules:
-            print("\n".join(f"{rule.code} {rule.name}: {rule.summary}" for rule in RULES))
+            lines = [f"{rule.code} {rule.name}: {rule.summary}" for rule in RULES]
+            print("\n".join(_wrapped(line, indent="      ") for line in lines))
             return CLEAN
         return _lint(given)
     except SettingsError as error:
@@ -90,9 +91,20 @@ def _explanation(code: str) -> str:
     """Return the docstring of a rule and the address of its page."""
     for rule in RULES:
         if rule.code == code.upper():
-            return f"{rule.code}: {rule.name} ({rule.level})\n\n{rule.explanation}\n\n{rule.page}"
+            about = "\n\n".join(map(_wrapped, rule.explanation.split("\n\n")))
+            return f"{rule.code}: {rule.name} ({rule.level})\n\n{about}\n\n{rule.page}"
+    if code.upper() in OTHER_CODES:
+        return _wrapped(f"{code.upper()}: {OTHER_CODES[code.upper()]}")
     codes = ", ".join(rule.code for rule in RULES)
     raise SettingsError(f"--explain {code}: no such rule; rules are {codes}")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Return a paragraph with lines as wide as the terminal; code stays as it is."""
+    if "\n " in text:
+        return text
+    width = min(100, shutil.get_terminal_size().columns)
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False)
 
 
 class _Parser(argparse.ArgumentParser):

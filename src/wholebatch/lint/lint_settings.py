@@ -11,7 +11,13 @@ from typing import Any
 from .rules import RULES
 
 # Codes of findings that no rule makes: a syntax error, an unreadable file, the note.
-OTHER_CODES = ("WB001", "WB002", "WB003")
+OTHER_CODES = {
+    "WB001": "a syntax error: the file, or this cell of a notebook, was not checked.",
+    "WB002": "a file that could not be read: it is over 2 MB, or no regular file.",
+    "WB003": "a loop that accumulates in a way that the rules do not understand. It may be right "
+    "or wrong: `wholebatch verify SCRIPT.py` runs it and compares its update.",
+}
+"""Codes that are not rules, and what they mean."""
 
 
 class SettingsError(ValueError):

@@ -203,7 +203,7 @@ def as_loss(result: object) -> Loss | Terms:
         return Loss(result.sum(), result.numel())
     raise LossError(
         f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
-        "wb.Loss.terms({...}) or a tensor of per-unit losses"
+        "wb.mean_loss(mean, units), wb.Loss.terms({...}) or a tensor of per-unit losses"
     )
 
 

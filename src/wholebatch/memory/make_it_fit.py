@@ -1,7 +1,6 @@
 """Ways to make a micro-batch of one sample fit, and their predicted peaks.
 
-The ways are tried from the cheapest on: compute in 16 bit, checkpoint activations, keep the
-optimizer's state on the host. Devices on which a model would fit are the matter of `plan`.
+The ways are tried from the cheapest on: compute in 16 bit, then checkpoint activations.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
 from wholebatch.memory.fsdp_sharding import Sharding
-from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.memory.predict import Prediction, predict_peak, target_device
 from wholebatch.readable_sizes import bytes_said
 
 
@@ -45,22 +44,21 @@ def ladder(
     Each way is added to those before it that save memory.
     `sharding` is the model's current sharding, `as_is` a prediction that was already made.
     """
-    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    device = target_device(model, device)
     blocks = blocks_to_checkpoint(model)
     ways: dict[str, dict[str, Any]] = {}
     if precision in ("full", "fp32") and not is_sixteen_bit(model):
         ways["bf16 autocast"] = {"precision": "bf16"}
     if blocks:
         ways[f"checkpointing of {len(blocks)} blocks"] = {"checkpoints": True}
-    if sharding is None and predictor.device.type == "cuda":
-        ways["optimizer state on the host"] = {"optimizer_state": "host"}
 
     def predict(*, checkpoints: bool = False, **options: Any) -> Prediction:
         with checkpointed(model, blocks) if checkpoints else nullcontext():
-            return predictor.peak(sample, sharding=sharding, **options)
+            how = {"optimizer": optimizer, "device": device, "sharding": sharding, **options}
+            return predict_peak(model, loss, sample, **how)
 
     def rung(what: str, found: Prediction) -> Rung:
-        return Rung(what, found.peak, found.needed(predictor.device) <= budget)
+        return Rung(what, found.peak, found.needed(device) <= budget)
 
     used: list[str] = []
     options: dict[str, Any] = {"precision": precision}
@@ -86,7 +84,10 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     helps = any(rung.fits for rung in others)
     last = ""
     if not helps:
-        last = "; use a smaller model, shorter samples, a larger device, or a sharded model"
+        last = (
+            "; use a smaller model, shorter samples, a larger device, a sharded model, or on a "
+            'GPU wb.Memory(optimizer_state="host")'
+        )
     return (
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
         f" {bytes_said(first.peak)}{would}{last}"

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wholebatch.batch.samples import tensors_of
 from wholebatch.readable_sizes import CATEGORIES
 from wholebatch.window.forward_state import in_backward
 
 
-class Record:
+class _Record:
     """One storage: its bytes, its category, and when it was first seen."""
 
     __slots__ = ("born", "category", "is_given", "nbytes", "ref")
@@ -44,127 +45,10 @@ class _StorageRef(weakref.ref[torch.UntypedStorage]):
 
     __slots__ = ("key", "record")
     key: int
-    record: Record
+    record: _Record
 
 
-class StorageLedger:
-    """The live storages, the peak of their sum with its records, and the largest new storage.
-
-    Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first
-    tensor as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So each storage
-    counts once, from the moment it is first seen until it is freed. Storages are identified by
-    object and tracked by weak reference: an allocator reuses an address within microseconds.
-
-    The category of a storage may become known late: a tensor turns out to be a saved activation
-    when the backward begins, or a gradient when it has ended. So the peak is kept as the set of
-    records that were alive then, not as numbers by category.
-    """
-
-    def __init__(self, *, granule: int = 1) -> None:
-        self.current = 0
-        """The bytes that are alive now."""
-        self.given = 0  # The part of `current` that was first seen as an input.
-        self.peak = 0
-        """The largest number of bytes alive at one moment."""
-        self.largest = 0
-        """The bytes of the largest storage made since the start or `reset_peak`."""
-        self.clock = 0
-        self._granule = granule
-        self.live: dict[int, Record] = {}  # By `storage_id`.
-        self._peak_at = 0
-        # Alive at the peak and freed since. They are needed to split the peak by category.
-        self._dead_since_peak: list[Record] = []
-        self._resizable: dict[int, torch.UntypedStorage] = {}
-        self._filled: dict[int, torch.UntypedStorage] = {}  # Those that are not empty now.
-
-    def see(self, storage: torch.UntypedStorage, category: str) -> Record:
-        """Return the record of a storage; a new storage gets this category."""
-        key = storage_id(storage)
-        record = self.live.get(key)
-        if record is not None:
-            if record.nbytes == self._rounded(storage.nbytes()):
-                return record
-            category = record.category  # Resized: end the old record, which may be in the peak.
-            if record.ref is not None:
-                self._died(record.ref)
-        self.clock += 1
-        record = Record(self._rounded(storage.nbytes()), category, self.clock)
-        reference = _StorageRef(storage, self._died)
-        reference.key = key
-        reference.record = record
-        record.ref = reference
-        self.live[key] = record
-        if key in self._resizable and record.nbytes:
-            self._filled[key] = storage
-        self.largest = max(self.largest, record.nbytes)
-        if record.is_given:
-            self.given += record.nbytes
-        self.current += record.nbytes
-        if self.current > self.peak:
-            self.peak = self.current
-            self._peak_at = self.clock
-            self._dead_since_peak.clear()
-        return record
-
-    def watch_resized(self) -> None:
-        """Watch the storages that have been resized since they were first seen.
-
-        FSDP2 empties its gathered parameters by resizing their storages, which is no operation that
-        a dispatch mode sees. They count as parameters from now on.
-        """
-        for key, record in list(self.live.items()):
-            storage = None if record.ref is None else record.ref()
-            if storage is not None and self._rounded(storage.nbytes()) != record.nbytes:
-                self._resizable[key] = storage
-                self.see(storage, record.category).category = "parameters"
-
-    def _see_emptied(self) -> None:
-        """Update the sizes of watched storages that were not empty when last seen."""
-        for key, storage in list(self._filled.items()):
-            self.see(storage, "parameters")
-            if not storage.nbytes():
-                del self._filled[key]
-
-    def reset_peak(self) -> None:
-        """Reset the peak to the bytes that are alive now."""
-        self.peak = self.current
-        self.largest = 0
-        self._peak_at = self.clock
-        self._dead_since_peak.clear()
-
-    def since(self, born: int) -> Iterator[Record]:
-        """Return the live records that were first seen after `born`, youngest first."""
-        # A dict keeps insertion order, so this visits only the young records. Copy them to a list:
-        # garbage collection may free a storage while the caller iterates.
-        young: list[Record] = []
-        for record in reversed(self.live.values()):
-            if record.born <= born:
-                break
-            young.append(record)
-        return iter(young)
-
-    def at_peak(self) -> list[Record]:
-        """Return the records of what was alive at the peak."""
-        live = [record for record in list(self.live.values()) if record.born <= self._peak_at]
-        return live + self._dead_since_peak
-
-    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(reference, _StorageRef)
-        record = reference.record
-        record.ref = None
-        if self.live.get(reference.key) is record:
-            del self.live[reference.key]
-        self.current -= record.nbytes
-        if record.is_given:
-            self.given -= record.nbytes
-        if record.born <= self._peak_at:
-            self._dead_since_peak.append(record)
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self._granule) * self._granule
-
-
-class MemoryMeter(StorageLedger, TorchDispatchMode):
+class MemoryMeter(TorchDispatchMode):
     """An exact count of the bytes of live tensors, by category, while the context is entered.
 
     - parameters, buffers: of `model`
@@ -182,6 +66,10 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
     view of the user's whole batch. `granule` rounds each storage up, as CUDA's allocator does
     (512).
 
+    Memory belongs to storages, not to tensors. Views share a storage, and it outlives its first
+    tensor as long as anything (a graph's saved tensor, a view, `p.grad`) holds it. So each storage
+    counts once, from the moment it is first seen until it is freed. Storages are identified by
+    object and tracked by weak reference: an allocator reuses an address within microseconds.
     Memory that a kernel allocates and frees before it returns is not seen.
     """
 
@@ -194,12 +82,27 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         limit: int | None = None,
         granule: int = 1,
     ) -> None:
-        TorchDispatchMode.__init__(self)
-        StorageLedger.__init__(self, granule=granule)
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
+        self.current = 0
+        """The bytes that are alive now."""
+        self.peak = 0
+        """The largest number of bytes alive at one moment."""
+        self.largest = 0
+        """The bytes of the largest storage made since the start or `reset_peak`."""
         self._model = model
         self._optimizer = optimizer
         self._device_type = _device_type(model, device)
+        self._granule = granule
+        self._given = 0  # The part of `current` that was first seen as an input.
+        self._clock = 0
+        self._live: dict[int, _Record] = {}  # By `storage_id`, the oldest first.
+        self._peak_at = 0
+        # Alive at the peak and freed since. The category of a storage may become known late, so the
+        # peak is kept as the records that were alive then, not as numbers by category.
+        self._dead_since_peak: list[_Record] = []
+        self._resizable: dict[int, torch.UntypedStorage] = {}
+        self._filled: dict[int, torch.UntypedStorage] = {}  # Those that are not empty now.
         self._in_backward = False
         self._forward_began = 0
         self._recompute_began: int | None = None
@@ -210,37 +113,37 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
     def current_by_category(self) -> dict[str, int]:
         """The bytes that are alive now, by category."""
         self._mark_known()
-        return by_category(list(self.live.values()))
+        return _by_category(list(self._live.values()))
 
     @property
     def peak_by_category(self) -> dict[str, int]:
         """The bytes alive at the peak, by category; they add up to `peak`."""
         self._mark_known()
-        return by_category(self.at_peak())
+        live = [record for record in list(self._live.values()) if record.born <= self._peak_at]
+        return _by_category(live + self._dead_since_peak)
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are alive now."""
         self._mark_known()
-        super().reset_peak()
+        self.largest = 0
+        self._begin_peak()
 
     def mark(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Set the category of tensors outside the model and optimizer, such as gradient buffers."""
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: must be one of {', '.join(CATEGORIES)}")
         for tensor in tensors:
-            device = getattr(tensor, "fake_device", None) or tensor.device
-            if device.type == self._device_type:
-                for storage in storages_of(tensor):
-                    self.see(storage, category).category = category
+            for storage in self._counted_storages(tensor):
+                self._see_storage(storage, category).category = category
 
-    # Counting
+    # Operations
 
     def __enter__(self) -> MemoryMeter:
         if self._model is not None:
             self.mark("buffers", self._model.buffers())
             self.mark("parameters", self._model.parameters())
         self._mark_known()
-        self._forward_began = self.clock
+        self._forward_began = self._clock
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -262,7 +165,7 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         self._see_emptied()
         self._see((result,), "temporaries")
         if self.limit is not None:
-            used = self.current - self.given
+            used = self.current - self._given
             if used > self.limit:
                 del result
                 raise torch.OutOfMemoryError(
@@ -277,13 +180,81 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
     def _see(self, values: Iterable[Any], category: str) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                # A fake tensor's `.device` is dispatched as an operation, which is slow.
-                device = getattr(value, "fake_device", None) or value.device
-                if device.type == self._device_type:
-                    for storage in storages_of(value):
-                        self.see(storage, category)
+                for storage in self._counted_storages(value):
+                    self._see_storage(storage, category)
             elif isinstance(value, (list, tuple)):
                 self._see(value, category)
+
+    def _counted_storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        # A fake tensor's `.device` is dispatched as an operation, which is slow.
+        device = getattr(tensor, "fake_device", None) or tensor.device
+        return storages_of(tensor) if device.type == self._device_type else []
+
+    # Storages
+
+    def _see_storage(self, storage: torch.UntypedStorage, category: str) -> _Record:
+        """Return the record of a storage; a new storage gets this category."""
+        key = storage_id(storage)
+        record = self._live.get(key)
+        if record is not None:
+            if record.nbytes == self._rounded(storage.nbytes()):
+                return record
+            category = record.category  # Resized: end the old record, which may be in the peak.
+            if record.ref is not None:
+                self._died(record.ref)
+        self._clock += 1
+        record = _Record(self._rounded(storage.nbytes()), category, self._clock)
+        reference = _StorageRef(storage, self._died)
+        reference.key, reference.record = key, record
+        record.ref = reference
+        self._live[key] = record
+        if key in self._resizable and record.nbytes:
+            self._filled[key] = storage
+        self.largest = max(self.largest, record.nbytes)
+        self._given += record.nbytes * record.is_given
+        self.current += record.nbytes
+        if self.current > self.peak:
+            self._begin_peak()
+        return record
+
+    def _begin_peak(self) -> None:
+        self.peak, self._peak_at = self.current, self._clock
+        self._dead_since_peak.clear()
+
+    def _died(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _StorageRef)
+        record = reference.record
+        record.ref = None
+        if self._live.get(reference.key) is record:
+            del self._live[reference.key]
+        self.current -= record.nbytes
+        self._given -= record.nbytes * record.is_given
+        if record.born <= self._peak_at:
+            self._dead_since_peak.append(record)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granule) * self._granule
+
+    def watch_resized(self) -> None:
+        """Watch the storages that have been resized since they were first seen.
+
+        FSDP2 empties its gathered parameters by resizing their storages, which is no operation that
+        a dispatch mode sees. They count as parameters from now on.
+        """
+        for key, record in list(self._live.items()):
+            storage = None if record.ref is None else record.ref()
+            if storage is not None and self._rounded(storage.nbytes()) != record.nbytes:
+                self._resizable[key] = storage
+                self._see_storage(storage, record.category).category = "parameters"
+
+    def _see_emptied(self) -> None:
+        """Update the sizes of watched storages that were not empty when last seen."""
+        for key, storage in list(self._filled.items()):
+            self._see_storage(storage, "parameters")
+            if not storage.nbytes():
+                del self._filled[key]
+
+    # Categories
 
     def _follow(self, *, in_backward: bool, recomputing: bool) -> None:
         """Detect where forward, backward and recomputation begin and end."""
@@ -293,24 +264,26 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
             self._mark_activations(since=self._forward_began)
         elif self._in_backward and not in_backward:
             self._mark_gradients()
-            self._forward_began = self.clock
+            self._forward_began = self._clock
         self._in_backward = in_backward
         if recomputing:
             if self._recompute_began is None:
-                self._recompute_began = self.clock
+                self._recompute_began = self._clock
         elif self._recompute_began is not None:
             self._mark_activations(since=self._recompute_began)
             self._recompute_began = None
 
     def _mark_activations(self, *, since: int) -> None:
-        for record in self.since(since):
+        for record in reversed(self._live.values()):  # the youngest first
+            if record.born <= since:
+                break
             if record.category == "temporaries":
                 record.category = "activations"
 
     def _mark_known(self) -> None:
         self._mark_gradients()
         if self._optimizer is not None:
-            self.mark("optimizer state", tensors_in(self._optimizer.state.values()))
+            self.mark("optimizer state", tensors_of(list(self._optimizer.state.values())))
 
     def _mark_gradients(self) -> None:
         self.mark("gradients", (p.grad for p in self._parameters() if p.grad is not None))
@@ -321,17 +294,6 @@ class MemoryMeter(StorageLedger, TorchDispatchMode):
         elif self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 yield from group["params"]
-
-
-def tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    """Yield the tensors in nested lists and mappings."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
 
 
 def _device_type(model: torch.nn.Module | None, device: torch.device | str | None) -> str:
@@ -366,7 +328,7 @@ def peak_with_recordings(device: torch.device) -> int:
     return int(torch.cuda.max_memory_allocated(device)) + idle
 
 
-def by_category(records: list[Record]) -> dict[str, int]:
+def _by_category(records: list[_Record]) -> dict[str, int]:
     """Return the bytes of records by category, with 0 for empty ones."""
     totals = dict.fromkeys(CATEGORIES, 0)
     for record in records:

@@ -1,12 +1,10 @@
 """The allocations of a window, for predictions on fake tensors and trial steps.
 
-It allocates what a window of the library allocates, up to a few scalars. Optimizer state on the
-host (`wholebatch.offload`) is created bucket by bucket in the step, and dropped after it.
+It allocates what a window of the library allocates, up to a few scalars.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,12 +15,7 @@ import torch
 from wholebatch.distributed.ddp import Buckets
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.fsdp_sharding import Sharding
-from wholebatch.offload.partial_step import buckets_of
-from wholebatch.offload.streamed_state import only
 from wholebatch.window import precision as precisions
-
-_BUCKETS_AT_ONCE = 3
-"""Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
 
 
 @dataclass(eq=False)
@@ -36,7 +29,6 @@ class PlainWindow:
     around_update: Callable[[], AbstractContextManager[object]] = nullcontext
     reduces: bool = False
     sent: Callable[[torch.Tensor], None] = lambda flat: None
-    optimizer_state: str = "device"
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
@@ -86,22 +78,7 @@ class PlainWindow:
         """Run the optimizer's step; gradients stay."""
         if self.optimizer is not None:
             with self.around_update():
-                if self.optimizer_state == "host":
-                    self._step_in_buckets(self.optimizer)
-                else:
-                    self.optimizer.step()
-
-    def _step_in_buckets(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with the state of one bucket on the device, and of two that are being copied."""
-        there: deque[list[torch.nn.Parameter]] = deque()
-        for bucket in buckets_of(p for group in optimizer.param_groups for p in group["params"]):
-            if len(there) == _BUCKETS_AT_ONCE:
-                for parameter in there.popleft():
-                    optimizer.state.pop(parameter, None)
-            there.append(bucket)
-            with only(optimizer, bucket):
-                optimizer.step()
-        optimizer.state.clear()
+                self.optimizer.step()
 
     def clear(self) -> None:
         if self.optimizer is not None:

@@ -17,7 +17,7 @@ from wholebatch.errors import OptionError
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.make_it_fit import Rung, ladder
-from wholebatch.memory.predict import Prediction, Predictor
+from wholebatch.memory.predict import Prediction, predict_peak, target_device
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,26 @@ def make_plan(
     whole model.
     """
     _check_sizes(batch_size, ranks, budget)
-    predictor = Predictor(model, loss, optimizer=optimizer, device=device)
+    device = target_device(model, device)
     most = -(-batch_size // ranks)
     made: dict[int, Prediction] = {}
 
     def peak(size: int) -> int:
         """Return the bytes that a device must have for this size."""
         if size not in made:
-            made[size] = predictor.peak(
+            made[size] = predict_peak(
+                model,
+                loss,
                 resize_batch(batch, size, static=static),
+                optimizer=optimizer,
+                device=device,
                 precision=precision,
                 micro_batches=-(-most // size),
                 # Data-parallel ranks all-reduce buckets of gradients during the last backward.
                 reduces=ranks > 1 and sharding is None,
                 sharding=sharding,
             )
-        return made[size].needed(predictor.device)
+        return made[size].needed(device)
 
     rungs: list[Rung] = []
     with pretended_ranks(ranks) if sharding is not None else nullcontext():
@@ -114,7 +118,7 @@ def make_plan(
                 budget=budget,
                 optimizer=optimizer,
                 precision=precision,
-                device=predictor.device,
+                device=device,
                 sharding=sharding,
                 as_is=made[1],
             )

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from wholebatch.batch.samples import tensors_of
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.fake_tensors import (
     as_on_cuda,
@@ -36,7 +37,7 @@ from wholebatch.memory.fake_tensors import (
     run_fake,
 )
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks, shard
-from wholebatch.memory.meter import MemoryMeter, tensors_in
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.forward_state import replaced_attributes
 
@@ -103,109 +104,88 @@ class FakeMeter(MemoryMeter):
         return run_fake(func, args, kwargs)
 
 
-class Predictor:
-    """Predictions for one model, loss and optimizer, none of which is changed.
+def predict_peak(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    precision: str = "full",
+    micro_batches: int = 2,
+    reduces: bool = False,
+    sharding: Sharding | None = None,
+) -> Prediction:
+    """Predict the peak of a training step with micro-batches like `batch`.
 
-    `device` is where the steps would run (default: the model's device). For a CUDA device that this
-    machine lacks, the CPU's operations are counted with CUDA's block sizes.
+    The step is one in the middle of a run: the optimizer's state exists already, on the device.
+    From the second micro-batch on, gradients exist during forward and backward, so two
+    micro-batches stand for any larger number (`micro_batches=1` asks for one).
+
+    `precision` is as in `WholeBatch`. `reduces` adds the buckets in which data-parallel ranks sum
+    their gradients during the last backward. `sharding` predicts one rank of a model sharded by
+    FSDP2.
+
+    The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
+    the step would run (default: the model's device). For a CUDA device that this machine lacks, the
+    CPU's operations are counted with CUDA's block sizes.
     """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        loss: Callable[[Any, Any], Any],
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.device = _target_device(model, device)
-        self._model = model
-        self._loss = loss
-        self._optimizer = optimizer
-        self._on_cuda = self.device.type == "cuda"
-        self._is_missing = self._on_cuda and not torch.cuda.is_available()
-        self._run_on = torch.device("cpu") if self._is_missing else self.device
-
-    def peak(
-        self,
-        batch: Any,
-        *,
-        precision: str = "full",
-        micro_batches: int = 2,
-        reduces: bool = False,
-        optimizer_state: str = "device",
-        sharding: Sharding | None = None,
-    ) -> Prediction:
-        """Predict the peak for micro-batches like `batch`; the options are `predict_peak`'s."""
-        if micro_batches < 1:
-            raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
-        if optimizer_state not in ("device", "host"):
-            raise OptionError(f'optimizer_state={optimizer_state!r}: must be "device" or "host"')
-        if sharding is not None and optimizer_state != "device":
-            raise OptionError(
-                f"sharding with optimizer_state={optimizer_state!r}: a sharded model keeps its "
-                "state where its engine does"
-            )
-        began = time.perf_counter()
-        mode = fake_mode_of(self._model)
-        kernels = as_on_cuda() if self._is_missing else nullcontext()
-        ranks = nullcontext() if sharding is None else pretended_ranks(sharding.ranks)
-        with ExitStack() as entered:
-            entered.enter_context(ranks)
-            entered.enter_context(_untouched(self._model))
-            entered.enter_context(_quiet())
-            model, parameters = fake_model(self._model, mode, self._run_on)
+    if micro_batches < 1:
+        raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
+    began = time.perf_counter()
+    device = target_device(model, device)
+    on_cuda = device.type == "cuda"
+    is_missing = on_cuda and not torch.cuda.is_available()
+    run_on = torch.device("cpu") if is_missing else device
+    mode = fake_mode_of(model)
+    with ExitStack() as entered:
+        if sharding is not None:
+            entered.enter_context(pretended_ranks(sharding.ranks))
+        entered.enter_context(_untouched(model))
+        entered.enter_context(_quiet())
+        fake, parameters = fake_model(model, mode, run_on)
+        if sharding is not None:
+            parameters = shard(fake, mode, parameters, ranks=sharding.ranks, device=run_on)
+        stepped = None
+        if optimizer is not None:
+            stepped = fake_optimizer(optimizer, mode, run_on, parameters, on_cuda=on_cuda)
             if sharding is not None:
-                parameters = shard(
-                    model, mode, parameters, ranks=sharding.ranks, device=self._run_on
-                )
-            host = optimizer_state == "host" and self._on_cuda
-            optimizer = None
-            if self._optimizer is not None:
-                optimizer = fake_optimizer(
-                    self._optimizer, mode, self._run_on, parameters, on_cuda=self._on_cuda
-                )
-                if sharding is not None or host:
-                    optimizer.state.clear()  # It is that of whole parameters, or on the host.
-            micro = fake_batch(mode, batch, self._run_on)
-            granule = CUDA_GRANULE if self._on_cuda else 1
-            meter = FakeMeter(
-                model=model, optimizer=optimizer, device=self._run_on, granule=granule
-            )
-            entered.enter_context(kernels)
-            entered.enter_context(mode)
-            entered.enter_context(meter)
-            window = PlainWindow(
-                model,
-                self._loss,
-                optimizer=optimizer,
-                precision=precision,
-                around_update=meter.answering,
-                reduces=reduces,
-                sent=lambda flat: meter.mark("communication", [flat]),
-                optimizer_state="host" if host else "device",
-                sharding=sharding,
-            )
-            try:
-                parts, largest = _simulated(window, meter, micro, micro_batches)
-            except (
-                DataDependentOutputException,
-                DynamicOutputShapeException,
-                UnsupportedOperatorException,
-            ) as error:
-                raise UnsupportedError(
-                    f"memory cannot be predicted for this loss: {getattr(error, 'func', error)} "
-                    "reads the values of a tensor (.item(), .tolist(), an if on its values, "
-                    "indexing by a mask), and a prediction knows shapes only; use torch.where or "
-                    "masks of fixed shape, or give the micro-batch size as a number"
-                ) from error
-            finally:
-                window.clear()
-        by_category = max(parts, key=lambda part: sum(part.values()))
-        if self._on_cuda:
-            by_category["temporaries"] += CUDA_WORKSPACES
-        seconds = time.perf_counter() - began
-        return Prediction(sum(by_category.values()), by_category, seconds, largest)
+                stepped.state.clear()  # It is that of whole parameters.
+        micro = fake_batch(mode, batch, run_on)
+        granule = CUDA_GRANULE if on_cuda else 1
+        meter = FakeMeter(model=fake, optimizer=stepped, device=run_on, granule=granule)
+        for context in (as_on_cuda() if is_missing else nullcontext(), mode, meter):
+            entered.enter_context(context)
+        window = PlainWindow(
+            fake,
+            loss,
+            optimizer=stepped,
+            precision=precision,
+            around_update=meter.answering,
+            reduces=reduces,
+            sent=lambda flat: meter.mark("communication", [flat]),
+            sharding=sharding,
+        )
+        try:
+            parts, largest = _simulated(window, meter, micro, micro_batches)
+        except (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        ) as error:
+            raise UnsupportedError(
+                f"memory cannot be predicted for this loss: {getattr(error, 'func', error)} "
+                "reads the values of a tensor (.item(), .tolist(), an if on its values, "
+                "indexing by a mask), and a prediction knows shapes only; use torch.where or "
+                "masks of fixed shape, or give the micro-batch size as a number"
+            ) from error
+        finally:
+            window.clear()
+    by_category = max(parts, key=lambda part: sum(part.values()))
+    if on_cuda:
+        by_category["temporaries"] += CUDA_WORKSPACES
+    seconds = time.perf_counter() - began
+    return Prediction(sum(by_category.values()), by_category, seconds, largest)
 
 
 def _simulated(
@@ -240,31 +220,6 @@ def _simulated(
     return [adding, meter.peak_by_category], max(largest, meter.largest)
 
 
-def predict_peak(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    batch: Any,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> Prediction:
-    """Predict the peak of a training step with micro-batches like `batch`.
-
-    The step is one in the middle of a run: the optimizer's state exists already. From the second
-    micro-batch on, gradients exist during forward and backward, so two micro-batches stand for any
-    larger number (`micro_batches=1` asks for one).
-
-    `precision` is as in `WholeBatch`. `reduces` adds the buckets in which data-parallel ranks sum
-    their gradients during the last backward. `optimizer_state` is as in `wb.Memory` ("host" saves
-    nothing if the device is the CPU). `sharding` predicts one rank of a model sharded by FSDP2.
-
-    The model may be on any device, also `meta`; it is neither run nor changed. `device` is where
-    the step would run (default: the model's device).
-    """
-    return Predictor(model, loss, optimizer=optimizer, device=device).peak(batch, **options)
-
-
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of state that the optimizer has on the model's device after a step."""
     device = next(model.parameters()).device
@@ -280,11 +235,11 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         fake.step()
-    state = {id(one): one for one in tensors_in(fake.state.values())}.values()
+    state = {id(one): one for one in tensors_of(list(fake.state.values()))}.values()
     return sum(one.nbytes for one in state if one.device.type == device.type)
 
 
-def _target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
+def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:
     """Return the device of the step: as given, else the model's; the CPU for a meta model."""
     if device is not None:
         return torch.device(device)

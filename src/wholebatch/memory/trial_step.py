@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from wholebatch.batch import to_device
+from wholebatch.batch.samples import tensors_of
 from wholebatch.memory.fake_tensors import map_tensors
-from wholebatch.memory.meter import MemoryMeter, free_caches, storage_id, tensors_in
+from wholebatch.memory.meter import MemoryMeter, free_caches, storage_id
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.forward_state import ForwardState
 
@@ -127,7 +128,7 @@ def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     """Return the bytes of parameters, buffers, gradients and optimizer state."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
-    state = [] if optimizer is None else tensors_in(optimizer.state.values())
+    state = [] if optimizer is None else tensors_of(list(optimizer.state.values()))
     return _bytes_of((*parameters, *model.buffers(), *gradients, *state), parameters)
 
 

@@ -1,8 +1,8 @@
 """`tune`: measure settings for one batch on this machine, and recommend the fastest.
 
-One loop goes over the candidates. Settings without checkpointing come first, and the one with the
-smallest predicted memory before larger ones. A candidate is skipped if it is predicted not to fit,
-or if earlier measurements show that it cannot win. Running out of memory is a result, not an error.
+One loop goes over the candidates. Settings without checkpointing come first, small micro-batches
+before larger ones. A candidate is skipped if earlier measurements show that it cannot fit, or that
+it cannot win. Running out of memory is a result, not an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,18 +20,14 @@ import torch
 from torch import nn
 
 from wholebatch.batch import batch_size_of
-from wholebatch.coupled import batchnorms
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, OptionError, WholebatchError, WindowError
 from wholebatch.memory.activation_checkpointing import (
-    checkpointed,
     is_checkpointed,
     repeated_blocks,
     with_checkpoints,
 )
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
-from wholebatch.memory.choose_micro_batch import resize_batch
-from wholebatch.memory.predict import predict_peak
 from wholebatch.options import flattened
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said
@@ -76,7 +71,8 @@ class Setting:
 class Trial:
     """The result of a setting; `why` says why it is not "measured".
 
-    `status` is "measured", "skipped", "failed", or "not reached" in the time given.
+    `status` is "measured", "skipped", "failed", "too large" for the memory, or "not reached" in the
+    time given.
     """
 
     setting: Setting
@@ -87,17 +83,11 @@ class Trial:
     """Seconds of a window, reading its batch included."""
     units_per_second: float = 0.0
     peak: int | None = None
-    predicted: int | None = None
 
     @property
     def is_measured(self) -> bool:
         """True if the setting ran and fits the memory."""
         return self.status == "measured"
-
-    @property
-    def memory(self) -> int:
-        """The peak as measured, else as predicted, else 0."""
-        return self.peak or self.predicted or 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, with the fields of the setting beside the others."""
@@ -159,7 +149,7 @@ class Tuned:
                 f"every micro-batch costs {1000 * cost:.2g} ms, whatever its size: twice as many "
                 f"of half the size would take about {more:.0%} longer"
             )
-        lines.append(f"peak memory {bytes_said(best.memory)} of {bytes_said(self.budget)}")
+        lines.append(f"peak memory {bytes_said(best.peak or 0)} of {bytes_said(self.budget)}")
         if best.setting.precision != "full":
             lines.append(f"{best.setting.precision} rounds more than full precision")
         return tuple(lines)
@@ -225,28 +215,31 @@ def tune(
     device = next(model.parameters()).device
     if executes is None:
         executes = ("eager", "graph") if device.type == "cuda" else ("eager",)
-    budget = _least_budget(model, memory)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    budget = _least_budget(device, memory, weights)
     candidates = _candidates(model, samples, micro_batches, precisions, executes, checkpointing)
-    predicted = _predictions(task, model, optimizer, batch, candidates, samples)
     del model, optimizer
     free_memory()
     # Plain settings first: checkpointing is only for sizes that do not fit without it.
-    candidates.sort(
-        key=lambda it: (it.checkpointing, it.execute != "eager", predicted.get(it, it.micro_batch))
-    )
+    candidates.sort(key=lambda it: (it.checkpointing, it.execute != "eager", it.micro_batch))
     trials: dict[Setting, Trial] = {}
     for place, setting in enumerate(candidates):
-        steps = -(-samples // setting.micro_batch)
-        blank = Trial(setting, steps, "skipped", predicted=predicted.get(setting))
-        status, why = "skipped", _reason_to_skip(setting, trials, blank, budget)
+        blank = Trial(setting, -(-samples // setting.micro_batch), "skipped")
+        why = _reason_to_skip(setting, trials)
+        need = _memory_by_smaller(setting, trials)
+        need -= weights if blank.steps == 1 else 0  # there are no gradients beside its forward
         spent = largest_over_ranks(time.perf_counter() - began)
-        if why is None and spent > seconds and any(t.is_measured for t in trials.values()):
-            status, why = "not reached", f"not reached in {seconds:.0f} s"
         if why is not None:
-            trials[setting] = replace(blank, status=status, why=why)
-            continue
-        trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
-        watch(trials[setting], len(candidates) - place - 1)
+            trials[setting] = replace(blank, why=why)
+        elif need > budget:
+            why = f"would need about {bytes_said(need)} of {bytes_said(budget)}"
+            trials[setting] = replace(blank, status="too large", why=why)
+        elif spent > seconds and any(t.is_measured for t in trials.values()):
+            why = f"not reached in {seconds:.0f} s"
+            trials[setting] = replace(blank, status="not reached", why=why)
+        else:
+            trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
+            watch(trials[setting], len(candidates) - place - 1)
     return Tuned(
         best=_recommended(trials.values(), budget),
         trials=tuple(trials.values()),
@@ -325,52 +318,27 @@ def _candidates(
     ]
 
 
-def _predictions(
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    candidates: Sequence[Setting],
-    samples: int,
-) -> dict[Setting, int]:
-    """Return the predicted peak of each setting, run eagerly; nothing if it cannot be predicted."""
-    options, module = flattened(task.options), getattr(model, "module", model)
-    exact_norms = bool(batchnorms(module)) and options.get("batchnorm", "exact") == "exact"
-    if exact_norms or "batch_size" in options:  # its micro-batches do not run one by one
-        return {}
-    found: dict[tuple[str, bool, int], int] = {}
-    try:
-        for it in candidates:
-            key = (it.precision, it.checkpointing, it.micro_batch)
-            if key in found:
-                continue
-            with checkpointed(module) if it.checkpointing else nullcontext():
-                found[key] = predict_peak(
-                    module,
-                    task.loss,
-                    resize_batch(batch, it.micro_batch, static=options.get("static", ())),
-                    optimizer=optimizer,
-                    precision=it.precision,
-                    micro_batches=1 if it.micro_batch == samples else 2,
-                ).peak
-    except WholebatchError:
-        return {}
-    return {it: found[it.precision, it.checkpointing, it.micro_batch] for it in candidates}
+def _memory_by_smaller(setting: Setting, trials: dict[Setting, Trial]) -> int:
+    """Return the bytes that a setting needs at least, by two smaller ones of its kind; else 0.
+
+    The peak is the largest of several lines over the micro-batch size, so a line through two points
+    is never above it.
+    """
+    measured = [t for t in _up_to(setting, trials) if t.peak is not None][-2:]
+    if len(measured) < 2:
+        return 0
+    (a, low), (b, high) = ((t.setting.micro_batch, t.peak or 0) for t in measured)
+    return int(high + (high - low) / (b - a) * (setting.micro_batch - b))
 
 
-def _reason_to_skip(
-    setting: Setting, trials: dict[Setting, Trial], blank: Trial, budget: int
-) -> str | None:
+def _reason_to_skip(setting: Setting, trials: dict[Setting, Trial]) -> str | None:
     """Return why this setting need not be measured, or None if it must be."""
-    if blank.predicted is not None and blank.predicted > budget:
-        return f"predicted to need {bytes_said(blank.predicted)} of {bytes_said(budget)}"
     if setting.checkpointing:
         plain = replace(setting, checkpointing=False)
-        fits = plain in trials and (trials[plain].predicted or 0) <= budget
-        if fits and not any(t.status == "failed" for t in _up_to(plain, trials)):
+        if plain in trials and all(map(_fits, _up_to(plain, trials))):
             return "fits without checkpointing, which costs time"
     smaller = _up_to(setting, trials)
-    if any(t.status == "failed" for t in smaller):
+    if not all(map(_fits, smaller)):
         return "a smaller micro-batch has failed"
     rates = [t.units_per_second for t in smaller]
     if len(rates) > 2 and max(rates[-2:]) < SLOWER * max(rates):
@@ -398,8 +366,12 @@ def _up_to(setting: Setting, trials: dict[Setting, Trial]) -> list[Trial]:
         for it, trial in trials.items()
         if it.mode == setting.mode
         and it.micro_batch <= setting.micro_batch
-        and trial.status in ("measured", "failed")
+        and trial.status in ("measured", "failed", "too large")
     ]
+
+
+def _fits(trial: Trial) -> bool:
+    return trial.status not in ("failed", "too large")
 
 
 def measure(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
@@ -453,7 +425,7 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
     windows = [window() for _ in range(3)]
     while sum(spent for spent, _ in windows) < seconds and len(windows) < 30:
         windows.append(window())
-    peak = measured_peak(window, model, optimizer)
+    peak = int(largest_over_ranks(measured_peak(window, model, optimizer)))
     if train.recoveries:  # the windows ran with smaller micro-batches than this one
         return replace(blank, status="failed", why="ran out of memory")
     # Other work can only slow a window down: the faster half shows what the setting can do.
@@ -480,13 +452,12 @@ def _recommended(trials: Iterable[Trial], budget: int) -> Trial:
     tried = list(trials)
     measured = [trial for trial in tried if trial.is_measured]
     if not measured:
-        ordered = sorted(tried, key=lambda trial: trial.predicted or 0)
-        reasons = list(dict.fromkeys(f"{t.setting}: {t.why}" for t in ordered))
+        reasons = list(dict.fromkeys(f"{t.setting}: {t.why}" for t in tried))
         raise WindowError("no setting could be measured; " + "; ".join(reasons[:3]))
     fastest = max(trial.units_per_second for trial in measured)
     same = [t for t in measured if t.units_per_second >= SAME_SPEED * fastest]
-    roomy = [trial for trial in same if trial.memory <= 0.9 * budget] or same
-    return min(roomy, key=lambda trial: (trial.steps, trial.memory))
+    roomy = [trial for trial in same if (trial.peak or 0) <= 0.9 * budget] or same
+    return min(roomy, key=lambda trial: (trial.steps, trial.peak or 0))
 
 
 def _beside(whole: Trial, best: Trial) -> str:
@@ -494,14 +465,12 @@ def _beside(whole: Trial, best: Trial) -> str:
     if not whole.is_measured:
         return whole.why
     slower = best.units_per_second / whole.units_per_second - 1
-    memory = f", and takes {bytes_said(whole.memory)}" if whole.memory else ""
+    memory = f", and takes {bytes_said(whole.peak)}" if whole.peak else ""
     return (f"{slower:.0%} slower" if slower > 0.005 else "no faster") + memory
 
 
-def _least_budget(model: nn.Module, memory: Budget) -> int:
+def _least_budget(device: torch.device, memory: Budget, held: int) -> int:
     """Return the budget of the rank that has the least: all ranks try the same settings."""
-    device = next(model.parameters()).device
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
     sharing = sharing_processes(device, world_size())
     free = parse_memory(memory, device=device, held=held, processes=sharing)
     return -int(largest_over_ranks(-float(free)))

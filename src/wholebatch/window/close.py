@@ -65,8 +65,9 @@ class CloseOptions:
                 "clip_norm= and clip_value= together: give one (the order of two would matter)"
             )
         groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        norms = self.clip_norm if isinstance(self.clip_norm, Sequence) else [self.clip_norm]
-        if norms is self.clip_norm and len(norms) != groups:
+        clip = self.clip_norm
+        norms: Sequence[object] = clip if isinstance(clip, list | tuple) else [clip]
+        if norms is clip and len(norms) != groups:
             raise OptionError(
                 f"clip_norm={norms!r}: {len(norms)} values for {groups} parameter groups; give one "
                 "number for all, or one (or None) for each group"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from wholebatch.batch.lookahead_loader import generators_of
 from wholebatch.batch.samples import layout_of
 from wholebatch.batch_scaling import share_of
 from wholebatch.errors import RecipeError, StateError
@@ -188,7 +189,7 @@ class Batches:
         with seeded(self._seed, self._name, self.position.epoch):
             if self.position.epoch and isinstance(self._data, Iterator):
                 self._data = self._build()  # a generator is exhausted after one epoch
-            for generator in _generators_of(self._data):  # that continue from epoch to epoch
+            for generator in generators_of(self._data):  # that continue from epoch to epoch
                 generator.manual_seed(_mixed(self._seed, self._name, self.position.epoch))
             resumes = self._stream is None and self._saves_stream and self._stream_state is not None
             if resumes:
@@ -315,15 +316,6 @@ def _kind_of(data: Any) -> str:
         f"the recipe's data() returned a {type(data).__name__}; return a dataset (a length and an "
         "index), an iterable of samples, or a DataLoader"
     )
-
-
-def _generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a DataLoader and its samplers were given."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [loader, getattr(loader, "sampler", None), batch_sampler]
-    owners.append(getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def _saves_state(loader: Any) -> bool:

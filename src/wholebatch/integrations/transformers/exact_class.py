@@ -27,7 +27,7 @@ from wholebatch.integrations.transformers.weighted_loss import engine_of
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import Close, Memory, Samples
+from wholebatch.options import Close, Memory, Samples, close_with_only
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.forward_state import replaced_attributes
 
@@ -308,7 +308,7 @@ def exact(
         "micro_batch": micro_batch,
         "memory": memory,
         "batchnorm": batchnorm,
-        "window_close": Close.of(close).only("nonfinite", where="in exact(...)"),
+        "window_close": close_with_only(close, "nonfinite", where="in exact(...)"),
         "audit": audit,
         # The module whose code is the user's own: what it reads is watched (compile/).
         "__module__": trainer.__module__,

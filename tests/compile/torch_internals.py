@@ -1,4 +1,4 @@
-"""Private parts of torch that are used here: what each is for, and what happens without it.
+"""Private parts of torch that the package uses: what each is for, and what happens without it.
 
 `INTERNALS` are those of the engine, `WINDOW_INTERNALS` those of the window and of the classes for
 DDP, FSDP2 and DeepSpeed, `TEST_AND_MEMORY_INTERNALS` those of `coupled` and `memory`, where torch
@@ -184,6 +184,7 @@ TEST_AND_MEMORY_INTERNALS = (
             "_saved_self",
             "_saved_other",
             "_saved_self_sym_sizes",
+            "_saved_total_weight",
             "_input_metadata",
         ),
     ),
