@@ -140,13 +140,18 @@ class Bench:
         import torch
 
         model, optimizer = self._model()
-        forward = torch.compile(model) if compiled else model
+
+        def mean(part: Any) -> Any:
+            loss = self.case.loss(model, part)
+            return loss.total / (len(parts) * loss.units)
+
+        forward = torch.compile(mean) if compiled else mean  # The model and its loss together.
 
         def window() -> None:
             for part in parts:
                 with self._autocast():
-                    loss = self.case.loss(forward, part)
-                (loss.total / (len(parts) * loss.units)).backward()
+                    loss = forward(part)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -365,7 +370,9 @@ def _report(name: str, folder: Path, options: argparse.Namespace, seconds: float
         log = (folder / f"{name}.log").read_text().splitlines()
         print("\n".join(log[-12:]), flush=True)
         last = log[-1][-240:] if log else "no message"
-        row = {"name": name, "error": f"its process ended after {seconds:.0f} s: {last}"}
+        late = f"stopped at the limit of {options.limit:.0f} s for one model"
+        ended = f"its process ended after {seconds:.0f} s: {last}"
+        row = {"name": name, "error": late if seconds > options.limit else ended}
     with open(options.out, "a") as file:
         file.write(json.dumps(row) + "\n")
     print(_line(row), flush=True)
@@ -388,9 +395,16 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; a later row of a model replaces an earlier one."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return list({row["name"]: row for row in lines}.values())
+    """Return the rows of a file of JSON lines; a later row adds its ways to an earlier one."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in (json.loads(line) for line in path.read_text().splitlines() if line.strip()):
+        earlier = found.get(row["name"], {})
+        if "error" not in row:
+            earlier.pop("error", None)
+        elif "wholebatch" in earlier:
+            continue  # A process that was stopped takes nothing back.
+        found[row["name"]] = {**earlier, **row}
+    return list(found.values())
 
 
 # --------------------------------------------------------------------------- the page
@@ -515,15 +529,6 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
 
 # What is known of a row beyond what it holds, by the model and the date of the row.
 _REMARKS = {
-    ("deberta-v2", "2026-11-18"): (
-        "its TorchScript functions could not be traced that day, so it ran eagerly. They are "
-        "traced since, which was tested on a CPU and not measured again."
-    ),
-    ("gpt_oss", "2026-11-18"): (
-        "refused by the test of the first window. That was a false alarm, of bf16 rounding; it is "
-        "mended since, and not measured again."
-    ),
-    ("vgg16", "2026-11-18"): "as gpt_oss.",
     ("resnext50_32x4d", "2026-11-18"): (
         "a graph was compiled and recorded, but the windows at the end ran eagerly. The row does "
         "not hold the reason."
@@ -531,7 +536,6 @@ _REMARKS = {
     ("regnet_y_1_6gf", "2026-11-18"): (
         "its compiled graph was further from eager code than is allowed, so it was not used."
     ),
-    ("maxvit_t", None): "stopped at the limit of 240 s for one model.",
 }
 
 

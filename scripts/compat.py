@@ -52,6 +52,16 @@ FILES = (
     "window/test_precision.py",
     "window/test_target.py",
 )
+# Tests of the engine, which needs torch 2.11.
+ENGINE = (
+    "compile/test_blocks.py",
+    "compile/test_fallback.py",
+    "compile/test_inductor.py",
+    "compile/test_internals.py",
+    "compile/test_joint.py",
+    "compile/test_rewrite.py",
+    "compile/test_shapes.py",
+)
 # Tests of what an older torch does not have, by the first version that has it: fp32 sums of 16-bit
 # parameters, and Adagrad's factor inside its fused kernel (the update is the same without it).
 NOT_BEFORE = {
@@ -97,7 +107,7 @@ def measure(python: Path) -> dict[str, Any]:
     number = tuple(int(part) for part in re.findall(r"\d+", found[0])[:2])
     left_out = [name for first, tests in NOT_BEFORE.items() if number < first for name in tests]
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    command += [f"tests/{name}" for name in FILES]
+    command += [f"tests/{name}" for name in (*FILES, *(ENGINE if number >= (2, 11) else ()))]
     command += [part for name in left_out for part in ("--deselect", f"tests/{name}")]
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -140,9 +150,10 @@ def write(rows: list[dict[str, Any]]) -> None:
     record = {"date": date.today().isoformat(), "rows": ordered}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     about = (
-        f"Written by `make compat` on {record['date']}: the exactness tests of the core on a CPU. "
-        "Left out are tests of 16-bit parameters before torch 2.11, of the factor inside fused "
-        "Adagrad before 2.13 (the update is the same without it), and one test that needs a GPU."
+        f"Written by `make compat` on {record['date']}: the exactness tests of the core on a CPU, "
+        "and from torch 2.11 on those of compiled graphs. Left out are tests of 16-bit parameters "
+        "before torch 2.11, of the factor inside fused Adagrad before 2.13 (the update is the same "
+        "without it), and tests that need a GPU or a package that is not installed there."
     )
     page = f"# Versions of torch and Python\n\n{about}\n\n{table(ordered)}\n"
     (folder / "compat.md").write_text(page, encoding="utf-8")

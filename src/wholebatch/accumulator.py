@@ -37,7 +37,7 @@ from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
 from wholebatch.run_loss import Place, RunLoss, precision_of
 from wholebatch.window.close import ClipNorm
-from wholebatch.window.foreign_writes import Untouched
+from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, graph_nodes
@@ -214,6 +214,8 @@ class Accumulator(HasWindow):
         self._execute = check_execute(execute, window.target.device)
         self._precision = precision_of(precision, window)
         self._untouched = Untouched(window, self._written_by)
+        if self._written_by == "the loop":
+            warn_of_empty_steps(self, window.target.optimizers)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for one in models:
             warn_of_spectral_norms(one)
@@ -324,7 +326,7 @@ class Accumulator(HasWindow):
                 self._window.add_loss(total, last=reduces, counts=self._counts)
             else:
                 summed, of = given_loss(total, units, mean)  # refuses terms that nobody announced
-                if self._checks.active or isinstance(total, Loss):
+                if self._checks.active or self._checks.tests_units or isinstance(total, Loss):
                     self._checks.check(total, of, mean=mean, **how)
                 self._window.add(summed, of, last=reduces, counts=self._counts)
             self._window.current.are_units_given = True
@@ -444,7 +446,7 @@ class Accumulator(HasWindow):
         if more:
             self._window.now.more_of_micro_batch = True
             return None
-        if self._checks.active:
+        if self._checks.active or self._checks.tests_units:
             self._checks.end_micro_batch()
         if self._counts:
             self._window.micro_batch_done()

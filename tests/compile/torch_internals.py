@@ -184,6 +184,7 @@ TEST_AND_MEMORY_INTERNALS = (
             "_saved_self",
             "_saved_other",
             "_saved_self_sym_sizes",
+            "_saved_total_weight",
             "_input_metadata",
         ),
     ),

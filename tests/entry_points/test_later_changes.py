@@ -298,12 +298,54 @@ def test_equal_means_real_and_fake_samples_and_a_list_may_be_one_unit() -> None:
         acc.backward(chosen(model, micro) * 2 * units, units=units)
 
     assert windows(two, UNEVEN, lambda m, b: 3 * chosen(m, b))[1] <= EXACT
-    with pytest.warns(UserWarning, match="count the same: each is a mean over units=1"):
-        made = windows(lambda a, m, b: a.backward(mean=each(m, b)[None].mean(), units=1), UNEVEN)
-    assert made[0] == 1
-    with pytest.warns(UserWarning, match="count the same: each is a mean over units=4") as caught:
-        windows(lambda a, m, b: a.backward(mean=each(m, b).mean(), units=4), UNEVEN)
+    assert (
+        windows(lambda a, m, b: a.backward(mean=each(m, b)[None].mean(), units=1), UNEVEN)[0] == 1
+    )
+    with pytest.warns(UserWarning, match="means over 5 and 3, and each has units=1") as caught:
+        windows(lambda a, m, b: a.backward(mean=each(m, b).mean(), units=1), UNEVEN)
     assert "silences this warning" in str(caught[0].message)
+
+
+WRONG_UNITS: dict[str, tuple[Callable[[nn.Module, Batch], Tensor], str]] = {
+    "a fixed number": (lambda m, b: each(m, b).mean(), "what mean is a mean over"),
+    "ignored labels": (ignoring, r"cross_entropy is a mean over, \(labels != -100\).sum\(\)"),
+    "weights": (weighted, r"weight\[labels\].sum\(\)"),
+    "a mask": (masked, "what its sum is divided by"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_UNITS)
+@pytest.mark.parametrize("number", [1, 3])
+def test_units_that_do_not_follow_the_mean_are_refused(name: str, number: int) -> None:
+    """The mistake is in the first window, or only in the third: then the fourth refuses it."""
+    loss, advice = WRONG_UNITS[name]
+    made: list[Any] = []
+
+    def backward(acc: Any, model: nn.Module, micro: Batch) -> None:
+        made.append(acc)
+        is_right = acc.updates + 1 < number
+        right = each(model, micro).mean(), len(micro["y"])
+        given, units = right if is_right else (loss(model, micro), 4)
+        acc.backward(mean=given, units=units)
+
+    with pytest.raises(wb.errors.LossError, match=f"Give as units= .*{advice}"):
+        windows(backward, [(5, 3)] * 4)
+    assert made[0].updates == (0 if number == 1 else 3)
+
+
+def test_a_step_that_is_left_in_the_loop_is_warned_of() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    acc = wb.Accumulator(model, optimizer, steps=2)
+    batch = samples(8)
+    for micro in pieces(batch, (4, 4)):
+        step = acc.backward(mean=mean(model, micro), units=4)
+    assert step is not None
+    with pytest.warns(UserWarning, match=r"step\(\) found no gradients.*clip_norm= clips"):
+        optimizer.step()
+    del acc, step
+    gc.collect()
+    optimizer.step()  # The accumulator is gone: nobody is warned.
 
 
 def test_a_term_has_one_weight_in_a_window() -> None:

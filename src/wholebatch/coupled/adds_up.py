@@ -62,8 +62,9 @@ SAMPLES = 8
 """How many samples the first test takes, with their gradient."""
 _MISTAKES = ("mean", "sum", "added", "units", "divided", "compared")
 _ADVICE = (
-    "Change it once per update, outside of the forward pass, or freeze it. If it is set only "
-    "once, from the first batch, run that batch through the model before training"
+    "Change it once per update, outside of the forward pass, reset it in each forward, or freeze "
+    "it. If it is set only once, from the first batch, run that batch through the model before "
+    "training"
 )
 
 
@@ -216,7 +217,13 @@ class _Test:
         self._moved = [key for key in samples.start.moved(whole.after) if not self._is_known(key)]
         try:
             first = samples.part(0, cut, backward=True, scale=1 / SCALE)
-            second = self._second(lambda: self._leave_as(first), backward=True, scale=SCALE)
+            try:
+                second = self._second(lambda: self._leave_as(first), backward=True, scale=SCALE)
+            except RuntimeError as problem:
+                if not self._moved or isinstance(problem, torch.OutOfMemoryError):
+                    raise
+                self._second()  # raises too, if the state of the first part is not the reason
+                return AdditivityResult(self._state_that_fails(first, problem))
             again = self._second()
         except (torch.OutOfMemoryError, Uncheckable):
             raise
@@ -375,6 +382,11 @@ class _Test:
             f"and the loss depends on it: that of the same samples is {again.total:.6g} before and "
             f"{second.total:.6g} after"
         )
+        return tuple(self._finding(key, first, why) for key in self._moved[:4])
+
+    def _state_that_fails(self, first: SampleRun, problem: Exception) -> tuple[AuditFinding, ...]:
+        """Return the state with which the next micro-batch cannot run: the hidden state of rows."""
+        why = f"and the next micro-batch cannot run with it ({problem!r})"
         return tuple(self._finding(key, first, why) for key in self._moved[:4])
 
     def _carried_over(self, again: SampleRun) -> tuple[AuditFinding, ...]:

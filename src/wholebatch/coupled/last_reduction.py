@@ -48,6 +48,16 @@ class Reduction:
     sizes: tuple[int, ...]
     """Shape of what was reduced; () if the graph does not tell."""
     scales: tuple[Scale, ...]
+    labels: float | None = None
+    """The number of labels, or the sum of their weights, that a cross-entropy divided by."""
+
+    @property
+    def divisor(self) -> float | None:
+        """The number that a sum was divided by to be a mean; None if the graph does not tell."""
+        if self.kind == "mean":
+            return self.count if self.labels is None else self.labels
+        is_divided = bool(self.scales) and self.scales[-1].operation == "divided"
+        return self.scales[-1].by if self.kind == "sum" and is_divided else None
 
     @property
     def count(self) -> int:
@@ -98,7 +108,14 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
             shape = tuple(given.shape) if isinstance(given, Tensor) else ()
             if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
                 shape = shape[:1] + shape[2:]
-            yield Reduction("mean" if reduction == 1 else "sum", name, shape, scales)
+            labels = getattr(node, "_saved_total_weight", None) if reduction == 1 else None
+            yield Reduction(
+                "mean" if reduction == 1 else "sum",
+                name,
+                shape,
+                scales,
+                None if labels is None else float(labels),
+            )
         else:
             yield Reduction("unknown", name, (), scales)
 

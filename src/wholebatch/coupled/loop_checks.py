@@ -5,8 +5,8 @@ Your own loop passes its losses, but runs the forwards itself. So only this is t
 1. a loss of the whole batch (`wb.losses.info_nce`), by its type;
 2. layers that no micro-batch can compute for the batch, by their type;
 3. a mean given as a sum, or a sum as a mean, by the last reduction of the loss;
-4. a mean that is divided by the number of steps, or scaled by a GradScaler; means of uneven
-   micro-batches that count alike, by a warning;
+4. a mean that is divided by the number of steps, or scaled by a GradScaler; means whose units do
+   not follow what they are means over (in windows 1, 2, 4, 8, ...);
 5. a loss that compares samples: rows of the model's outputs linked by its second derivative;
 6. a model whose samples act on each other, or whose forward changes state: its first call is made
    again on two parts.
@@ -35,10 +35,10 @@ from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
+from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
-from wholebatch.warn_user import warn_user
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.window import (
     graph_nodes,
@@ -70,7 +70,7 @@ def sum_or_mean(
         text = (
             f"total is {made}, and must be the sum over its units={number}: its "
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
-            f"say that it is a mean: backward(mean=..., units={number})"
+            f"say that it is a mean: backward(mean=..., units={_over(first, units)})"
         )
         return AuditFinding(_LOSS, first.function, "mean", text)
     if is_mean and units > 1 and all(map(_is_summed_loss, terms)):
@@ -93,6 +93,13 @@ def _is_mean(term: Reduction, units: float) -> bool:
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = by_units and units > 2 and term.count != units * units
     return term.kind == "mean" or (term.kind == "sum" and is_divided)
+
+
+def _over(term: Reduction, units: float) -> str:
+    """Return what a mean is over, as the advice gives it."""
+    if term.labels is None or term.labels == units:
+        return f"{units:g}"
+    return f"{term.labels:g}), which is what it is a mean over (not {units:g}"
 
 
 def _is_summed_loss(term: Reduction) -> bool:
@@ -244,7 +251,9 @@ class LoopChecks:
     def __init__(self, models: Iterable[nn.Module], *, audit: bool = True) -> None:
         self._models, self._audits = list(models), audit
         self.active = audit
-        """False after the first window: nothing more is checked but the type of losses."""
+        """False after the first window: then only types and units of losses are checked."""
+        self.tests_units = False
+        """True in windows 1, 2, 4, 8, ...: units of means are compared with the graph."""
         self._norms = {norm for model in self._models for _, norm in batchnorms(model)}
         self._handles: list[Any] = []
         self._depth = 0
@@ -254,12 +263,16 @@ class LoopChecks:
         self._calls: list[AuditFinding] = []
         self._called: set[nn.Module] = set()
         self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []
-        self._means: list[tuple[float, int]] = []  # units and rows of means
+        self._means = MeanUnits()
         self._warned = False
+        self._stopped = False
 
     def begin_window(self, number: int) -> None:
         """Refuse a BatchNorm that is new in a model; `number` counts windows from 1."""
-        if self._audits and is_tested_window(number):
+        is_tested = self._audits and is_tested_window(number)
+        self.tests_units = is_tested and not self._stopped
+        self._means.begin_window()
+        if is_tested:
             refuse_new_norms(self._models, self._norms)
 
     def watch(self, *, calls: bool = True) -> None:
@@ -295,7 +308,7 @@ class LoopChecks:
         if not self._audits or not in_parts:
             return
         refuse_in_parts(total)
-        if not self.active:
+        if not self.active and not (self.tests_units and mean is not None):
             return
         if isinstance(total, Loss | Terms):
             given = [(term.total, term.units) for term in terms_of(total).values()]
@@ -304,16 +317,25 @@ class LoopChecks:
         for loss, of in given:
             if loss.grad_fn is not None:  # else no loss at all, which is refused elsewhere
                 try:
-                    self._check(loss, check_units(of), mean is not None, steps)
+                    reductions = last_reductions(loss)
+                    if self.active:
+                        self._check(loss, reductions, check_units(of), mean is not None, steps)
+                    if mean is not None and self.tests_units:
+                        self._means.add(reductions, float(check_units(of)))
                 except RuntimeError as error:
                     refuse_freed_graph(error)
                     raise
 
-    def _check(self, loss: Tensor, units: Units, is_mean: bool, steps: int) -> None:
-        reductions, number = last_reductions(loss), float(units)
+    def _check(
+        self,
+        loss: Tensor,
+        reductions: Sequence[Reduction],
+        units: Units,
+        is_mean: bool,
+        steps: int,
+    ) -> None:
+        number = float(units)
         self._reductions.append((reductions, None if is_mean else units))
-        if is_mean and self._outputs:
-            self._means.append((number, max(map(len, self._outputs))))
         found = [
             *(layer for model in self._models for layer in refused_by_type(model)),
             sum_or_mean(reductions, number, is_mean),
@@ -336,30 +358,21 @@ class LoopChecks:
     def end_micro_batch(self) -> None:
         """Forget the outputs of a micro-batch, after its backwards."""
         self._outputs.clear()
+        self._means.end_micro_batch()
 
     def end_window(self, micro_batches: int = 0) -> None:
         """End the first window; refuse means divided by its number of micro-batches."""
         if self.active:
-            self.stop()
+            self.active = False
+            self.take_hooks_off()
+            self._outputs.clear()
             self._warn_of_division(micro_batches)
-            self._warn_of_same_units()
             self._reductions.clear()
-
-    def _warn_of_same_units(self) -> None:
-        """Warn of means with the same units whose micro-batches differ in size."""
-        units, rows = {units for units, _ in self._means}, [rows for _, rows in self._means]
-        if len(units) == 1 and len(set(rows)) > 1:
-            warn_user(
-                f"micro-batches of {', '.join(map(str, rows[:8]))} rows count the same: each is a "
-                f"mean over units={units.pop():g}. If the loss is a mean over samples or tokens, "
-                "give their number as units=, such as len(labels). If each micro-batch has as many "
-                "units (one graph, one episode), nothing is wrong; "
-                'warnings.filterwarnings("ignore", "micro-batches of") silences this warning'
-            )
 
     def stop(self) -> None:
         """Take the hooks off the models, and check nothing more but the type of losses."""
-        self.active = False
+        self.active = self.tests_units = False
+        self._stopped = True
         self.take_hooks_off()
         self._outputs.clear()
 

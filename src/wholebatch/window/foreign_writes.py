@@ -16,12 +16,15 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from wholebatch.errors import WindowError
+from wholebatch.warn_user import warn_user
 from wholebatch.window.close import read_scalars
 from wholebatch.window.window import Window, is_tested_window
 
@@ -118,6 +121,26 @@ def _depends_on_mode(module: nn.Module) -> bool:
     rates = [v for name, v in held if "drop" in name or name == "p"]
     rates = [rate for rate in rates if isinstance(rate, int | float)]
     return any(rates) if rates else True
+
+
+def warn_of_empty_steps(owner: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of a `step()` of these optimizers without any gradient, as long as `owner` lives.
+
+    A loop that kept the lines after its backward calls it after the window has made its update.
+    """
+
+    def warn(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        has_closure = any(one is not None for one in (*args[1:], *kwargs.values()))
+        gradients = (one.grad for group in optimizer.param_groups for one in group["params"])
+        if not has_closure and all(gradient is None for gradient in gradients):
+            warn_user(
+                "optimizer.step() found no gradients: the window's last backward has made the "
+                "update. Remove optimizer.step(), optimizer.zero_grad() and gradient clipping "
+                "from the loop, which have no effect there; clip_norm= clips"
+            )
+
+    for optimizer in optimizers:
+        finalize(owner, optimizer.register_step_pre_hook(warn).remove)
 
 
 _WHY = {
