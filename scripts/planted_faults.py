@@ -270,7 +270,10 @@ FAULTS = (
     ),
     Fault(
         "counted-labels-trimmed",
-        (("lengths = [max(pair) for pair in zip(lengths, _ends(counted), strict=True)]", "pass"),),
+        (
+            ("zip(lengths, _ends(counted), strict=True)", "zip(lengths, strict=True)"),
+            ("zip(lengths, _ends(labels != _IGNORED), strict=True)", "zip(lengths, strict=True)"),
+        ),
         BATCH,
     ),
     # Ranks.
