@@ -411,7 +411,8 @@ def run(tests: list[str], jobs: int, limit: float) -> tuple[bool, str]:
         return True, f"did not end within {limit:.0f} s"
     lines = made.stdout.strip().splitlines() or made.stderr.strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return made.returncode == 1, (failed or lines)[-1][:160]
+    # pytest-xdist ends with 2, as if interrupted, where it stops at the first failure.
+    return made.returncode in (1, 2) and bool(failed), (failed or lines)[-1][:160]
 
 
 def main() -> int:
