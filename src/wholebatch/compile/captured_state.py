@@ -444,7 +444,7 @@ class _Attributes:
             part for one in modules for part in (one._parameters, one._buffers, one._modules)
         ]
         # Held, so that no other object gets the identity of one.
-        self._held = [value for part in self._parts for value in part.values()]
+        self._held: list[Any] = [value for part in self._parts for value in part.values()]
         self._dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
         self._tensors = [
             (one, name) for one in self._all for name, v in one.items() if isinstance(v, Tensor)
