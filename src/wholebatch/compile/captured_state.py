@@ -444,8 +444,9 @@ class _Attributes:
             part for one in modules for part in (one._parameters, one._buffers, one._modules)
         ]
         # Held, so that no other object gets the identity of one.
-        self._held: list[Any] = [value for part in self._parts for value in part.values()]
-        self._dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
+        self._held = [value for part in self._parts for value in part.values()]
+        kinds = (Tensor, nn.Parameter)
+        self._dense: list[Any] = [one for one in self._held if type(one) in kinds]
         self._tensors = [
             (one, name) for one in self._all for name, v in one.items() if isinstance(v, Tensor)
         ]
