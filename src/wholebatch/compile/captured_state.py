@@ -445,7 +445,8 @@ class _Attributes:
         ]
         # Held, so that no other object gets the identity of one.
         self._held = [value for part in self._parts for value in part.values()]
-        self._dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
+        kinds = (Tensor, nn.Parameter)
+        self._dense: list[Any] = [one for one in self._held if type(one) in kinds]
         self._tensors = [
             (one, name) for one in self._all for name, v in one.items() if isinstance(v, Tensor)
         ]
