@@ -29,7 +29,7 @@ Sums: TypeAlias = dict[str, Tensor]
 
 
 def moe_loss(
-    loss: Callable[[Any, Any], Any] = causal_lm,
+    loss: Callable[[Any, Any], Any] | None = None,
     *,
     balance: float | None = None,
     z: float = 0.0,
@@ -46,7 +46,7 @@ def moe_loss(
     of probabilities and chosen experts (tokens, k); `mask` is 0 for tokens that do not count.
 
     Args:
-        loss: The loss of the model without its balance term.
+        loss: The loss of the model without its balance term. Default: `wb.causal_lm`.
         balance: Weight of the load-balancing loss. Default: the model's own.
         z: Weight of the router z-loss, the mean of logsumexp(logits)².
         top_k: Experts per token. Default: the model's own.
@@ -58,7 +58,7 @@ def moe_loss(
         raise OptionError(f'layers={layers!r}: must be "together" or "each"')
     if top_k is not None and top_k < 1:
         raise OptionError(f"top_k={top_k}: must be a positive number of experts, or None")
-    mixture = _Mixture(loss, balance, z, top_k, layers == "each")
+    mixture = _Mixture(loss or causal_lm, balance, z, top_k, layers == "each")
     return Coupled(mixture.encode, mixture.whole, keep=keep, addends=mixture.addends)
 
 
