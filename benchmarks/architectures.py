@@ -528,7 +528,7 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
 
 
 # What is known of a row beyond what it holds, by the model and the date of the row.
-_REMARKS = {
+_REMARKS: dict[tuple[str, str | None], str] = {
     ("resnext50_32x4d", "2026-11-18"): (
         "a graph was compiled and recorded, but the windows at the end ran eagerly. The row does "
         "not hold the reason."

@@ -235,14 +235,14 @@ def table(rows: list[Row]) -> str:
 SHORT = {
     "the last micro-batch has 1 sample, not 8": "a smaller last micro-batch",
     "different numbers of tokens": "different numbers of tokens",
-    "short last window: 2 of 4": "a short last window",
+    "short last window: 2 of 4": "too few micro-batches, at the end",
 }
 """The rows of the README's table, and their names there."""
 
 
 def short_table(rows: list[Row]) -> str:
     """Return the three rows of the README."""
-    lines = ["| a window with | usual loop | wholebatch |", "|---|---:|---:|"]
+    lines = ["| an update with | usual loop | wholebatch |", "|---|---:|---:|"]
     for row in rows:
         if row.case in SHORT:
             ours = max(row.accumulator, row.whole_batch)

@@ -6,6 +6,7 @@ take part in the updates of the others.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -242,6 +243,7 @@ class Accumulator(HasWindow):
         self._earlier: Sequence[Accumulator] = ()  # those whose windows close before this one's
         self._guards: list[Any] = []  # hooks on the models, from their update to the next item
         self._watch(self._next_size())
+        _accumulators.add(self)
 
     def __del__(self) -> None:
         window = getattr(getattr(self, "_window", None), "open", None)
@@ -694,6 +696,17 @@ class Accumulator(HasWindow):
         self._places = 0
         self._feed = None
         self._resume = saved
+
+
+_accumulators: WeakSet[Accumulator] = WeakSet()
+
+
+@atexit.register
+def _warn_of_open_windows() -> None:
+    """Warn at the end of a script: later, the names of this module may be gone."""
+    for one in list(_accumulators):
+        one.__del__()
+        one._turn.failed = True  # nothing more is expected of it
 
 
 def _without_budget(memory: Memory | None) -> Memory:

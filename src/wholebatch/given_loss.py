@@ -5,16 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wholebatch.errors import LossError
-from wholebatch.losses.loss import (
-    Loss,
-    Terms,
-    Units,
-    check_total,
-    check_units,
-    is_known_to_be_zero,
-    mean_loss,
-    refuse_lost_mean,
-)
+from wholebatch.losses.loss import Loss, Terms, Units, check_total, check_units, mean_loss
 from wholebatch.window.close import check_terms
 
 
@@ -45,8 +36,7 @@ def given_loss(
         return total.total, total.units
     if isinstance(total, Terms):
         check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
-    loss = total if mean is None else mean
-    if loss is None:
+    if total is None and mean is None:
         raise LossError(
             "backward() without a loss: give total, the sum over its units, or mean=, the mean "
             "over them, with units="
@@ -60,10 +50,7 @@ def given_loss(
             "weights that total is a sum over. If it is a mean, call backward(mean=..., "
             "units=...)"
         )
-    loss = check_total(loss, "total" if mean is None else "mean")
-    units = check_units(units)
     if mean is None:
-        return loss, units
-    if is_known_to_be_zero(units):
-        refuse_lost_mean(mean)
-    return mean_loss(mean, units).total, units
+        return check_total(total), check_units(units)
+    found = mean_loss(mean, units)
+    return found.total, found.units

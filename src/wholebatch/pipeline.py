@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from wholebatch.batch import batch_size_of, split, to_device
+from wholebatch.batch.samples import is_positive
 from wholebatch.coupled.normalisation_layers import (
     uses_batch_statistics,
     whole_batch_norms,
@@ -226,7 +227,7 @@ class Pipelined(Sync):
             self.after_update()
 
     @contextmanager
-    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
         yield  # the schedule makes the backwards
 
     def reduce_now(self, parameters: Parameters) -> None:
@@ -294,7 +295,7 @@ class Pipeline(HasWindow):
         stages = _stages(stage)
         if not callable(loss):
             raise OptionError(f"loss={loss!r}: must be a function of output and target")
-        if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+        if not is_positive(micro_batch):
             raise OptionError(f"micro_batch={micro_batch!r}: must be a positive number of samples")
         if isinstance(clip_norm, Sequence):
             raise OptionError(

@@ -80,6 +80,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
     said = capfd.readouterr().err
     assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample needs ")
     assert "use a smaller model, shorter samples, a larger device, or a sharded model" in said
+    assert 'wb.Memory(optimizer_state="host")' in said
     assert not out.exists()
 
 

@@ -46,7 +46,8 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     assert "<noscript>" in body
     assert "Verdict: verdict.json" in body
     assert "<p>same update: 0 off</p>" in body
-    assert "<th>of samples</th><td>256</td>" in body
+    assert '<span class="mark right">✓</span>Verdict' in body
+    assert "<th>samples in the batch</th><td>256</td>" in body
     assert "<th>same</th>" not in body
     [plots] = re.findall(r"const plots = (.*);\n", text)
     curves = {plot["title"]: plot["traces"] for plot in json.loads(plots)}

@@ -121,7 +121,7 @@ def test_each_slice_of_a_loss_is_done_before_the_next(
 
     chosen = choose(precision, "cpu")
     plain = _run(Reader(), loss, chosen, fuses=False)
-    fusions = Fusions(entropy=True)
+    fusions = Fusions(entropy=True, products_in_full=True)
     rewritten, outputs, added = run_rewritten(Reader(), in_slices, chosen, fusions)
     assert distance([outputs[0]], [plain[1][0]]) <= 1e-6
     assert distance(added, plain[2]) <= (1e-6 if precision == "full" else 4e-3)

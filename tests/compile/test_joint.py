@@ -90,7 +90,7 @@ def test_tied_weights_padding_attention_and_unused_layers() -> None:
     # What has a gradient is decayed: that of the unused layer must be None, not zero.
     whole.assert_same(model)
     assert train._runner.executor.notes.history[0].endswith(
-        "0 weight gradients and 1 embeddings add themselves"
+        "2 weight gradients and 1 embeddings add themselves"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -196,3 +198,18 @@ def test_without_over_the_count_closes_and_flush_takes_the_tail() -> None:
     assert step is not None
     assert step.micro_batches == 1
     whole.assert_same(model)
+
+
+_ENDS_OPEN = """
+import torch, wholebatch as wb
+model = torch.nn.Linear(2, 1)
+acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+acc.backward(model(torch.ones(4, 2)).square().sum(), units=4)
+"""
+
+
+def test_a_script_that_ends_in_a_window_is_warned() -> None:
+    ended = subprocess.run([sys.executable, "-c", _ENDS_OPEN], capture_output=True, text=True)
+    assert ended.returncode == 0
+    assert "deleted with an open window (micro-batches in it: 1)" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -29,6 +29,19 @@ PLOTS = {
 }
 """The plots of the page: the field of a record, its title, and its axis."""
 
+_RIGHT, _WRONG, _UNKNOWN = ("✓", "right"), ("✗", "wrong"), ("?", "unknown")
+_LABELS = {
+    "loop": "loop",
+    "of_samples": "samples in the batch",
+    "samples": "samples compared",
+    "micro_batches": "micro-batches",
+    "undivided": "batch not split (BatchNorm)",
+    "precision": "precision",
+    "device": "device",
+    "ranks": "ranks",
+    "seconds": "seconds that the proof took",
+}
+"""The plain values of a verdict, as the page names them."""
 _MOST_POINTS = 2000
 COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#a34fc4", "#c49a00", "#6b7280")
 """One colour for each run, that can be read on white and on dark grey."""
@@ -93,7 +106,7 @@ def page(sources: list[Path], *, title: str) -> str:
         title=title,
         runs=runs,
         verdicts=verdicts,
-        plots=[_plot(runs, *plot) for plot in PLOTS.items()] if runs else [],
+        plots=[_plot(runs, *plot) for plot in _plots_of(runs).items()] if runs else [],
         settings=[
             (key.replace("_", " "), [_shown(run["settings"].get(key)) for run in runs])
             for key in settings
@@ -114,7 +127,12 @@ def _read_run(path: Path) -> dict[str, Any]:
     about = {key: config.get(key) for key in ("recipe", "device", "ranks", "parallel")}
     versions = config.get("versions") or {}
     settings = {**about, **versions, **config["settings"]}
-    return {"path": path, "settings": settings, "records": _records(path / "metrics.jsonl")}
+    return {
+        "path": path,
+        "settings": settings,
+        "unit": config.get("unit", "units"),
+        "records": _records(path / "metrics.jsonl"),
+    }
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -143,13 +161,27 @@ def _read_verdict(path: Path) -> dict[str, Any]:
     found = load_json(path, OptionError, path)
     if not isinstance(found, dict):
         raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
-    plain = str | int | float | bool
-    rows = [
-        (key.replace("_", " "), _shown(value))
-        for key, value in found.items()
-        if isinstance(value, plain) and key not in ("line", "same")
-    ]
-    return {"name": path.name, "line": found.get("line", ""), "rows": rows}
+    compared = [found[key] for key in ("gradient", "update", "float64") if found.get(key)]
+    return {
+        "name": path.name,
+        "line": found.get("line", ""),
+        "mark": _RIGHT if found.get("same") else _WRONG if found.get("judged", True) else _UNKNOWN,
+        "compared": [
+            [one["what"], *(_percent(one[key]) for key in ("distance", "tolerance"))]
+            for one in compared
+        ],
+        "table": found.get("table", ()),
+        "advice": [
+            *found.get("advice", ()),
+            *((one["kind"], one["evidence"], one["advice"]) for one in found.get("causes", ())),
+        ],
+        "notes": found.get("notes", ()),
+        "rows": [
+            (label, _shown(found[key]))
+            for key, label in _LABELS.items()
+            if found.get(key) not in (None, False, "")
+        ],
+    }
 
 
 def _short_names(paths: list[Path]) -> list[str]:
@@ -177,6 +209,13 @@ def _plot(runs: list[dict[str, Any]], field: str, words: tuple[str, str]) -> dic
             name = f"{run['name']}, held out"
             traces.append({"name": name, "line": dotted, "mode": "lines+markers", **held_out})
     return {"title": words[0], "axis": words[1], "traces": traces}
+
+
+def _plots_of(runs: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Return the plots, with the recipe's own word for its units if all runs have the same."""
+    units = {str(run["unit"]) for run in runs}
+    unit = units.pop() if len(units) == 1 else "units"
+    return {**PLOTS, "units_per_second": ("Throughput", f"{unit} per second")}
 
 
 def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
@@ -224,6 +263,13 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
 def _time(seconds: float | None) -> str | None:
     """Return a time of `metrics.jsonl` in this machine's time zone."""
     return None if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+
+
+def _percent(part: float | None) -> str:
+    """Return a relative error: in percent, or as a power of ten if it is tiny."""
+    if part is None:
+        return "not finite"
+    return f"{part:.1%}" if part >= 1e-3 else f"{part:.1e}"
 
 
 def _size(number: int | None) -> str | None:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class ScaleOptions:
     lr_rule: str | None = choice(
         "linear|sqrt|none",
         "How the learning rate follows the batch size. Without --lr, the factor is shown. Default: "
-        "linear.",
+        "linear, with sqrt beside it.",
         _FOLLOWS,
         default=None,
     )
@@ -168,6 +168,8 @@ def _follows(options: ScaleOptions, batch: int | None) -> Iterator[_Follower]:
     rule = options.lr_rule or "linear"
     if {"--lr", "--lr-rule"} & asked or not {"--warmup", "--betas", "--weight-decay"} & asked:
         yield _rate(options.lr, rule, base, batch)
+        if options.lr_rule is None:
+            yield replace(_rate(options.lr, "sqrt", base, batch), name="lr_sqrt", label="")
     if options.warmup is not None:
         yield _warmup(options.warmup, samples, base, batch)
     if options.betas is not None:

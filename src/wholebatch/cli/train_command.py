@@ -101,6 +101,7 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
             about = {
                 "recipe": recipe.known_as,
                 "recipe_sha256": recipe.digest,
+                "unit": recipe.unit,
                 "schedule_updates": horizon,
                 **_about_here(world),
             }

@@ -18,7 +18,7 @@ import functools
 import operator
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -399,13 +399,8 @@ class Fingerprint:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
-        self._modules = [_Attributes(name, module) for name, module in model.named_modules()]
-        self._dicts = [one for module in self._modules for one in module.dicts]
-        self._parts = [one for module in self._modules for one in module.parts]
-        self._dense = [one for module in self._modules for one in module.dense]
-        self._readers = [(module.read, module.all) for module in self._modules]
-        self._hold_tensors = [module for module in self._modules if module.tensors]
-        self._as_found = self._all_modules()
+        self._model = _Attributes("", list(model.modules()))
+        self._modules = [_Attributes(name, [module]) for name, module in model.named_modules()]
         self._reach = Reach(model, loss, every=False)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._watched: list[tuple[Tensor, int]] = []
@@ -416,8 +411,8 @@ class Fingerprint:
 
     def accept_tensors(self) -> None:
         """Take tensors as unchanged: all were put back, which counts as a write into each."""
-        for module in self._modules:
-            module.accept_tensors()
+        for part in (self._model, *self._modules):
+            part.accept_tensors()
         self._reach.accept_tensors()
         self._watched = [(tensor, version_of(tensor)) for tensor, _ in self._watched]
 
@@ -425,30 +420,13 @@ class Fingerprint:
         """Return the name of the first thing that has changed, or None."""
         if self._deterministic != torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms"
-        for module in () if self._hold_together() else self._modules:
+        # All modules at once first: one by one takes much longer.
+        for module in () if self._model.hold() else self._modules:
             if not module.hold():
                 return module.name
         if any(version_of(tensor) != version for tensor, version in self._watched):
             return "a tensor on the host"
         return self._reach.changed()
-
-    def _all_modules(self) -> tuple[list[Any], ...]:
-        """Return what is compared of all modules at once; one by one takes much longer."""
-        return (
-            list(map(len, self._dicts)),
-            list(map(id, chain.from_iterable(part.values() for part in self._parts))),
-            list(map(Tensor.stride, self._dense)),
-            list(map(operator.attrgetter("dtype"), self._dense)),
-            [read(attributes) for read, attributes in self._readers],
-        )
-
-    def _hold_together(self) -> bool:
-        """True if no module has changed; False if one may have."""
-        try:
-            same = self._all_modules() == self._as_found
-        except KeyError:  # an attribute is gone
-            return False
-        return same and all(module.hold() for module in self._hold_tensors)
 
     def holds(self) -> bool:
         """True if nothing has changed."""
@@ -456,21 +434,23 @@ class Fingerprint:
 
 
 class _Attributes:
-    """The plain attributes of one module, and the identities of its tensors and submodules."""
+    """The plain attributes of modules, and the identities of their tensors and submodules."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
         self.name = f"an attribute of {name or 'the model'}"
-        self.all = vars(module)
-        replaced = _replaces_forward(self.all)
-        plain = (name for name, value in self.all.items() if _is_plain(value))
-        names = tuple(name for name in plain if not (replaced and name == "forward"))
-        self.read: Callable[[Any], Any] = operator.itemgetter(*names) if names else lambda _: None
-        self.parts = (module._parameters, module._buffers, module._modules)
-        self._held = list(_parts(module))  # so that no other object gets the identity of one
-        self.dense = [one for one in self._held if type(one) in (Tensor, nn.Parameter)]
-        self.tensors = [name for name, value in self.all.items() if isinstance(value, Tensor)]
-        self._hooks = [self.all.get(kind, ()) for kind in _HOOKS]
-        self.dicts = (self.all, *self._hooks)
+        self._all = [vars(module) for module in modules]
+        self._readers = [_reader_of(attributes) for attributes in self._all]
+        self._parts = [
+            part for one in modules for part in (one._parameters, one._buffers, one._modules)
+        ]
+        # Held, so that no other object gets the identity of one.
+        self._held = [value for part in self._parts for value in part.values()]
+        kinds = (Tensor, nn.Parameter)
+        self._dense: list[Any] = [one for one in self._held if type(one) in kinds]
+        self._tensors = [
+            (one, name) for one in self._all for name, v in one.items() if isinstance(v, Tensor)
+        ]
+        self._hooks = [one.get(kind, ()) for one in self._all for kind in _HOOKS]
         self._as_found = self._state()
         self.accept_tensors()
 
@@ -479,17 +459,18 @@ class _Attributes:
         self._states = self._tensor_states()
 
     def _tensor_states(self) -> list[tuple[int, int]]:
-        held = (self.all.get(name) for name in self.tensors)
+        held = (attributes.get(name) for attributes, name in self._tensors)
         return [(id(one), _tensor(one) if isinstance(one, Tensor) else 0) for one in held]
 
-    def _state(self) -> tuple[Any, ...]:
+    def _state(self) -> tuple[list[Any], ...]:
         return (
-            len(self.all) - _replaces_forward(self.all),
-            [id(value) for part in self.parts for value in part.values()],
+            [len(attributes) - _replaces_forward(attributes) for attributes in self._all],
+            list(map(id, chain.from_iterable(part.values() for part in self._parts))),
             # `parameter.data = ...` keeps the object, not its strides and dtype.
-            [(one.stride(), one.dtype) for one in self.dense],
+            list(map(Tensor.stride, self._dense)),
+            list(map(operator.attrgetter("dtype"), self._dense)),
             list(map(len, self._hooks)),
-            self.read(self.all),
+            [read(attributes) for read, attributes in zip(self._readers, self._all, strict=True)],
         )
 
     def hold(self) -> bool:
@@ -498,6 +479,14 @@ class _Attributes:
         except KeyError:  # an attribute is gone
             return False
         return same and self._tensor_states() == self._states
+
+
+def _reader_of(attributes: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return the function that reads the plain attributes out of this dictionary."""
+    replaced = _replaces_forward(attributes)
+    plain = (name for name, value in attributes.items() if _is_plain(value))
+    names = tuple(name for name in plain if not (replaced and name == "forward"))
+    return operator.itemgetter(*names) if names else lambda _: None
 
 
 def _replaces_forward(attributes: dict[str, Any]) -> bool:

@@ -34,6 +34,7 @@ _FOLLOWERS = (
     aten._to_copy.default,
     aten.mm.default,
     aten.sum.dim_IntList,
+    aten.addmm_.default,
     aten.add_.Tensor,
 )
 """Operations on the gradient of logits that come with it: the gradients of the last layer."""

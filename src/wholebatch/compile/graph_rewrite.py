@@ -48,6 +48,8 @@ class Fusions:
 
     products: bool = False
     """Add 16-bit products into fp32 buffers in the matrix product itself (CUDA only)."""
+    products_in_full: bool = False
+    """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
     entropy: bool = False
     """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
     shared_inputs: bool = False
@@ -264,14 +266,18 @@ class _Adder:
         self, buffer: fx.Node, part: fx.Node, parent: fx.Node | None, dtype: torch.dtype
     ) -> bool:
         node, transposed = _product_behind(part, parent)
-        if node is None or not self._options.products:
+        if node is None:
             return False
         left, right = node.args
-        if node.meta["val"].dtype not in SIXTEEN_BIT or dtype is not torch.float32:
+        its = node.meta["val"].dtype
+        if its in SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
+            # Inductor pads the product that made such rows.
+            gaps = not all(aligned(one.meta["val"]) for one in node.all_input_nodes)
+            target: Any = fused.add_product(gaps=True) if gaps else fused.add_product()
+        elif its is dtype and self._options.products_in_full:
+            target = aten.addmm_.default
+        else:
             return False
-        # Inductor pads the product that made such rows.
-        gaps = not all(aligned(one.meta["val"]) for one in node.all_input_nodes)
-        target: Any = fused.add_product(gaps=True) if gaps else fused.add_product()
         with self._graph.inserting_before(node):
             if transposed:  # (A B)ᵀ = Bᵀ Aᵀ
                 left, right = (

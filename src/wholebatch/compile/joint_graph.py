@@ -98,6 +98,7 @@ class JointStep:
         products = can_add_products(device)
         return Fusions(
             products=products,
+            products_in_full=not self.compiled,
             entropy=can_fuse_entropy(device),
             shared_inputs=products,
             gelu=self.compiled and device.type == "cuda",

@@ -161,7 +161,7 @@ class Replicated(Sync):
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
 
-    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
+    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
         if any(model.require_backward_grad_sync for model in self._models):
             raise WindowError(
                 "DistributedDataParallel's own synchronisation was switched on again, so gradients "
@@ -169,7 +169,7 @@ class Replicated(Sync):
             )
         if not reduces:
             return nullcontext()
-        return self._buckets_of(parameters).reducing(overlap=overlap)
+        return self._buckets_of(parameters).reducing(overlap=True)
 
     def reduce_now(self, parameters: Parameters) -> None:
         with self._buckets_of(parameters).reducing(overlap=False):

@@ -151,7 +151,6 @@ class DeepSpeed(Sync):
             )
 
     def begin(self, parameters: Parameters) -> None:
-        super().begin(parameters)
         if self._order is not None:
             self._order.value, self._order.reached = 0, {}
         if self._failed:
@@ -166,7 +165,7 @@ class DeepSpeed(Sync):
             )
 
     @contextmanager
-    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(reduces)
         if self._order is not None:
             self._order.backward += 1
@@ -233,7 +232,6 @@ class DeepSpeed(Sync):
 
     def discard(self) -> None:
         """Clear the gradients as DeepSpeed does after an overflow; after a step none are left."""
-        super().discard()
         optimizer = self._engine.optimizer
         for host in self._host_copies() if self._offloads else ():
             if host.grad is not None:
@@ -253,7 +251,6 @@ class DeepSpeed(Sync):
 
     def restore(self) -> None:
         """Let the engine count its own accumulation steps again."""
-        super().restore()
         self._engine.set_gradient_accumulation_boundary(None)
 
 

@@ -70,11 +70,10 @@ class Sharded(Sync):
             module.set_reshard_after_backward(False, recurse=False)
 
     def begin(self, parameters: Parameters) -> None:
-        super().begin(parameters)
         self.before_forwards()  # in a stream: from its first backward on
 
     @contextmanager
-    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Iterator[None]:
+    def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
         for module in self._modules:
             module.set_requires_gradient_sync(reduces or self._sums_every, recurse=False)
             if self._is_hybrid:
@@ -103,12 +102,10 @@ class Sharded(Sync):
                 module.reshard()
 
     def discard(self) -> None:
-        super().discard()
         self._free_gathered()
 
     def restore(self) -> None:
         """Switch reductions on again, as is the default: FSDP2 does not tell what was set."""
-        super().restore()
         self._free_gathered()
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)

@@ -6,7 +6,6 @@ group's timeout is over; `shorten_timeout` makes that soon, once all ranks are u
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -104,10 +103,9 @@ def largest_over_ranks(value: float) -> float:
     """Return the largest over all ranks: decisions must be the same on all of them."""
     if world_size() == 1:
         return value
-    there = torch.tensor(min(value, 1e30), dtype=torch.float64, device=_device_of_collectives())
+    there = torch.tensor(value, dtype=torch.float64, device=_device_of_collectives())
     dist.all_reduce(there, op=dist.ReduceOp.MAX)
-    found = float(there)
-    return math.inf if found >= 1e30 else found
+    return float(there)
 
 
 def all_meet(name: str, seconds: float) -> bool:

@@ -119,7 +119,7 @@ class Sync(ABC):
         torch.autograd.backward(totals, seeds)
 
     @abstractmethod
-    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
+    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
         """Return the context of one backward; if that reduces, it has reduced on leaving."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Single(Sync):
 
     takes_graphs = True
 
-    def backward(self, parameters: Parameters, *, reduces: bool, overlap: bool) -> Context:
+    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
         return nullcontext()
 
     def reduce_now(self, parameters: Parameters) -> None:

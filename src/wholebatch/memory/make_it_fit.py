@@ -85,8 +85,8 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     last = ""
     if not helps:
         last = (
-            "; use a smaller model, shorter samples, a larger device, a sharded model, or on a "
-            'GPU wb.Memory(optimizer_state="host")'
+            "; use a smaller model, shorter samples, a larger device, or a sharded model; on a "
+            'GPU also wb.Memory(optimizer_state="host")'
         )
     return (
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"

@@ -54,7 +54,8 @@ class _Answer:
 
     def to_dict(self: Any) -> dict[str, Any]:
         """Return everything as plain data; numbers that are not finite become None."""
-        also = [n for n in ("same", "judged", "mistakes", "line") if hasattr(self, n)]
+        names = ("same", "judged", "mistakes", "line", "table", "advice", "notes")
+        also = [name for name in names if hasattr(self, name)]
         return {**finite(asdict(self)), **{name: finite(getattr(self, name)) for name in also}}
 
     def to_json(self: Any, *, indent: int | None = 2) -> str:
@@ -302,7 +303,18 @@ class LoopVerdict(_Answer):
     def __str__(self) -> str:
         if self.watched is not None and not (self.watched.windows or self.watched.not_judged):
             return self.line
-        parts, rows, before = [self.line], [], ""
+        head, *rows = self.table
+        first = 0 if any(row[0] for row in rows) else 1  # a watched loop has no name of a model
+        parts = [self.line, _table(head[first:], [row[first:] for row in rows])]
+        for name, does, instead in self.advice:
+            parts += [f"{name}: {does}", f"instead: {instead}"]
+        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+
+    @property
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the head and the rows of the table of windows."""
+        rows: list[tuple[str, ...]] = [("model", "window", "steps", "off by", "found")]
+        before = ""
         for trial in self.trials:
             far, fit = trial.right.distance, trial.found_fit
             is_measured = math.isfinite(far) and not trial.observed_by.startswith("ledger")
@@ -314,16 +326,20 @@ class LoopVerdict(_Answer):
             case = "" if trial.case in (before, "live") else trial.case
             before = trial.case
             rows.append((case, trial.name, str(trial.optimizer_steps), off, found))
-        first = 0 if any(row[0] for row in rows) else 1  # a watched loop has no name of a model
-        head = ("model", "window", "steps", "off by", "found")
-        parts.append(_table(head[first:], [row[first:] for row in rows]))
-        for key in self.mistakes:
-            parts.append(f"{MISTAKES[key].name}: {MISTAKES[key].does}")
-            parts.append(f"instead: {self._instead(key)}")
+        return rows
+
+    @property
+    def advice(self) -> list[tuple[str, str, str]]:
+        """Return, for each mistake, its name, what it does and what to do instead."""
+        return [
+            (MISTAKES[key].name, MISTAKES[key].does, self._instead(key)) for key in self.mistakes
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return the notes of all windows and of the watch, each once."""
         notes = dict.fromkeys(note for trial in self.trials for note in trial.notes)
-        notes |= dict.fromkeys(self.watched.notes if self.watched is not None else ())
-        parts += [f"note: {note}" for note in notes]
-        return "\n".join(parts)
+        return [*notes | dict.fromkeys(self.watched.notes if self.watched is not None else ())]
 
     def _instead(self, key: str) -> str:
         """Return what to do, in the trainer at hand."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -108,7 +108,8 @@ class ForwardState:
         self._has_attributes = False
         if attributes:
             self.read_attributes()
-        plain: dict[Key, Tensor] = {}  # buffers that are copied together
+        # One operation copies all buffers of a dtype: a model with BatchNorms has hundreds of them.
+        together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for module, buffers, _ in self._found:
             for name, value in buffers.items():
                 if (
@@ -116,13 +117,15 @@ class ForwardState:
                     and value.layout is torch.strided
                     and not value.requires_grad
                 ):
-                    plain[id(module), name] = value
+                    copies, found = together.setdefault((value.dtype, value.device), ([], []))
+                    copies.append(torch.empty_like(value))
+                    found.append(value)
+                    self._copies[id(module), name] = Kept(value, copies[-1])
                 elif value is not None and not nn.parameter.is_lazy(value):
                     kept = _kept(value, _DEEP, whole=True, results=results)
                     self._copies[id(module), name] = kept
-        copies = _copied_together(list(plain.values()))
-        for (key, value), copy in zip(plain.items(), copies, strict=True):
-            self._copies[key] = Kept(value, copy)
+        for copies, found in together.values():
+            torch._foreach_copy_(copies, found)
         self.random = capture_random(every=every)
 
     def read_attributes(self) -> None:
@@ -200,23 +203,6 @@ class ForwardState:
         """Return the copy of an item that is no container; None if it is not there."""
         item = self.items.get(key)
         return None if item is None else item.kept.copy
-
-
-@torch.no_grad()
-def _copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of these tensors, with one operation for each dtype and device.
-
-    A model with BatchNorms has hundreds of buffers, and every window copies them.
-    """
-    copies = [torch.empty_like(one) for one in tensors]
-    together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for copy, one in zip(copies, tensors, strict=True):
-        into, these = together.setdefault((one.dtype, one.device), ([], []))
-        into.append(copy)
-        these.append(one)
-    for into, these in together.values():
-        torch._foreach_copy_(into, these)
-    return copies
 
 
 def _plain(module: nn.Module, *, attributes: bool) -> Iterator[str]:

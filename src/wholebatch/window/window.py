@@ -568,7 +568,7 @@ class Window:
         sync, window = self.sync, self.current
         window.refuse_broken()
         try:
-            with sync.backward(window.inputs, reduces=last, overlap=True):
+            with sync.backward(window.inputs, reduces=last):
                 if sync.grows_own_graph:
                     sync.run_backward(totals, seeds)
                 else:  # into the window's parameters alone

@@ -38,10 +38,7 @@ class Terminal:
             disable=not self._live,
         )
         self._task = TaskID(0)
-        self._total = 0
-        self._done = 0
-        self._began = 0.0
-        self._began_at = 0
+        self._first = self._total = 0
         self._last_line = float("-inf")
 
     def rows(self, title: str, rows: Sequence[tuple[str, str]], *, boxed: bool = False) -> None:
@@ -70,8 +67,7 @@ class Terminal:
 
     def begin(self, *, done: int, total: int) -> None:
         """Start the progress at `done` of `total` updates."""
-        self._total, self._done, self._began_at = total, done, done
-        self._began = time.perf_counter()
+        self._first, self._total = done + 1, total
         place, saying = f"{done}/{total}", "first update …"
         self._task = self._progress.add_task(
             escape(self._name), total=total, completed=done, place=place, saying=saying
@@ -80,29 +76,21 @@ class Terminal:
 
     def update(self, *, updates: int, loss: float, units_per_second: float) -> None:
         """Show that one more window is closed."""
-        self._done = updates
-        left = self._time_left(updates)
+        self._progress.update(self._task, completed=updates)
+        left = self._progress.tasks[0].time_remaining
         saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
-        saying += f"  {left} left" if left else ""
+        saying += f"  {short_duration(left)} left" if left else ""
         place = f"{updates}/{self._total}"
-        if self._live:
-            self._progress.update(self._task, completed=updates, place=place, saying=saying)
-            return
+        self._progress.update(self._task, place=place, saying=saying)
         now = time.perf_counter()
-        is_edge = updates >= self._total or updates == self._began_at + 1
-        if is_edge or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        is_due = now - self._last_line >= _SECONDS_BETWEEN_LINES
+        if not self._live and (is_due or updates in (self._first, self._total)):
             self._last_line = now
             self.note(f"update {place}  {saying}")
 
     def end(self) -> None:
         """Stop the progress: remove the bar and restore the cursor."""
         self._progress.stop()
-
-    def _time_left(self, updates: int) -> str:
-        made = updates - self._began_at
-        if made <= 0 or updates >= self._total:
-            return ""
-        return short_duration((time.perf_counter() - self._began) / made * (self._total - updates))
 
 
 class Spinner(Progress):
