@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import textwrap
 from pathlib import Path
 
@@ -170,9 +171,18 @@ def test_wrong_usage_is_one_line_and_status_2(
     for word, path in (("LOOP", loop), ("RECIPE", recipe)):
         arguments = [argument.replace(word, str(path)) for argument in arguments]
     assert main([*arguments, "--device", "cpu"]) == 2
-    said = capsys.readouterr().err
+    parts = re.compile(r"\d of \d: ")  # which part of the proof had begun
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if not parts.match(line))
     assert message in said
-    assert len(said.splitlines()) == 1
+
+
+def test_a_log_shows_the_parts_of_the_proof(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(recipe), "--device", "cpu", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["same"]
+    assert said.err.splitlines()[3] == "4 of 6: the micro-batches"
 
 
 def test_a_file_with_half_of_a_model_is_refused(

@@ -395,7 +395,9 @@ def _show(console: Console, plan: Plan) -> None:
         console.print()
         say(console, refusal(list(plan.rungs), plan.budget), style="red")
     else:
-        larger = "" if plan.largest == plan.micro_batch else f" (up to {plan.largest} would fit)"
+        larger = ""
+        if plan.largest != plan.micro_batch:
+            larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
         console.print()
         say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
 

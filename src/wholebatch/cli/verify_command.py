@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -123,7 +126,31 @@ def verify(options: VerifyOptions) -> int:
         return _watch_script(Path(str(options.what)), options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
-        return _verify(options, kind, doing)
+        with _shown_parts(doing):
+            return _verify(options, kind, doing)
+
+
+@contextmanager
+def _shown_parts(doing: Spinner) -> Iterator[None]:
+    """Show which part of a proof runs: in the spinner, or as lines of a log."""
+
+    class Parts(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if doing.console.is_terminal:
+                doing(record.getMessage())
+            elif not doing.console.quiet:
+                print(record.getMessage(), file=sys.stderr, flush=True)
+
+    log, handler = logging.getLogger("wholebatch.verify"), Parts()
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before
 
 
 def _kind_of(what: str | None) -> str:

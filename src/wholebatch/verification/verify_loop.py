@@ -8,6 +8,7 @@ windows hide a nominal count.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,8 @@ from wholebatch.verification.window_recorder import RecordedWindow, WindowRecord
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+_log = logging.getLogger("wholebatch.verify")
 
 
 def verify_loop(
@@ -83,7 +86,8 @@ def verify_loop(
     trials: list[LoopTrial] = []
     precision, failed = "full", dict[str, Exception]()
     cases = tuple(ZOO) if case is None else (case,) if isinstance(case, str | Case) else case
-    for one in map(_case, cases):
+    for number, one in enumerate(map(_case, cases), start=1):
+        _log.info("%d of %d: the loop on the model %s", number, len(cases), one.name)
         try:
             found = _CaseTrials(loop, one, steps, optimizer or _sgd, ddp, torch.device(device))
             trials += found.all(uneven=uneven)

@@ -9,6 +9,7 @@ weighting of the micro-batches give the undivided batch (by least squares).
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,10 @@ from wholebatch.verification.verdicts import Cause, Verdict, cause
 from wholebatch.whole_batch import MicroBatch, WholeBatch
 from wholebatch.window.close import ClipNorm
 from wholebatch.window.precision import PrecisionName
+
+_log = logging.getLogger("wholebatch.verify")
+_PARTS = 6
+"""The parts of a proof that are logged as they begin."""
 
 
 @dataclass(frozen=True)
@@ -327,6 +332,7 @@ class _Proof:
     began: float
     wants_float64: bool
     notes: list[str] = field(default_factory=list)
+    _parts: int = 0
     drawn: str = ""
     """A sentence on random numbers that cannot be switched off; empty if there are none."""
 
@@ -335,16 +341,22 @@ class _Proof:
         self.of_samples = self.batch.samples
         self._check_division()
         chance = self._silence()
+        self._tell("the undivided batch")
         whole = self._largest_that_fits()
         if runs.numbers.precision == "fp16":
             runs.find_loss_scale(self.batch)
             whole = runs.whole(self.batch.whole)
+        self._tell("the undivided batch again")
         again = runs.whole(self.batch.whole)
+        self._tell("its samples in other orders")
         # In another order every sample would get other random numbers, and in float64 as well.
         others = [] if chance else runs.in_other_orders(self.batch)
+        self._tell("the micro-batches")
         ours = self._accumulated(runs)
         buffers = {name: buffer.detach().clone() for name, buffer in runs.model.named_buffers()}
+        self._tell("all of it in float64")
         float64, reference = self._in_float64(chance)
+        self._tell("the comparison")
         right = [again, *others]
         more = [] if reference is None else [reference]
         gradient = compare_gradients("gradient", runs, ours, whole, right, more=more)
@@ -378,6 +390,11 @@ class _Proof:
             causes=tuple(causes),
             **self._about(whole, ours),
         )
+
+    def _tell(self, part: str) -> None:
+        """Log which part of the proof begins: some take a minute."""
+        self._parts += 1
+        _log.info("%d of %d: %s", self._parts, _PARTS, part)
 
     def _in_float64(self, chance: list[Cause]) -> tuple[Comparison | None, Vectors | None]:
         """Run all in float64, on as many samples as fit.
