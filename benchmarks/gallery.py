@@ -289,9 +289,7 @@ class Clip(nn.Module):
 def open_clip() -> Errors:
     """Each chunk is computed again beside the kept features, so that the scale counts K times."""
     draw = torch.Generator().manual_seed(1)
-    batch = {
-        "image": torch.randn(32, 12, generator=draw, dtype=torch.float64),
-    }
+    batch = {"image": torch.randn(32, 12, generator=draw, dtype=torch.float64)}
     batch["text"] = batch["image"][:, :9] + 0.1 * torch.randn(32, 9, generator=draw)
     micros = pieces(batch, [4] * 8)
 
@@ -423,11 +421,7 @@ CASES = [
     Case("TRL, RewardTrainer", "mean of means over pairs", lambda: trl("Reward")),
     Case("timm, train.py", "BatchNorm sees one micro-batch", timm),
     Case("BigGAN-PyTorch, train_fns.py", "old gradients stay in the second step", biggan),
-    Case(
-        "transformers, run_clm_no_trainer.py",
-        "a short last window, divided by K",
-        run_clm,
-    ),
+    Case("transformers, run_clm_no_trainer.py", "a short last window, divided by K", run_clm),
     Case("nanochat, chat_sft.py", "mean of means over answer tokens; Muon", nanochat),
     Case("nanoGPT, train.py, with masked targets", "mean of means over tokens", nanogpt),
     Case("torchvision detection with loss / K", "mean of means over boxes", detection),

@@ -32,12 +32,11 @@ from wholebatch.errors import (
     StateError,
     WindowError,
 )
-from wholebatch.given_loss import given_loss
-from wholebatch.losses.loss import Loss, Terms, Units, terms_of
+from wholebatch.losses.loss import Loss, Terms, Units, check_total, check_units, mean_loss, terms_of
 from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
 from wholebatch.run_loss import Place, RunLoss, precision_of
-from wholebatch.window.close import ClipNorm
+from wholebatch.window.close import ClipNorm, check_terms
 from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
@@ -718,6 +717,53 @@ def _without_budget(memory: Memory | None) -> Memory:
             "budget; give wb.Memory(optimizer_state=...), or use WholeBatch"
         )
     return memory
+
+
+def given_loss(
+    total: Tensor | Loss | Terms | None = None,
+    units: Units | None = None,
+    mean: Tensor | None = None,
+) -> tuple[Tensor, Units]:
+    """Return the loss of a micro-batch as a sum with its graph, and its units.
+
+    It is given as a sum, a `wb.Loss` or a mean.
+
+    >>> import torch
+    >>> weight = torch.ones((), requires_grad=True)
+    >>> given_loss(weight * 6, units=3)[0].item()
+    6.0
+    >>> given_loss(mean=weight * 2, units=3)[0].item()
+    6.0
+    """
+    if mean is not None and total is not None:
+        raise LossError(
+            "backward() with both total and mean=: total is the sum over the units, mean is "
+            "the mean over them; pass one of the two"
+        )
+    if isinstance(total, Loss):
+        if units is not None:
+            raise LossError("units= with a wb.Loss, which has its own units: leave units= out")
+        return total.total, total.units
+    if isinstance(total, Terms):
+        check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
+    if total is None and mean is None:
+        raise LossError(
+            "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+            "over them, with units="
+        )
+    if units is None:
+        raise LossError(
+            "backward(mean=...) without units=: pass the number of samples, tokens or weights "
+            "that it is a mean over"
+            if mean is not None
+            else "backward(total) without units=: pass the number of samples, tokens or "
+            "weights that total is a sum over. If it is a mean, call backward(mean=..., "
+            "units=...)"
+        )
+    if mean is None:
+        return check_total(total), check_units(units)
+    found = mean_loss(mean, units)
+    return found.total, found.units
 
 
 def _leaves_of(loss: Any) -> set[int]:

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"verification"}),
     frozenset({"accumulator", "whole_batch", "pipeline"}),
     frozenset({"runner"}),
-    frozenset({"given_loss", "run_loss", "noise_scale", "make_window"}),
+    frozenset({"run_loss", "noise_scale", "make_window"}),
     frozenset({"memory"}),
     frozenset({"coupled"}),
     frozenset({"compile"}),

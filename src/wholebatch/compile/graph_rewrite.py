@@ -159,15 +159,16 @@ def _casts_of(parameter: fx.Node) -> Iterator[tuple[torch.dtype | int, fx.Node]]
 
 
 def _copied_into(graph: fx.Graph, source: fx.Graph) -> list[Any]:
-    """Copy the nodes of a graph without `detach`; return its results.
+    """Copy the nodes of a graph without `detach` and `alias`; return its results.
 
-    Nothing is differentiated when the graph runs.
+    Nothing is differentiated when the graph runs. From torch 2.15 on, a trace holds an `alias` of
+    each parameter.
     """
     made: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op == "output":
             break
-        if node.target is aten.detach.default:
+        if node.target in (aten.detach.default, aten.alias.default):
             made[node] = made[node.args[0]]
         else:
             made[node] = graph.node_copy(node, made.__getitem__)
