@@ -67,7 +67,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "has no samples"),
     "nothing": (dict, "has no tensor with a first dimension"),
-    "generator": (lambda: (one for one in [BATCH]), r"the batch \(a generator\) has no tensor"),
+    "generator": (lambda: (one for one in [BATCH]), "the batch is a generator, and step"),
     "None": (lambda: None, r"the batch \(a NoneType\) has no tensor"),
 }
 
