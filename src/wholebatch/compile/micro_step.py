@@ -640,7 +640,8 @@ class Executor:
         """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
         # Its static inputs stay: they must not lie in the gaps of memory that can be released.
         empty_cache(self._device)
-        if self._pool is None:
+        # A pool whose graphs have all been dropped cannot be used again.
+        if self._pool is None or not any(isinstance(r.run, CapturedGraph) for r in self._ready()):
             self._pool = torch.cuda.graph_pool_handle()
         try:
             return CapturedGraph(joint, inputs.tensors, seeds, pool=self._pool)
