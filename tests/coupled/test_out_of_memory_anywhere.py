@@ -92,7 +92,9 @@ def looped(micro: int, failure: OutOfMemoryAt) -> tuple[nn.Module, int]:
                 for part in pieces(samples(13), SIZES):
                     acc.run(lambda part: loss(model, part), part)
                 break
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if "the optimizer's step ran out of memory" in str(error):
+                    raise
                 acc.discard()
     return model, micro
 
