@@ -519,6 +519,11 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
             f"With these random weights bf16 itself is further than 1 from float64 in "
             f"{', '.join(rough)}: their distances say nothing about the split."
         )
+    if any(row.get("date") == "2026-11-18" for row in rows):
+        remarks.append(
+            "In the rows of 2026-11-18 the loss of the loop under `torch.compile` ran outside of "
+            "the compiled code; since then it is compiled with the model."
+        )
     remarks += [
         f"{row['name']}: {_REMARKS[row['name'], row.get('date')]}"
         for row in rows

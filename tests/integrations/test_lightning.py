@@ -246,7 +246,7 @@ def test_what_the_callback_refuses() -> None:
         fit(Module(), [ExactAccumulation()])
     by_hand = Module()
     by_hand.automatic_optimization = False
-    with pytest.raises(UnsupportedError, match=r"wb\.Accumulator in training_step"):
+    with pytest.raises(UnsupportedError, match=r"use FabricAccumulator or wb.over"):
         fit(by_hand, [ExactAccumulation()], accumulate_grad_batches=1)
 
     class OfAnIterator(Module):
