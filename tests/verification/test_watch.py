@@ -350,13 +350,19 @@ def test_windows_of_wholebatch_are_read_from_their_ledger() -> None:
 
 def test_a_verdict_says_that_units_of_the_loop_are_not_judged() -> None:
     def samples_as_units(acc: Any, model: Any, x: Any, y: Any) -> None:
-        acc.backward(mean=F.cross_entropy(model(x), y), units=len(x))
+        acc.backward(F.cross_entropy(model(x), y, reduction="sum"), units=len(x))
 
     verdict = exact_loop(samples_as_units)  # labels are masked: these units are wrong
     assert verdict.line.startswith("same update, if its units are right: the loop over 2 windows")
     assert "were taken as given and are not judged: test them with wb.verify" in verdict.line
     assert "from the undivided batch" not in str(verdict)
     assert "✓ right for the units given" in str(verdict)
+
+    def mean_of_labels(acc: Any, model: Any, x: Any, y: Any) -> None:
+        acc.backward(mean=F.cross_entropy(model(x), y), units=len(x))
+
+    with pytest.raises(wb.errors.LossError, match=r"\(labels != -100\).sum\(\)"):
+        exact_loop(mean_of_labels)
 
     def tested(acc: Any, model: Any, x: Any, y: Any) -> None:
         acc.run(
