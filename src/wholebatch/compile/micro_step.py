@@ -641,7 +641,7 @@ class Executor:
         # Its static inputs stay: they must not lie in the gaps of memory that can be released.
         empty_cache(self._device)
         # A pool whose graphs have all been dropped cannot be used again.
-        if self._pool is None or not any(isinstance(r.run, CapturedGraph) for r in self._ready()):
+        if self._pool is None or not any(ready.captured for ready in self._ready()):
             self._pool = torch.cuda.graph_pool_handle()
         try:
             return CapturedGraph(joint, inputs.tensors, seeds, pool=self._pool)
