@@ -104,7 +104,7 @@ def centred(model: nn.Module, micro: Any) -> wb.Loss:
 def test_a_loss_that_compares_samples_is_refused(inside: nn.Module, dtype: torch.dtype) -> None:
     model = Net(inside).to(dtype)
     train = wb.WholeBatch(model, sgd(model), loss=centred, micro_batch=4, batchnorm="allow")
-    says = r"the loss function \(centred\): the loss of some .* wb.Coupled\(encode, loss\)"
+    says = r"(?s)the loss function \(centred\): the loss of some .* wb.Coupled\(encode, loss\)"
     with pytest.raises(wb.errors.UnsupportedError, match=says):
         train.step(samples(10, dtype=dtype))
     assert all(module.training for module in model.modules())
