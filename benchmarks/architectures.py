@@ -535,8 +535,7 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
 # What is known of a row beyond what it holds, by the model and the date of the row.
 _REMARKS: dict[tuple[str, str | None], str] = {
     ("resnext50_32x4d", "2026-11-18"): (
-        "recorded as one graph. The row shows its last window, which was compared with eager code, "
-        "and was named after that."
+        "recorded; the row probably names its last window, where eager code ran to be compared."
     ),
     ("regnet_y_1_6gf", "2026-11-18"): (
         "its compiled graph was further from eager code than is allowed, so it was not used."
