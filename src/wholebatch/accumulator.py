@@ -168,7 +168,8 @@ class Accumulator(HasWindow):
             statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(optimizer_state=...)`.
         audit: Test the first window: a sum must not be a mean, and samples must not depend on each
-            other. With `run`, windows 2, 4, 8, ... are tested too. False skips the tests.
+            other. In windows 2, 4, 8, ... the units of means, and all that `run` is given, are
+            tested too. False skips the tests.
         close: `wb.Close(...)`, how a window ends.
     """
 

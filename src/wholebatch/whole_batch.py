@@ -59,8 +59,9 @@ class WholeBatch(HasWindow):
         model: The model, or a list or dict of models.
         optimizer: One optimizer or several. With None, call `gradient(batch)` and step yourself.
         loss: A function `loss(model, micro)` that returns `wb.mean_loss(mean, units)`,
-            `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of per-unit losses. For a
-            loss that compares samples: `wb.Coupled(encode, loss)`.
+            `wb.Loss(total, units)`, `wb.Loss.terms({...})` or a tensor of per-unit losses (without
+            those of ignored labels: each counts). For a loss that compares samples:
+            `wb.Coupled(encode, loss)`.
         micro_batch: Samples per micro-batch, a token budget `wb.tokens(4096)`, or "auto" for the
             largest that fits `memory`. `wb.samples(8, static=...)` says how to read a batch whose
             samples are not obvious.

@@ -74,7 +74,7 @@ def _text(term: Reduction, first: tuple[float, float], now: tuple[float, float])
     if term.kind == "sum":
         counted, what = "units", "what its sum is divided by"
     elif term.labels is not None and term.labels == int(term.labels) <= term.count:
-        counted, what = "labels", f"{what}, (labels != -100).sum()"
+        counted, what = "labels", f"{what}, (labels != -100).sum() of the labels that it gets"
     elif term.labels is not None:
         counted, what = "weights of labels", f"{what}, weight[labels].sum()"
     return (

@@ -35,7 +35,7 @@ SINGLE = "loss"
 _SUM_OR_MEAN = (
     "is this scalar a sum or a mean? For a sum return wb.Loss(total, units), for a mean return "
     "wb.mean_loss(mean, units), where units is the number of samples, tokens or weights; or "
-    "return the tensor of per-unit losses"
+    "return the tensor of per-unit losses, without those of ignored labels"
 )
 
 
