@@ -383,7 +383,7 @@ class Accumulator(HasWindow):
                     "pass yourself, and give its wb.Loss.terms(...) to backward()"
                 )
             place = Place(
-                first=self._places == 0,
+                index=self._places,
                 in_parts=self._in_parts,
                 steps=self._planned_steps,
                 last=is_last and not more,

@@ -137,6 +137,11 @@ class AdditivityTest:
         """True if the window that has begun is to be tested, and was not yet."""
         return self._is_due
 
+    @property
+    def turn(self) -> int:
+        """The number of tests so far: each takes another micro-batch."""
+        return self._tests
+
     def test(
         self,
         run: Callable[[Any], Any],
