@@ -33,7 +33,6 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
-from wholebatch.warn_user import warn_user
 from wholebatch.window.close import (
     CloseOptions,
     DeferredHooks,
@@ -64,8 +63,8 @@ _OTHER_UNITS = (
     "loss over other units, use wb.Loss.terms(...) after announce()"
 )
 _CLAMPED = (
-    "the loss of a micro-batch is exactly 0 over 1 unit, and another micro-batch has {:g} units. "
-    "If the units are clamped, as in max(count, 1), the window is divided by too many: pass the "
+    "the loss of a micro-batch is exactly 0 over 1 unit, and another micro-batch has %g units. If "
+    "the units are clamped, as in max(count, 1), the window is divided by too many: pass the "
     "count itself (close=wb.Close(zero_units='skip') skips a window without units)"
 )
 _log = logging.getLogger("wholebatch")
@@ -729,7 +728,7 @@ class Window:
         pairs = zip(totals, units, strict=False)
         if self._warns_of_clamped and (0.0, 1.0) in pairs and max(units) > 1:
             self._warns_of_clamped = False
-            warn_user(_CLAMPED.format(max(units)))
+            _log.warning(_CLAMPED, max(units))
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks, without a micro-batch."""
