@@ -52,9 +52,9 @@ def check_total(total: object, name: Literal["total", "mean"] = "total") -> Tens
     """
     must_be, reduce = _MUST_BE[name]
     if not isinstance(total, Tensor):
-        given, do = name, "Add losses that have the same units; others go into wb.Loss.terms({...})"
+        given = f"{name}={total!r}" if isinstance(total, Real) else name
+        do = "Add losses that have the same units; others go into wb.Loss.terms({...})"
         if isinstance(total, Real):
-            given = f"{name}={total!r}"
             do = "Give the tensor that the loss function returned, without .item() or float()"
         raise LossError(
             f"{given} is a {type(total).__name__}: must be a 0-dim tensor, {must_be}. {do}"
