@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 _BATCH, _LOOP = "Batch", "A function or script of your own"
 _NOT_JUDGED = 3
 _BUILT_IN = (
-    'each micro-batch is a dict with "x" (inputs) and "y" (labels, -100 where none counts), and the '
-    "model returns logits of x with the classes in the last dimension"
+    'each micro-batch is a dict with "x" (inputs) and "y" (labels, -100 where none counts), and '
+    "the model returns logits of x with the classes in the last dimension"
 )
 _like_train = partial(like_train, panel=_BATCH)
 _like_recipes = partial(_like_train, of_recipes=True)
