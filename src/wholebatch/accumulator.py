@@ -171,6 +171,11 @@ class Accumulator(HasWindow):
             other. In windows 2, 4, 8, ... the units of means, and all that `run` is given, are
             tested too. False skips the tests.
         close: `wb.Close(...)`, how a window ends.
+
+    Attributes:
+        epoch: Passes of `over` that have ended.
+        last_step: The Step of the last update; None before the first.
+        last_loss: The loss of the micro-batch that `run` was given last, without its graph.
     """
 
     _written_by: ClassVar[str] = "the loop"
@@ -227,7 +232,6 @@ class Accumulator(HasWindow):
         self.epoch = 0
         self.last_step: Step | None = None
         self.last_loss: Loss | None = None
-        """The loss of the micro-batch that `run` was given last, without its graph."""
         self._counts = True  # False while a micro-batch only takes part in others' collectives
         self._places = 0  # micro-batches of this window so far, also those without a backward
         self._size = 0  # how many it will have

@@ -22,7 +22,7 @@ from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge
+from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.mistakes import (
     NOT_JUDGED,
     RIGHT,
@@ -35,7 +35,7 @@ from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
-from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
+from wholebatch.verification.verdicts import EQUAL_UNITS, LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
 Loop = Callable[[Any, Any, Any], object]
@@ -237,7 +237,7 @@ class _CaseTrials:
             firsts, f"{count} {kind} micro-batches{short}", self.steps, case=self.case.name
         )
         judge.notes, judge.units = list(self.notes), [unit for row in units for unit in row]
-        if not even and kind == "equal" and count > 1:
+        if not even and kind == "equal" and count == self.steps:
             judge.notes.append(f"{self.case.name}: {EQUAL_UNITS}")
         trial = self._without_one_update(judge, ranks, steps)
         if trial is None:
