@@ -158,7 +158,8 @@ class Accumulator(HasWindow):
             `wb.by_epoch({0: 4, 8: 8})`. Or a function of the number of updates made so far.
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
-        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update;
+            ReduceLROnPlateau gets the loss of the window.
         execute: How `run` computes a micro-batch: "eager", "compile" (one compiled graph), "graph"
             (the same, captured as a CUDA graph), or "auto", which chooses by the device and by how
             long the run takes.
@@ -387,7 +388,7 @@ class Accumulator(HasWindow):
                     "pass yourself, and give its wb.Loss.terms(...) to backward()"
                 )
             place = Place(
-                first=self._places == 0,
+                index=self._places,
                 in_parts=self._in_parts,
                 steps=self._planned_steps,
                 last=is_last and not more,

@@ -69,7 +69,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class AdditivityResult:
-    """The findings of the test; not `conclusive` with fewer than two samples, or without units."""
+    """The findings of the test; not `conclusive` without two samples, units or a loss."""
 
     findings: tuple[AuditFinding, ...] = ()
     conclusive: bool = True
@@ -257,7 +257,8 @@ class _Test:
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
         found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
-        conclusive = samples.reads_outputs or all(part.units for part in parts)
+        # So does a loss of exactly 0: a triplet loss without a triplet.
+        conclusive = samples.reads_outputs or all(part.units and whole.total for part in parts)
         return AdditivityResult(found, conclusive)
 
     # ------------------------------------------------------------ causes of a loss
