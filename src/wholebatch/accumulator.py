@@ -158,7 +158,8 @@ class Accumulator(HasWindow):
             `wb.by_epoch({0: 4, 8: 8})`. Or a function of the number of updates made so far.
         clip_norm: Clip the gradient of the whole window to this norm; a list gives one norm per
             parameter group.
-        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update;
+            ReduceLROnPlateau gets the loss of the window.
         execute: How `run` computes a micro-batch: "eager", "compile" (one compiled graph), "graph"
             (the same, captured as a CUDA graph), or "auto", which chooses by the device and by how
             long the run takes.
@@ -171,6 +172,11 @@ class Accumulator(HasWindow):
             other. In windows 2, 4, 8, ... the units of means, and all that `run` is given, are
             tested too. False skips the tests.
         close: `wb.Close(...)`, how a window ends.
+
+    Attributes:
+        epoch: Passes of `over` that have ended.
+        last_step: The Step of the last update; None before the first.
+        last_loss: The loss of the micro-batch that `run` was given last, without its graph.
     """
 
     _written_by: ClassVar[str] = "the loop"
@@ -227,7 +233,6 @@ class Accumulator(HasWindow):
         self.epoch = 0
         self.last_step: Step | None = None
         self.last_loss: Loss | None = None
-        """The loss of the micro-batch that `run` was given last, without its graph."""
         self._counts = True  # False while a micro-batch only takes part in others' collectives
         self._places = 0  # micro-batches of this window so far, also those without a backward
         self._size = 0  # how many it will have
@@ -383,7 +388,7 @@ class Accumulator(HasWindow):
                     "pass yourself, and give its wb.Loss.terms(...) to backward()"
                 )
             place = Place(
-                first=self._places == 0,
+                index=self._places,
                 in_parts=self._in_parts,
                 steps=self._planned_steps,
                 last=is_last and not more,

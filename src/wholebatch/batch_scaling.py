@@ -40,7 +40,7 @@ def share_of(samples: int, *, rank: int, ranks: int) -> slice:
 class Arithmetic:
     """The division of one global batch: each rank's share and each micro-batch's size.
 
-    >>> batch = solve(global_batch=100, micro_batch=8, ranks=3)
+    >>> batch = solve(batch_size=100, micro_batch=8, ranks=3)
     >>> batch.steps, batch.shares
     (5, (34, 33, 33))
     >>> batch.micro_batches[0], batch.micro_batches[2]
@@ -49,14 +49,14 @@ class Arithmetic:
     (8 × 4 + 2) × 1 rank + (8 × 4 + 1) × 2 ranks = 100
     """
 
-    global_batch: int
+    batch_size: int
     micro_batch: int
     ranks: int
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Return the samples of each rank; their sum is the global batch."""
-        slices = (share_of(self.global_batch, rank=r, ranks=self.ranks) for r in range(self.ranks))
+        slices = (share_of(self.batch_size, rank=r, ranks=self.ranks) for r in range(self.ranks))
         return tuple(one.stop - one.start for one in slices)
 
     @property
@@ -68,7 +68,7 @@ class Arithmetic:
     @property
     def steps(self) -> int:
         """Return the most micro-batches of any rank."""
-        most = -(-self.global_batch // self.ranks)  # The share of the first rank.
+        most = -(-self.batch_size // self.ranks)  # The share of the first rank.
         return -(-most // self.micro_batch)
 
     def __str__(self) -> str:
@@ -83,18 +83,18 @@ class Arithmetic:
             )
             inner = f"({inner})" if len(runs) > 1 else inner
             terms.append(f"{inner} × {ranks} rank{'' if ranks == 1 else 's'}")
-        return f"{' + '.join(terms)} = {self.global_batch}"
+        return f"{' + '.join(terms)} = {self.batch_size}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return all values, for JSON."""
         return {
-            "global_batch": self.global_batch,
+            "batch_size": self.batch_size,
             "micro_batch": self.micro_batch,
             "steps": self.steps,
             "ranks": self.ranks,
             "shares": list(self.shares),
             "micro_batches": [list(sizes) for sizes in self.micro_batches],
-            "said": str(self),
+            "formula": str(self),
         }
 
 
@@ -104,7 +104,7 @@ MOST = 1_000_000
 
 def solve(
     *,
-    global_batch: int | None = None,
+    batch_size: int | None = None,
     micro_batch: int | None = None,
     steps: int | None = None,
     ranks: int | None = None,
@@ -114,16 +114,16 @@ def solve(
     The result is the smallest possible: the fewest steps that cover the global batch, or the
     smallest micro-batch or the fewest ranks that need no more steps.
 
-    >>> solve(micro_batch=8, steps=4, ranks=2).global_batch
+    >>> solve(micro_batch=8, steps=4, ranks=2).batch_size
     64
-    >>> solve(global_batch=64, steps=4, ranks=2).micro_batch
+    >>> solve(batch_size=64, steps=4, ranks=2).micro_batch
     8
-    >>> solve(global_batch=64, micro_batch=8, steps=4).ranks
+    >>> solve(batch_size=64, micro_batch=8, steps=4).ranks
     2
-    >>> solve(global_batch=64, micro_batch=8).steps
+    >>> solve(batch_size=64, micro_batch=8).steps
     8
     """
-    given = {"global_batch": global_batch, "micro_batch": micro_batch}
+    given = {"batch_size": batch_size, "micro_batch": micro_batch}
     given |= {"steps": steps, "ranks": ranks}
     known = {name: value for name, value in given.items() if value is not None}
     for name, value in known.items():
@@ -133,26 +133,27 @@ def solve(
     if len(missing - {"ranks"}) > 1:
         has = ", ".join(f"{name}={value}" for name, value in known.items())
         raise OptionError(
-            f"{has or 'nothing'} given: two of global_batch, micro_batch and steps are needed "
+            f"{has or 'nothing'} given: two of batch_size, micro_batch and steps are needed "
             "(ranks is 1 unless given), the rest follows"
         )
     if missing == {"ranks"}:
-        known["ranks"] = -(-known["global_batch"] // (known["micro_batch"] * known["steps"]))
+        known["ranks"] = -(-known["batch_size"] // (known["micro_batch"] * known["steps"]))
     known.setdefault("ranks", 1)
-    if "global_batch" in missing:
-        known["global_batch"] = known["micro_batch"] * known["steps"] * known["ranks"]
+    if "batch_size" in missing:
+        known["batch_size"] = known["micro_batch"] * known["steps"] * known["ranks"]
     elif "micro_batch" in missing:
-        known["micro_batch"] = -(-known["global_batch"] // (known["ranks"] * known["steps"]))
-    found = Arithmetic(known["global_batch"], known["micro_batch"], known["ranks"])
-    pieces = found.global_batch // found.micro_batch
+        known["micro_batch"] = -(-known["batch_size"] // (known["ranks"] * known["steps"]))
+    found = Arithmetic(known["batch_size"], known["micro_batch"], known["ranks"])
+    pieces = found.batch_size // found.micro_batch
     if max(pieces, found.ranks) > MOST:
         raise OptionError(
             f"{pieces:,} micro-batches on {found.ranks:,} ranks: at most {MOST:,} are supported"
         )
     if not missing and found.steps != steps:
         raise OptionError(
-            f"global_batch={global_batch}, micro_batch={micro_batch}, ranks={ranks} make "
-            f"{found.steps} steps, not steps={steps}: leave one of the four out, and it follows"
+            f"a batch of {batch_size} in micro-batches of {micro_batch} on {ranks} "
+            f"rank{'' if ranks == 1 else 's'} takes {found.steps} steps, not {steps}: leave one of "
+            "the four out, and it follows"
         )
     return found
 

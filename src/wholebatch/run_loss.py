@@ -32,8 +32,8 @@ from wholebatch.window.window import Window
 class Place:
     """The place of a micro-batch in its window."""
 
-    first: bool
-    """True if it is the first one of its window."""
+    index: int
+    """The number of micro-batches of its window before it."""
     in_parts: bool
     """True if it is not the whole global batch."""
     steps: int
@@ -116,17 +116,21 @@ class RunLoss:
             self._micro = None
 
     def _test_window(self) -> None:
-        """Refuse a loss that does not add up, at the start of windows 1, 2, 4, 8, ..."""
+        """Refuse a loss that does not add up, in windows 1, 2, 4, 8, ...
+
+        The first test takes the first micro-batch of its window, the next test another one.
+        """
         place = self._place
-        if place.first:
+        if place.index == 0:
             self._unmoved = None
         elif self._unmoved is not None and place.last:
             with self._precision.for_audit():
                 self._unmoved.check()
-        if not (self._is_new or place.first) or not place.in_parts:
-            return
-        self._is_new = False
-        if not self._test.begin_window(self.executor.changed()):
+        begins = place.in_parts and (self._is_new or place.index == 0)
+        if begins:
+            self._is_new = False
+            self._test.begin_window(self.executor.changed())
+        if not self._test.is_due:
             return
         given = self._micro
 
@@ -134,9 +138,11 @@ class RunLoss:
             return self._call(None, {**given, "micro": few})
 
         with self._precision.for_audit():
-            data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
-            self._test.test(run, data)
-            if not place.last and self._window.sync.ranks == 1:  # a forward may meet other ranks
+            if place.last or place.index >= self._test.turn % max(place.steps, 1):
+                data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
+                self._test.test(run, data)
+            # A forward may meet other ranks.
+            if begins and not place.last and self._window.sync.ranks == 1:
                 self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
 
     def _added(self) -> Loss:

@@ -468,6 +468,9 @@ def choose_runner(
     return Runner(model, loss, **options)
 
 
+_SUCH_AS = "such as lambda model, micro: wb.cross_entropy(model(micro[0]), micro[1])"
+
+
 def check_functions(loss: object, units: object) -> None:
     """Refuse a loss that is not callable, and `units=` with a loss that has its own units."""
     if isinstance(loss, Coupled):
@@ -478,8 +481,8 @@ def check_functions(loss: object, units: object) -> None:
             )
     elif not callable(loss) or isinstance(loss, nn.modules.loss._Loss):
         raise OptionError(
-            f"loss={loss!r}: must be a function of the model and a micro-batch, such as lambda "
-            "model, micro: wb.cross_entropy(model(micro[0]), micro[1]), or wb.Coupled"
+            f"loss={loss!r}: must be a function of the model and a micro-batch, {_SUCH_AS}, or "
+            "wb.Coupled"
         )
     else:
         _refuse_other_arguments(loss)
@@ -495,11 +498,15 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         return
     try:
         signature.bind(None, None)
+        takes_both = next(iter(signature.parameters)) not in ("input", "logits")
     except TypeError:
+        takes_both = False
+    if not takes_both:
         raise OptionError(
             f"WholeBatch calls loss(model, micro), and {getattr(loss, '__name__', loss)!s} takes "
-            f"({', '.join(signature.parameters)}): give a function of the model and a micro-batch"
-        ) from None
+            f"({', '.join(signature.parameters)}): give a function of the model and a micro-batch, "
+            f"{_SUCH_AS}"
+        )
 
 
 def modules_of(model: Any) -> tuple[nn.Module, list[nn.Module]]:

@@ -71,7 +71,8 @@ class WholeBatch(HasWindow):
             autocast; "fp8" is bf16 with linear layers in 8 bits (Hopper GPUs and newer).
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
-        scheduler: A learning-rate scheduler, or several. Each is stepped once per update.
+        scheduler: A learning-rate scheduler, or several. Each is stepped once per update;
+            ReduceLROnPlateau gets the loss of the batch.
         batchnorm: "exact" gives BatchNorm the statistics of the whole batch, which is then not
             split: it runs undivided, with checkpointed blocks if it must. "freeze" normalises with
             the running statistics, "allow" with those of each micro-batch, "refuse" raises an
@@ -84,6 +85,9 @@ class WholeBatch(HasWindow):
             couples its samples. False skips the test.
         close: `wb.Close(...)`, how a window ends: clipping by value, gradients that are not finite,
             a GradScaler, an EMA.
+
+    Attributes:
+        last_step: The Step of the last update; None before the first.
     """
 
     def __init__(

@@ -35,6 +35,8 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     text = (runs / "report.html").read_text(encoding="utf-8")
     body = re.sub(r"<script>.*?</script>", "", text, flags=re.S)
     assert "<h1>Both &amp; all</h1>" in body
+    assert "<title>Both &amp; all · wholebatch</title>" in body
+    assert "const [first, last] = [1, 3]," in text  # all plots have the same axis of windows
     for title in ("Loss", "Throughput", "Peak memory", "Gradient norm"):
         assert f"<h3>{title}</h3>" in body
     assert "&lt;b&gt;second" in body  # a name is not markup
@@ -55,6 +57,16 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     assert curves["Loss"][0]["y"] == [json.loads(line)["loss"] for line in lines]
     assert [trace["name"] for trace in curves["Loss"]][:2] == ["first", "first, held out"]
     assert "http:" not in body  # it refers to nothing outside
+
+
+def test_a_page_is_named_after_what_it_shows(command: Command, tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / f"{name}.json").write_text('{"same": true}')
+    for names, title in (("ab", "a.json, b.json"), ("abcd", "a.json, b.json, c.json and 1 more")):
+        assert command("report", *(f"{name}.json" for name in names)).status == 0
+        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert f"<title>{title} · wholebatch</title>" in text
+        assert f"<h1>{title}</h1>" in text
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_any_from_the_others(command: Command) -> None:
         (("--batch-size", 64, "--micro-batch", 8, "--ranks", 2), (64, 8, 4, 2)),
     ):
         [found] = json.loads(command("scale", *options, "--json").out)["batches"]
-        names = ("global_batch", "micro_batch", "steps", "ranks")
+        names = ("batch_size", "micro_batch", "steps", "ranks")
         assert tuple(found[name] for name in names) == expected
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(
         ),
         (
             ["--batch-size", 64, "--micro-batch", 8, "--steps", 4, "--ranks", 1],
-            "make 8 steps, not steps=4",
+            "a batch of 64 in micro-batches of 8 on 1 rank takes 8 steps, not 4",
         ),
     ],
 )

@@ -75,6 +75,28 @@ def test_functions_of_torchscript_are_traced_as_their_python() -> None:
     assert torch.equal(scripted(torch.full((2,), 3.0), 1), torch.full((2,), 9.0))
 
 
+def test_zeros_that_are_written_into_stay_apart() -> None:
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (torch.zeros(5, dtype=x.dtype) for _ in range(2))
+            first[0] = 1.0
+            second[1] = 2.0
+            out: Tensor = self.inner(x * first) + self.inner(x * second)
+            return out
+
+    model = Filled()
+    whole, train = Whole(model), traced(model)
+    for _ in range(3):
+        whole.step(samples(10))
+        train.step(samples(10))
+    assert mode_of(train) == "operations"
+    whole.assert_same(model)
+
+
 def decayed(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
 

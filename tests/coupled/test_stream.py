@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import Seen, mlp, pieces, samples, sgd, summed
+from tests.support import EXACT, Seen, distance, mlp, pieces, samples, sgd, summed
 from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.options import grouped
 
@@ -240,6 +240,30 @@ def test_no_false_alarm(loss: Callable[..., Any]) -> None:
     total, units = loss(model)
     assert acc.backward(total, units=units) is None
     acc.flush()
+
+
+def test_a_model_with_one_number_per_sample() -> None:
+    """An output of one dimension, as a regression has."""
+
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)[:, 0]
+
+    model = Regression()
+    whole = copy.deepcopy(model)
+    acc = accumulator(model, steps=2)
+    for x in data(8).split([3, 5]):
+        acc.backward((model(x) - 1).square().sum(), units=len(x))
+    (whole(data(8)) - 1).square().mean().backward()
+    sgd(whole).step()
+    assert distance(model.parameters(), whole.parameters()) < EXACT
+    acc = accumulator(model, audit=True)
+    with pytest.raises(LossError, match=COMPARES):
+        acc.backward(model(data()).sum().square(), units=8)
 
 
 def test_recurrent_states_are_not_samples() -> None:

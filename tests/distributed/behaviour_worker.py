@@ -137,6 +137,22 @@ def exact_batchnorm() -> dict[str, float]:
     }
 
 
+def running_means() -> dict[str, list[float]]:
+    """The running means of a BatchNorm after a window, with one micro-batch less on rank 1."""
+    rank, found = dist.get_rank(), {}
+    rows = [torch.full((3, 2), 1.0 + rank) + torch.arange(3.0).unsqueeze(1)] * (2 - rank)
+    for engine in ("ddp", "fsdp2"):
+        norm = nn.BatchNorm1d(2, affine=False)
+        inner = nn.Sequential(norm, nn.Linear(2, 1))
+        model = DistributedDataParallel(inner) if engine == "ddp" else fully_shard(inner)
+        acc = wb.Accumulator(model, sgd(model), steps=2, batchnorm="allow")
+        for x in acc.over(rows):
+            acc.backward(model(x).square().sum(), units=3)
+        assert norm.running_mean is not None
+        found[engine] = norm.running_mean.tolist()
+    return found
+
+
 def refused() -> list[str]:
     messages: list[str] = []
     warned = logging.Handler(logging.WARNING)
@@ -244,6 +260,7 @@ def main() -> None:
         "fp16": fp16_skips_together(),
         "nonfinite": nonfinite_raises_everywhere(),
         "batchnorm": exact_batchnorm(),
+        "running means": running_means(),
         "refused": refused(),
         "sharded": sharded_windows(),
     }

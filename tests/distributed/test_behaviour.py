@@ -56,6 +56,14 @@ def test_exact_batchnorm_over_the_global_batch(ranks: Any) -> None:
         assert rank["batchnorm"]["buffers"] <= EXACT
 
 
+def test_buffers_are_the_first_ranks_or_those_of_a_ranks_own_samples(ranks: Any) -> None:
+    """DDP broadcasts them; a sharded rank forgets the micro-batch that it ran again for others."""
+    first, second = (rank["running means"] for rank in ranks)
+    own = [pytest.approx([2.0 * (1 - 0.9**2)] * 2), pytest.approx([3.0 * 0.1] * 2)]
+    assert [first["ddp"], second["ddp"]] == [own[0], own[0]]
+    assert [first["fsdp2"], second["fsdp2"]] == own
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_memory_of_a_sharded_window_was_predicted(name: str, ranks: Any) -> None:

@@ -26,12 +26,12 @@ few = st.integers(1, 17)
 # ------------------------------------------------------------------ arithmetic
 
 
-@given(global_batch=sizes, micro_batch=st.integers(1, 60), ranks=few)
+@given(batch_size=sizes, micro_batch=st.integers(1, 60), ranks=few)
 def test_every_sample_is_on_one_rank_in_one_micro_batch(
-    global_batch: int, micro_batch: int, ranks: int
+    batch_size: int, micro_batch: int, ranks: int
 ) -> None:
-    batch = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=ranks)
-    assert sum(map(sum, batch.micro_batches)) == global_batch
+    batch = solve(batch_size=batch_size, micro_batch=micro_batch, ranks=ranks)
+    assert sum(map(sum, batch.micro_batches)) == batch_size
     assert tuple(map(sum, batch.micro_batches)) == batch.shares
     assert len(batch.shares) == ranks
     assert max(batch.shares) - min(batch.shares) <= 1
@@ -39,56 +39,53 @@ def test_every_sample_is_on_one_rank_in_one_micro_batch(
     for sizes_of_rank in batch.micro_batches:
         assert all(size == micro_batch for size in sizes_of_rank[:-1])
         assert all(0 < size <= micro_batch for size in sizes_of_rank)
-    assert str(batch).endswith(f" = {global_batch}")
+    assert str(batch).endswith(f" = {batch_size}")
     terms = str(batch).rpartition(" = ")[0]
     for word in (" ranks", " rank"):
         terms = terms.replace(word, "")
-    assert eval(terms.replace("×", "*")) == global_batch
+    assert eval(terms.replace("×", "*")) == batch_size
 
 
-@given(global_batch=sizes, micro_batch=st.integers(1, 60))
-def test_the_sizes_are_those_of_split(global_batch: int, micro_batch: int) -> None:
-    batch = solve(global_batch=global_batch, micro_batch=micro_batch)
-    pieces = wb.split(torch.zeros(global_batch, 1), micro_batch)
+@given(batch_size=sizes, micro_batch=st.integers(1, 60))
+def test_the_sizes_are_those_of_split(batch_size: int, micro_batch: int) -> None:
+    batch = solve(batch_size=batch_size, micro_batch=micro_batch)
+    pieces = wb.split(torch.zeros(batch_size, 1), micro_batch)
     assert tuple(len(piece) for piece in pieces) == batch.micro_batches[0]
 
 
-@given(global_batch=sizes, micro_batch=st.integers(1, 60), steps=few, ranks=few)
+@given(batch_size=sizes, micro_batch=st.integers(1, 60), steps=few, ranks=few)
 def test_what_is_asked_for_is_the_smallest_that_does_it(
-    global_batch: int, micro_batch: int, steps: int, ranks: int
+    batch_size: int, micro_batch: int, steps: int, ranks: int
 ) -> None:
-    by_steps = solve(global_batch=global_batch, steps=steps, ranks=ranks)
+    by_steps = solve(batch_size=batch_size, steps=steps, ranks=ranks)
     assert by_steps.steps <= steps
     if by_steps.micro_batch > 1:
-        smaller = solve(
-            global_batch=global_batch, micro_batch=by_steps.micro_batch - 1, ranks=ranks
-        )
+        smaller = solve(batch_size=batch_size, micro_batch=by_steps.micro_batch - 1, ranks=ranks)
         assert smaller.steps > steps
-    if micro_batch * steps <= global_batch:
-        least = -(-global_batch // (micro_batch * steps))
-        by_ranks = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=least)
+    if micro_batch * steps <= batch_size:
+        least = -(-batch_size // (micro_batch * steps))
+        by_ranks = solve(batch_size=batch_size, micro_batch=micro_batch, ranks=least)
         assert by_ranks.steps <= steps
         if least > 1:
-            fewer = solve(global_batch=global_batch, micro_batch=micro_batch, ranks=least - 1)
+            fewer = solve(batch_size=batch_size, micro_batch=micro_batch, ranks=least - 1)
             assert fewer.steps > steps
-        found = solve(global_batch=global_batch, micro_batch=micro_batch, steps=steps)
+        found = solve(batch_size=batch_size, micro_batch=micro_batch, steps=steps)
         assert found == by_ranks
     made = solve(micro_batch=micro_batch, steps=steps, ranks=ranks)
-    assert made.global_batch == micro_batch * steps * ranks
+    assert made.batch_size == micro_batch * steps * ranks
     assert {size for sizes_of in made.micro_batches for size in sizes_of} == {micro_batch}
     assert made == solve(
-        global_batch=made.global_batch, micro_batch=micro_batch, steps=steps, ranks=ranks
+        batch_size=made.batch_size, micro_batch=micro_batch, steps=steps, ranks=ranks
     )
 
 
-@given(global_batch=sizes, micro_batch=st.integers(1, 60))
-def test_the_same_global_batch_on_more_ranks(global_batch: int, micro_batch: int) -> None:
+@given(batch_size=sizes, micro_batch=st.integers(1, 60))
+def test_the_same_batch_size_on_more_ranks(batch_size: int, micro_batch: int) -> None:
     table = [
-        solve(global_batch=global_batch, micro_batch=micro_batch, ranks=ranks)
-        for ranks in (1, 2, 4, 8)
+        solve(batch_size=batch_size, micro_batch=micro_batch, ranks=ranks) for ranks in (1, 2, 4, 8)
     ]
     assert [batch.ranks for batch in table] == [1, 2, 4, 8]
-    assert {sum(batch.shares) for batch in table} == {global_batch}
+    assert {sum(batch.shares) for batch in table} == {batch_size}
     steps = [batch.steps for batch in table]
     assert steps == sorted(steps, reverse=True)
 
@@ -96,14 +93,14 @@ def test_the_same_global_batch_on_more_ranks(global_batch: int, micro_batch: int
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing given: two of global_batch"),
-        ({"global_batch": 64}, "global_batch=64 given: two of"),
-        ({"global_batch": 64, "ranks": 2}, "two of global_batch, micro_batch and steps"),
-        ({"global_batch": 0, "micro_batch": 1}, "global_batch=0: must be a whole number"),
-        ({"global_batch": True, "micro_batch": 1}, "global_batch=True"),
+        ({}, "nothing given: two of batch_size"),
+        ({"batch_size": 64}, "batch_size=64 given: two of"),
+        ({"batch_size": 64, "ranks": 2}, "two of batch_size, micro_batch and steps"),
+        ({"batch_size": 0, "micro_batch": 1}, "batch_size=0: must be a whole number"),
+        ({"batch_size": True, "micro_batch": 1}, "batch_size=True"),
         (
-            {"global_batch": 64, "micro_batch": 8, "steps": 4, "ranks": 1},
-            "make 8 steps, not steps=4",
+            {"batch_size": 64, "micro_batch": 8, "steps": 4, "ranks": 1},
+            "a batch of 64 in micro-batches of 8 on 1 rank takes 8 steps, not 4",
         ),
     ],
 )
@@ -172,8 +169,8 @@ def test_warmup_over_the_same_samples() -> None:
 
 
 def test_numbers_that_fill_the_memory_are_refused() -> None:
-    for one in ({"global_batch": 10**12}, {"steps": 10**11}):
+    for one in ({"batch_size": 10**12}, {"steps": 10**11}):
         with pytest.raises(OptionError, match="micro-batches on 1 ranks: at most 1,000,000"):
             solve(micro_batch=8, **one)
     with pytest.raises(OptionError, match="8 micro-batches on 100,000,000 ranks: at most"):
-        solve(global_batch=64, micro_batch=8, ranks=10**8)
+        solve(batch_size=64, micro_batch=8, ranks=10**8)

@@ -316,7 +316,10 @@ WRONG_UNITS: dict[str, tuple[Callable[[nn.Module, Batch], Tensor], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_UNITS)
 @pytest.mark.parametrize("number", [1, 3])
-def test_units_that_do_not_follow_the_mean_are_refused(name: str, number: int) -> None:
+@pytest.mark.parametrize("given_as", ["mean", "Loss"])
+def test_units_that_do_not_follow_the_mean_are_refused(
+    name: str, number: int, given_as: str
+) -> None:
     """The mistake is in the first window, or only in the third: then the fourth refuses it."""
     loss, advice = WRONG_UNITS[name]
     made: list[Any] = []
@@ -326,7 +329,10 @@ def test_units_that_do_not_follow_the_mean_are_refused(name: str, number: int) -
         is_right = acc.updates + 1 < number
         right = each(model, micro).mean(), len(micro["y"])
         given, units = right if is_right else (loss(model, micro), 4)
-        acc.backward(mean=given, units=units)
+        if given_as == "mean":
+            acc.backward(mean=given, units=units)
+        else:
+            acc.backward(wb.mean_loss(given, units))
 
     with pytest.raises(wb.errors.LossError, match=f"Give as units= .*{advice}"):
         windows(backward, [(5, 3)] * 4)

@@ -326,6 +326,9 @@ def test_losses_and_loaders_that_are_none() -> None:
             wb.verify(model, wrong, BATCH)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"calls loss\(model, micro\), and alone takes \(micro\)"):
         wb.WholeBatch(model, sgd(model), loss=alone, micro_batch=4)  # type: ignore[arg-type]
+    for function, first in ((nn.functional.cross_entropy, "input"), (wb.cross_entropy, "logits")):
+        with pytest.raises(OptionError, match=rf"takes \({first}, .*such as lambda model, micro:"):
+            wb.WholeBatch(model, sgd(model), loss=function, micro_batch=4)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="must be a loader"):
         next(iter(wb.Accumulator(model, sgd(model), steps=2).over(5)))  # type: ignore[arg-type]
 

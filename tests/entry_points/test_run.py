@@ -267,6 +267,56 @@ def test_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
         wb.Accumulator(model, sgd(model), steps=2, execute="fast")  # type: ignore[arg-type]
 
 
+def test_a_mistake_that_the_first_micro_batch_never_shows_is_refused() -> None:
+    """Its samples have no label of the second loss, so later tests take another micro-batch."""
+    model = mlp()
+    batch = samples(12)
+    rare = torch.arange(12) >= 5
+
+    def loss(micro: Any) -> wb.Loss:
+        logits = model(micro["x"])
+        mean = functional.cross_entropy(logits, micro["y"])
+        if micro["rare"].any():
+            mean = mean + logits[micro["rare"]].square().mean()
+        return wb.mean_loss(mean, len(micro["y"]))
+
+    micros = pieces({**batch, "rare": rare & (torch.arange(12) % 2 == 0)}, [3, 5, 4])
+    acc = wb.Accumulator(model, sgd(model), steps=3, execute="eager")
+    with pytest.raises(wb.errors.UnsupportedError, match="of the same in two parts"):
+        for _ in range(2):
+            for micro in acc.over(micros):
+                acc.run(loss, micro)
+    assert acc.updates == 1
+
+
+def test_a_loss_of_exactly_zero_tells_nothing() -> None:
+    """A limit of the largest output that is not reached at first: window 3 is tested, too."""
+    model = nn.Linear(5, 3).double()
+
+    def loss(micro: Any) -> wb.Loss:
+        return wb.mean_loss(functional.relu(model(micro["x"]).amax() - 100), len(micro["y"]))
+
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="eager")
+    with pytest.raises(wb.errors.UnsupportedError, match="of the same in two parts"):
+        for factor in (1, 1, 1000):
+            for micro in acc.over(pieces(samples(10), [6, 4])):
+                acc.run(loss, {**micro, "x": factor * micro["x"]})
+    assert acc.updates == 2
+
+
+def test_sequences_that_could_be_parts_of_a_batch_are_not_refused() -> None:
+    """Two sequences of two steps: nothing tells what the samples are, and nothing is split."""
+    model = mlp()
+
+    def loss(micro: Any) -> wb.Loss:
+        return wb.Loss(sum(model(x).square().sum() for x in micro["x"]), len(micro["x"]))
+
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="eager")
+    for micro in acc.over([{"x": list(torch.randn(2, 2, 5).double())} for _ in range(4)]):
+        acc.run(loss, micro)
+    assert acc.updates == 2
+
+
 def test_a_function_that_is_defined_in_the_loop_is_refused() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=4)

@@ -93,11 +93,14 @@ def test_several_terms_each_with_its_own_units(micro_batch: int) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_units_that_count_something_else_are_an_error() -> None:
+@pytest.mark.parametrize(
+    ("units", "counted"), [(lambda _: 1, "3"), (lambda micro: 1.03 * len(micro["x"]), "10.3")]
+)
+def test_units_that_count_something_else_are_an_error(units: Any, counted: str) -> None:
     model = mlp()
     before = copy.deepcopy(model.state_dict())
-    train = wb.WholeBatch(model, sgd(model), loss=loss, units=lambda m: 1, micro_batch=4)
-    with pytest.raises(wb.errors.LossError, match=r"counted 3 units.*returned 10"):
+    train = wb.WholeBatch(model, sgd(model), loss=loss, units=units, micro_batch=4)
+    with pytest.raises(wb.errors.LossError, match=rf"counted {counted} units.*returned 10"):
         train.step(samples(10))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 

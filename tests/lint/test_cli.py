@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 from wholebatch.cli.app import COMMANDS
-from wholebatch.lint import RULES, SettingsError, lint_source
+from wholebatch.lint import RULES, SettingsError, lint_paths, lint_source
 from wholebatch.lint.command_line import CLEAN, FOUND, USAGE, main
 from wholebatch.lint.lint_settings import load_settings
 from wholebatch.lint.model import loop_windows
@@ -267,6 +267,16 @@ def test_a_broken_file_is_reported_and_the_rest_goes_on(
     assert lines[2].startswith("huge.py:1:1 WB002 file is 2,400,000 bytes, over the limit of 2,")
     assert main(["."]) == FOUND
     assert set(found(capsys)) == {"WB001", "WB002", "WB101", "WB109", "WB110"}
+
+
+@pytest.mark.parametrize("given", ["bad.py", "./bad.py"])
+def test_a_named_file_with_a_syntax_error_only(
+    script: Path, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script.parent / "bad.py").write_text("def f(:\n    pass\n")
+    assert main([given]) == FOUND
+    assert capsys.readouterr().out.startswith("bad.py:1:7 WB001 syntax error: ")
+    assert [finding.code for finding in lint_paths([given])] == ["WB001"]
 
 
 def test_no_torch_and_nothing_else_is_imported(script: Path) -> None:

@@ -32,10 +32,26 @@ def test_a_bare_scalar_is_refused_with_the_question_and_the_helpers() -> None:
         as_loss(scalar())
 
 
-@pytest.mark.parametrize("result", [None, 1.0, (scalar(), 3), {"loss": scalar()}])
-def test_other_results_are_refused_by_their_type(result: Any) -> None:
-    with pytest.raises(LossError, match=rf"returned {type(result).__name__}: must be wb\.Loss"):
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (None, "NoneType"),
+        (1.0, "float"),
+        ((scalar(), 3), r"\(Tensor, int\)"),
+        ({"loss": scalar()}, "dict"),
+    ],
+)
+def test_other_results_are_refused_by_their_type(result: Any, kind: str) -> None:
+    with pytest.raises(LossError, match=rf"returned {kind}: must be wb\.Loss"):
         as_loss(result)
+
+
+def test_labels_in_a_list_and_a_model_output_are_refused() -> None:
+    logits = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(LossError, match=r"labels of type list: must be a tensor .*torch\.tensor"):
+        wb.cross_entropy(logits, [0, 1])  # type: ignore[arg-type]
+    with pytest.raises(LossError, match=r"logits of type dict: must be a tensor .*its \.logits"):
+        wb.cross_entropy({"logits": logits}, torch.tensor([0, 1]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +78,7 @@ def test_what_is_no_sum_with_units_is_refused(total: Any, units: Any, message: s
     ("mean", "message"),
     [
         (1.5, r"mean=1.5 is a float: must be a 0-dim tensor, the mean .*without \.item\(\)"),
+        ({"a": scalar()}, r"^mean is a dict: must be .*Add losses .*same units.*wb\.Loss\.terms"),
         (torch.ones(2, requires_grad=True), r"mean of shape \(2,\).*call \.mean\(\) on per-unit"),
         (torch.tensor(1.0), r"mean does not require a gradient.*without \.detach\(\)"),
     ],

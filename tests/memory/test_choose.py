@@ -18,8 +18,8 @@ from wholebatch.errors import OptionError
 from wholebatch.memory.activation_checkpointing import is_checkpointed
 from wholebatch.memory.budget import device_memory, free_memory, parse_memory
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
-from wholebatch.memory.make_it_fit import ladder, refusal
-from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.memory.make_it_fit import Rung, ladder, refusal
+from wholebatch.memory.predict import Prediction, predict_peak, simulating
 from wholebatch.memory.trial_step import measure_step
 from wholebatch.readable_sizes import bytes_said
 
@@ -73,9 +73,10 @@ def test_what_is_free_and_what_is_there() -> None:
     ),
     budget=st.integers(1, 10**7),
     most=st.integers(1, 3000),
+    growth=st.sampled_from([2, 3000]),
 )
 def test_finds_the_largest_of_any_bend(
-    pieces: list[tuple[int, int]], budget: int, most: int
+    pieces: list[tuple[int, int]], budget: int, most: int, growth: int
 ) -> None:
     tried: list[int] = []
 
@@ -83,7 +84,7 @@ def test_finds_the_largest_of_any_bend(
         tried.append(size)
         return max(constant + slope * size for constant, slope in pieces)
 
-    choice = choose_micro_batch(peak, budget=budget, most=most)
+    choice = choose_micro_batch(peak, budget=budget, most=most, growth=growth)
     true = max((size for size in range(1, most + 1) if peak(size) <= budget), default=0)
     if choice is None:
         assert true == 0
@@ -188,10 +189,15 @@ def texts(n: int) -> dict[str, torch.Tensor]:
     return {name: value % 16 for name, value in tokens(n, 128).items()}
 
 
+def ways(model: Any, sample: Any, optimizer: Any, *, budget: int) -> list[Rung]:
+    with simulating(model, loss, optimizer=optimizer) as simulation:
+        return ladder(simulation, sample, budget=budget)
+
+
 def test_the_ladder_says_what_each_rung_gives() -> None:
     model, optimizer = gpt()
     sample = texts(1)
-    rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
+    rungs = ways(model, sample, optimizer, budget=1)
     assert [rung.what for rung in rungs] == [
         "as it is",
         "bf16 autocast",
@@ -199,7 +205,7 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
     ]
     assert not any(rung.fits for rung in rungs)
     assert rungs[0].peak > rungs[1].peak > rungs[2].peak
-    enough = ladder(model, loss, sample, budget=rungs[1].peak, optimizer=optimizer)
+    enough = ways(model, sample, optimizer, budget=rungs[1].peak)
     assert [rung.fits for rung in enough].index(True) == 1
     assert not any(is_checkpointed(module) for module in model.modules())
     assert re.match(
@@ -207,7 +213,7 @@ def test_the_ladder_says_what_each_rung_gives() -> None:
         r"checkpointing of 4 blocks .*use a smaller model",
         refusal(rungs, 1000),
     )
-    assert "one sample needs" in refusal(ladder(mlp(), loss, vectors(1), budget=1000), 1000)
+    assert "one sample needs" in refusal(ways(mlp(), vectors(1), None, budget=1000), 1000)
 
 
 def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
@@ -215,7 +221,7 @@ def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
     model = GPT(layers=2, width=64, vocabulary=16, length=24)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sample = {name: value % 16 for name, value in tokens(1).items()}
-    rungs = ladder(model, loss, sample, budget=1, optimizer=optimizer)
+    rungs = ways(model, sample, optimizer, budget=1)
     as_is, half, again = rungs
     assert half.peak > as_is.peak > again.peak
     assert again.what == "checkpointing of 2 blocks"

@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from wholebatch.errors import (
 )
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
 from wholebatch.memory.plan import make_plan
-from wholebatch.memory.predict import predict_peak
+from wholebatch.memory.predict import Simulation, predict_peak, simulating
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -269,6 +270,31 @@ def test_predicts_a_sharded_model() -> None:
     assert hold.by_category["optimizer state"] == every.by_category["gradients"] == slices
     assert every.peak < hold.peak < whole.peak
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("sharding", [None, Sharding(4, "hold"), Sharding(4, "every")])
+def test_one_simulation_answers_as_several(sharding: Sharding | None) -> None:
+    """A prediction does not depend on those made before it with the same copy of the model."""
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters())
+    questions: list[tuple[int, dict[str, Any]]] = [
+        (2, {}),
+        (5, {"micro_batches": 1}),
+        (3, {"precision": "bf16"}),
+        (2, {"checkpoints": True}),
+        (1, {}),
+    ]
+
+    def asked(simulation: Simulation, size: int, options: dict[str, Any]) -> Any:
+        found = simulation.predict(tokens(size), **options)
+        return found.by_category, found.largest
+
+    options: dict[str, Any] = {"optimizer": optimizer, "sharding": sharding}
+    with simulating(model, loss, **options) as simulation:
+        together = [asked(simulation, *question) for question in questions]
+    for question, found in zip(questions, together, strict=True):
+        with simulating(model, loss, **options) as simulation:
+            assert asked(simulation, *question) == found
 
 
 def test_plans_a_sharded_model() -> None:

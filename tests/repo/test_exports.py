@@ -7,6 +7,7 @@ import importlib
 import inspect
 import itertools
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -96,6 +97,16 @@ def test_every_parameter_is_described(name: str) -> None:
 
 def test_dir_shows_the_exports_alone() -> None:
     assert dir(wb) == sorted(wb.__all__)
+
+
+def test_every_public_attribute_is_in_the_help() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = wb.Accumulator(model, optimizer, steps=2)
+    for one in (acc, wb.WholeBatch(model, optimizer, loss=lambda model, micro: None)):
+        shown = pydoc.render_doc(type(one), renderer=pydoc.plaintext)
+        names = [name for name in dir(one) if not name.startswith("_")]
+        assert not [name for name in names if not re.search(rf"\b{name}\b", shown)]
 
 
 def test_what_is_shown_in_a_console_is_short() -> None:

@@ -1,4 +1,4 @@
-"""The code of docs/integrations/own-loop.md that keeps state: resume, a teacher and its centre."""
+"""The code of docs/integrations/own-loop.md that keeps state, and the loops of a GAN."""
 
 from __future__ import annotations
 
@@ -90,3 +90,53 @@ def test_teacher_and_centre_move_once_per_update() -> None:
     torch.testing.assert_close(model.weight, whole.weight, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(names["centre"], 0.1 * of_teacher.mean(0), rtol=1e-12, atol=1e-14)
     assert int(names["teacher"].n_averaged) == 1
+
+
+def test_a_judge_that_is_updated_more_often() -> None:
+    """The loops of docs/several-losses.md, beside two updates of the judge and one of the maker."""
+    blocks = python_blocks(ROOT / "docs/several-losses.md")
+    (code,) = (block for block in blocks if "n_critic" in block)
+    torch.manual_seed(0)
+    judge, maker = nn.Linear(3, 1).double(), nn.Linear(2, 3).double()
+    models = {"judge": judge, "maker": maker}
+    loader = [batch["x"] for batch in micro_batches()]
+    noise = {id(real): torch.randn(len(real), 2).double() for real in loader}
+    names: dict[str, Any] = {**models, "loader": loader, "steps": 2, "n_critic": 2}
+    names["noise_like"] = lambda real: noise[id(real)]
+    whole = copy.deepcopy(models)
+    for name, model in models.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names[f"{name}_windows"] = wb.Accumulator(model, optimizer, steps=2)
+    exec(code, names)
+    assert (names["judge_windows"].updates, names["maker_windows"].updates) == (4, 2)
+
+    def update(name: str, loss: Tensor) -> None:
+        weights = list(whole[name].parameters())
+        for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.data -= 0.1 * slope
+
+    critic, generator = whole["judge"], whole["maker"]
+    for first in (0, 4):
+        for place in (first, first + 2):
+            real = torch.cat(loader[place : place + 2])
+            fake = generator(torch.cat([noise[id(one)] for one in loader[place : place + 2]]))
+            update("judge", (critic(fake.detach()) - critic(real)).mean())
+        fake = generator(torch.cat([noise[id(one)] for one in loader[first : first + 2]]))
+        update("maker", -critic(fake).mean())
+    for name, model in models.items():
+        for ours, theirs in zip(model.parameters(), whole[name].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_plateau_scheduler_that_the_loop_steps_after_the_epoch() -> None:
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    acc = wb.Accumulator(model, optimizer, steps=2)
+    for _ in range(3):
+        for batch in acc.over(micro_batches()):
+            acc.backward(
+                F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+            )
+        scheduler.step(1.0)  # a validation loss that does not fall
+    assert (acc.updates, optimizer.param_groups[0]["lr"]) == (12, 0.025)

@@ -50,6 +50,23 @@ def test_planted_mistakes_are_named(loop: Any) -> None:
     assert verdict.mistake.name in verdict.line
 
 
+def test_a_short_window_that_is_equal_by_chance_has_no_note() -> None:
+    def window(steps: int, even: bool, rank: int) -> list[Any]:
+        micros = ZOO["mlp"].window(steps, True, rank)
+        return micros if even else [*micros[:-1], {k: v[:1] for k, v in micros[-1].items()}]
+
+    def stepped_every_time(model: Any, optimizer: Any, micros: Any) -> None:
+        for micro in micros:
+            mean(model, micro).backward()
+            optimizer.step()
+
+    verdict = verify_loop(stepped_every_time, case=Case("last", ZOO["mlp"].model, loss, window))
+    kinds = [trial.name.split()[1] for trial in verdict.trials]
+    assert kinds == ["equal", "equal", "uneven", "equal"]
+    assert not verdict.notes
+    assert {row[3] for row in verdict.table[1:]} == {"–"}  # several steps have no one gradient
+
+
 NOT_NAMED = ("clipped_in_a_hook", "head_stepped_every_time")
 """Wrong without a name, and not judged: it has several optimizers."""
 

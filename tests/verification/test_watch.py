@@ -619,7 +619,26 @@ def test_what_cannot_be_known_is_not_judged() -> None:
     with wb.watch(nn.Linear(2, 2)) as nothing:
         pass
     assert "no backward was seen" in nothing.verdict.line
+    assert "use `wholebatch verify FILE.py:FUNCTION`" in nothing.verdict.line
     assert str(nothing.verdict) == nothing.verdict.line  # it has no table of no window
+
+
+def test_the_note_of_equal_units_agrees_with_the_table() -> None:
+    def loop(model: Any, optimizer: Any, micros: Any) -> None:
+        for micro in micros:
+            (F.cross_entropy(model(micro["x"]), micro["y"]) / len(micros)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    equal = watched(loop, ZOO["mlp"].model(), even=True)
+    assert any("the same number of units" in note for note in equal.notes)
+    uneven = watched(loop, ZOO["mlp"].model())
+    assert uneven.mistakes == ("mean-of-means",)
+    assert not any("the same number of units" in note for note in uneven.notes)
+    # The share of 5, 2, 7 and 1 samples beside a quarter for each: in the L2 norm, 54% off.
+    shares = torch.tensor([5.0, 2.0, 7.0, 1.0]) / 15
+    off = float((shares - 0.25).norm() / shares.norm())
+    assert uneven.table[1][3:] == (f"{off:.0%}", "✗ mean of means")
 
 
 def _doubtful(what: str) -> LoopVerdict:

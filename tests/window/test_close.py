@@ -203,14 +203,16 @@ def test_zero_units_are_an_error_or_skipped() -> None:
     assert (acc.updates, acc.skipped) == (0, 1)
 
 
-def test_the_scheduler_steps_once_per_update() -> None:
+def test_every_scheduler_steps_once_per_update() -> None:
     model = mlp()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1 + n))
-    acc = wb.Accumulator(model, optimizer, steps=4, scheduler=scheduler)
+    first, *others = model.children()
+    optimizers = [sgd(first), sgd(nn.Sequential(*others))]
+    rates = torch.optim.lr_scheduler
+    schedulers = [rates.LambdaLR(one, lambda n: 1.0 / (1 + n)) for one in optimizers]
+    acc = wb.Accumulator(model, optimizers, steps=4, scheduler=schedulers)
     for _ in range(3):
         window(model, acc, samples(8), [2, 2, 2, 2])
-    assert scheduler.last_epoch == 3
+    assert [one.last_epoch for one in schedulers] == [3, 3]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call")

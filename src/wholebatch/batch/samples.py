@@ -33,6 +33,7 @@ import dataclasses
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Number
 from typing import Any
@@ -340,7 +341,9 @@ def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout
         rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
         if not any(rows[:1]):
             return None
-        return layout_of(batch, batch_size=rows[0], static=static, strict=False)
+        with suppress(SplitError):  # a list that may be samples or not
+            return layout_of(batch, batch_size=rows[0], static=static, strict=False)
+        return None
 
 
 def check_layout(batch_size: object, static: object) -> None:

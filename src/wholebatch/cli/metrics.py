@@ -23,9 +23,6 @@ from wholebatch.errors import MissingExtraError, StateError
 from wholebatch.plain_files import finite, reason
 from wholebatch.window.window import Step
 
-TIMING = frozenset({"seconds", "units_per_second", "time", "memory", "recoveries"})
-"""The fields of a record about time and resources: two identical runs differ in them."""
-
 
 def record_of(step: Step, *, window: int, epoch: int, rates: list[float]) -> dict[str, Any]:
     """Return the record of one window. `update` counts updates, `window` also skipped ones."""

@@ -57,7 +57,9 @@ class ReportOptions:
         "Folders that wholebatch train wrote, and JSON files of wholebatch verify --json.",
     )
     out: Path = option(Path("report.html"), "FILE", "The page.")
-    title: str = option("Training runs", "TEXT", "Title of the page.")
+    title: str | None = option(
+        None, "TEXT", "Title of the page. Default: the names of the runs and verdicts."
+    )
     open_it: bool = switch("Open the page in a browser.", flag="--open")
 
 
@@ -86,7 +88,7 @@ def report(options: ReportOptions) -> None:
         webbrowser.open(options.out.resolve().as_uri())
 
 
-def page(sources: list[Path], *, title: str) -> str:
+def page(sources: list[Path], *, title: str | None) -> str:
     """Return the page of these runs and verdicts."""
     try:
         import jinja2
@@ -98,14 +100,18 @@ def page(sources: list[Path], *, title: str) -> str:
     names = _short_names([run["path"] for run in runs])
     for run, name, place in zip(runs, names, range(len(runs)), strict=True):
         run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
+    shown = [*names, *(verdict["name"] for verdict in verdicts)]
+    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    windows = [record["window"] for run in runs for record in run["records"]] or [1]
     given = (key for run in runs for key, value in run["settings"].items() if value is not None)
     settings = list(dict.fromkeys(given))
     template = Path(__file__).parent / "report" / "page.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=title,
+        title=title if title is not None else f"{', '.join(shown[:3])}{more}",
         runs=runs,
         verdicts=verdicts,
+        windows=[min(windows), max(windows)],
         plots=[_plot(runs, *plot) for plot in _plots_of(runs).items()] if runs else [],
         settings=[
             (key.replace("_", " "), [_shown(run["settings"].get(key)) for run in runs])

@@ -118,7 +118,7 @@ def scale(options: ScaleOptions) -> None:
     Remainders are shown: the share of each rank and the size of each micro-batch.
     """
     table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
-    sizes = {one.global_batch for one in table}
+    sizes = {one.batch_size for one in table}
     follows = [*_follows(options, sizes.pop() if len(sizes) == 1 else None)]
     if options.as_json:
         batches = {"batches": [one.as_dict() for one in table]}
@@ -143,7 +143,7 @@ def _solved(
         )
     over: Sequence[int | None] = ranks or ((None,) if known == 3 else (1, 2, 4, 8))
     return [
-        scaling.solve(global_batch=batch, micro_batch=micro, steps=steps, ranks=one) for one in over
+        scaling.solve(batch_size=batch, micro_batch=micro, steps=steps, ranks=one) for one in over
     ]
 
 
@@ -254,7 +254,7 @@ def _show(table: list[scaling.Arithmetic], follows: list[_Follower], asked: int 
     grid = plain_table(*names, "micro-batch × steps × ranks", padding=(0, 2, 0, 0))
     for one in table:
         shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
-        numbers = (one.ranks, one.global_batch, one.micro_batch, one.steps)
+        numbers = (one.ranks, one.batch_size, one.micro_batch, one.steps)
         grid.add_row(*map(str, numbers), shares, str(one))
     console.print(grid, highlight=False)
     if asked is not None and any(one.steps < asked for one in table):

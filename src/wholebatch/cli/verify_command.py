@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 _BATCH, _LOOP = "Batch", "A function or script of your own"
 _NOT_JUDGED = 3
+_BUILT_IN = (
+    'each micro-batch is a dict with "x" (inputs) and "y" (labels, -100 where none counts), and '
+    "the model returns logits of x with the classes in the last dimension"
+)
 _like_train = partial(like_train, panel=_BATCH)
 _like_recipes = partial(_like_train, of_recipes=True)
 _loop = partial(option, panel=_LOOP)
@@ -57,7 +61,8 @@ class VerifyOptions:
         "WHAT",
         "A recipe (a Python file with model(), data() and loss(model, micro), or an embedded one: "
         "bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, optimizer, "
-        "micro_batches) that trains one window; or SCRIPT.py, a training script.",
+        "micro_batches) that trains one window; or SCRIPT.py, a training script. If FILE.py has no "
+        f"model(), {_BUILT_IN}.",
     )
     batch_size: int | None = _like_recipes("batch_size", "Samples per update.", metavar="N")
     micro_batch: str | None = _like_recipes(
@@ -357,7 +362,8 @@ def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> Loo
         if place is None:
             raise
         line = (str(error).strip().splitlines() or [""])[0]
-        raise RecipeError(f"{place}: {type(error).__name__}: {line}") from error
+        given = "" if hasattr(module, "model") else f". {path.name} has no model(): {_BUILT_IN}"
+        raise RecipeError(f"{place}: {type(error).__name__}: {line}{given}") from error
 
 
 def _parsed(loop: str) -> tuple[Path, str]:

@@ -137,6 +137,11 @@ class AdditivityTest:
         """True if the window that has begun is to be tested, and was not yet."""
         return self._is_due
 
+    @property
+    def turn(self) -> int:
+        """The number of tests so far: each takes another micro-batch."""
+        return self._tests
+
     def test(
         self,
         run: Callable[[Any], Any],
@@ -179,12 +184,11 @@ class AdditivityTest:
                 result = check(layout, gradients=is_first and not self._shares_forwards)
                 if is_first and not (result.conclusive or result.findings) and self._ranks == 1:
                     # Eight samples may have no units, where a micro-batch has some.
-                    result = check(samples.micro_batch(0), gradients=False)
+                    result = check(samples.micro_batch(self._tests - 1), gradients=False)
             except torch.OutOfMemoryError:
                 _log.warning("the loss was not tested to add up over micro-batches: out of memory")
             except Exception as error:  # most often the loss's own, and the step will raise it
                 found += self._not_testable(error, run, samples, outputs)
-        self._tries = 0 if result.conclusive else self._tries - 1
         for division in divisions:
             if division is not None and division.is_sure:
                 name = "the loss function"
@@ -192,7 +196,7 @@ class AdditivityTest:
                 found.append(AuditFinding(name, "division by the steps", "divided", text))
             elif division is not None:
                 division.report()
-        self._refuse((*found, *result.findings))
+        self._end((*found, *result.findings), result.conclusive)
         if not self._tries and self._ranks == 1 and self._loss is not None:
             self._fingerprint = Fingerprint(self._model, self._loss)
 
@@ -208,7 +212,7 @@ class AdditivityTest:
         if self._is_due:
             self._is_due = False
             self._all(False)
-            self._refuse(())
+            self._end((), False)
 
     def _all(self, is_true: bool) -> bool:
         """True if this is so on every rank: a loss may meet the other ranks."""
@@ -216,9 +220,13 @@ class AdditivityTest:
             return is_true
         return self._sync.sum([float(is_true)])[0] == self._ranks
 
-    def _refuse(self, found: tuple[AuditFinding, ...]) -> None:
-        elsewhere = self._sync is not None and bool(self._sync.sum([float(len(found))])[0])
-        AdditivityResult(found).refuse(self._off, on_another_rank=elsewhere)
+    def _end(self, found: tuple[AuditFinding, ...], conclusive: bool) -> None:
+        """Refuse what any rank has found; test again if the test told nothing on one of them."""
+        sums = [float(len(found)), float(conclusive)]
+        if self._sync is not None:
+            sums = self._sync.sum(sums)
+        self._tries = 0 if sums[1] == self._ranks else self._tries - 1
+        AdditivityResult(found).refuse(self._off, on_another_rank=sums[0] > 0)
 
     @torch.no_grad()
     def _not_testable(

@@ -51,7 +51,6 @@ from wholebatch.coupled.sample_runs import (
     FirstSamples,
     SampleRun,
     Uncheckable,
-    weight_norms,
 )
 from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.window.forward_state import Key
@@ -70,7 +69,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class AdditivityResult:
-    """The findings of the test; not `conclusive` with fewer than two samples, or without units."""
+    """The findings of the test; not `conclusive` without two samples, units or a loss."""
 
     findings: tuple[AuditFinding, ...] = ()
     conclusive: bool = True
@@ -214,7 +213,7 @@ class _Test:
         samples, cut = self._samples, self._samples.cut
         whole = samples.whole()
         self._tolerance = samples.tolerance
-        self._moved = [key for key in samples.start.moved(whole.after) if not self._is_known(key)]
+        self._moved = [key for key in samples.moved if not self._is_known(key)]
         try:
             first = samples.part(0, cut, backward=True, scale=1 / SCALE)
             try:
@@ -258,7 +257,8 @@ class _Test:
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
         found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
-        conclusive = samples.reads_outputs or all(part.units for part in parts)
+        # So does a loss of exactly 0: a triplet loss without a triplet.
+        conclusive = samples.reads_outputs or all(part.units and whole.total for part in parts)
         return AdditivityResult(found, conclusive)
 
     # ------------------------------------------------------------ causes of a loss
@@ -424,10 +424,10 @@ class _Test:
         return whole != start and first == whole and second - first == whole - start
 
     def _moved_parameters(self) -> Iterator[AuditFinding]:
-        model, now = self._samples.model, weight_norms(self._samples.model)
-        for name, parameter in model.named_parameters():
-            before, after = self._samples.weights.get(parameter), now.get(parameter)
-            if before is not None and after is not None and before != after:
+        samples = self._samples
+        for name, after in samples.weight_norms().items():
+            before = samples.weights[name]
+            if before != after:
                 text = f"a forward changes this parameter (its norm: {before:.6g} → {after:.6g}), "
                 text += f"so it moves once per micro-batch, not once per update. {_ADVICE}"
                 yield AuditFinding(name, "Parameter", "state", text)

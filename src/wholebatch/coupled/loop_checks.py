@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from wholebatch.coupled.last_reduction import Reduction, find_step_division, las
 from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
+from wholebatch.errors import WindowError
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
 from wholebatch.window.forward_state import in_backward
 from wholebatch.window.window import (
@@ -93,6 +94,14 @@ def _is_mean(term: Reduction, units: float) -> bool:
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = by_units and units > 2 and term.count != units * units
     return term.kind == "mean" or (term.kind == "sum" and is_divided)
+
+
+def _is_times(terms: Sequence[Reduction], units: float) -> bool:
+    """True for a mean that is given as a sum, times its units (`wb.mean_loss`)."""
+    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
+    return len(outermost) == len(terms) > 0 and all(
+        scale.operation == "multiplied" and math.isclose(scale.by, units) for scale in outermost
+    )
 
 
 def _over(term: Reduction, units: float) -> str:
@@ -176,13 +185,14 @@ def _linked_with(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) 
         return {}
     tensors = [output for output, _ in outputs]
     moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
-    found = [one.nan_to_num().abs().flatten(1).amax(1) for one in moved if one is not None]
+    rows = [one.nan_to_num().abs().reshape(len(one), -1) for one in moved if one is not None]
+    found = [one.amax(1) for one in rows]
     largest = max((float(one.max()) for one in found), default=0.0)
     linked: dict[int, Tensor] = {}
     for one in found:
         above = one > _LINKED * largest
         linked[len(one)] = linked.get(len(one), torch.zeros_like(above)) | above
-    return {rows: int(which.sum()) for rows, which in linked.items()}
+    return {size: int(which.sum()) for size, which in linked.items()}
 
 
 def _mixed(row: Tensor) -> Tensor:
@@ -264,6 +274,7 @@ class LoopChecks:
         self._called: set[nn.Module] = set()
         self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []
         self._means = MeanUnits()
+        self._leaves: dict[int, tuple[ref[Tensor], int]] = {}
         self._warned = False
         self._stopped = False
 
@@ -272,6 +283,7 @@ class LoopChecks:
         is_tested = self._audits and is_tested_window(number)
         self.tests_units = is_tested and not self._stopped
         self._means.begin_window()
+        self._leaves.clear()
         if is_tested:
             refuse_new_norms(self._models, self._norms)
 
@@ -308,23 +320,46 @@ class LoopChecks:
         if not self._audits or not in_parts:
             return
         refuse_in_parts(total)
-        if not self.active and not (self.tests_units and mean is not None):
+        if not self.active and not self.tests_units:
             return
         if isinstance(total, Loss | Terms):
             given = [(term.total, term.units) for term in terms_of(total).values()]
         else:
             given = [(one, units) for one in (total if mean is None else mean,) if one is not None]
+        if self.tests_units and self.tests_calls:
+            self._refuse_moved([loss for loss, _ in given])
         for loss, of in given:
             if loss.grad_fn is not None:  # else no loss at all, which is refused elsewhere
                 try:
-                    reductions = last_reductions(loss)
+                    reductions, number = last_reductions(loss), float(check_units(of))
                     if self.active:
                         self._check(loss, reductions, check_units(of), mean is not None, steps)
-                    if mean is not None and self.tests_units:
-                        self._means.add(reductions, float(check_units(of)))
+                    is_mean = mean is not None or _is_times(reductions, number)
+                    if is_mean and self.tests_units:
+                        self._means.add(reductions, number)
                 except RuntimeError as error:
                     refuse_freed_graph(error)
                     raise
+
+    def _refuse_moved(self, losses: Iterable[Tensor]) -> None:
+        """Refuse losses of a parameter that was written since an earlier loss of the window.
+
+        The window's own parameters are watched elsewhere; this one belongs to another model, whose
+        optimizer has stepped.
+        """
+        for node in graph_nodes(losses):
+            leaf = getattr(node, "variable", None)
+            if leaf is None:
+                continue
+            known, version = self._leaves.setdefault(id(leaf), (ref(leaf), leaf._version))
+            if known() is leaf and version != leaf._version:
+                raise WindowError(
+                    f"a parameter of shape {tuple(leaf.shape)} that this loss depends on has "
+                    "changed in the middle of the window (another model's optimizer has stepped), "
+                    "so the micro-batches would not see the same weights. Give wb.over all "
+                    "accumulators of the loop, or each model a loop of its own; discard() drops "
+                    "what this window holds"
+                )
 
     def _check(
         self,

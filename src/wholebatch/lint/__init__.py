@@ -27,7 +27,8 @@ __all__ = ["RULES", "Finding", "Rule", "Settings", "SettingsError", "lint_paths"
 def lint_paths(paths: Iterable[str], *, settings: Settings | None = None) -> list[Finding]:
     """Return the findings of all scripts and notebooks under the paths."""
     chosen = settings if settings is not None else load_settings(Path.cwd())
-    return lint_files(collect(paths, chosen), chosen)
+    given = [str(Path(path)) for path in paths]
+    return lint_files(collect(given, chosen), chosen, named=given)
 
 
 def lint_source(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .lint_settings import Settings
@@ -18,7 +18,8 @@ _SYNTAX = "WB001"
 _UNREAD = "WB002"
 _NOT_UNDERSTOOD = "WB003"
 
-# A file without a backward, a step function or a trainer cannot accumulate: it is not parsed.
+# A file without a backward, a step function or a trainer cannot accumulate. In a folder, it is not
+# parsed; a file that is named is, so that its syntax errors are found.
 _TRAINS = re.compile(
     r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b|Train(er|ingArguments)\("
 )
@@ -48,16 +49,19 @@ class Finding:
         return f"{self.path}:{cell}{self.line}:{self.column}"
 
 
-def lint_files(files: Sequence[str], settings: Settings) -> list[Finding]:
+def lint_files(
+    files: Sequence[str], settings: Settings, *, named: Collection[str] = ()
+) -> list[Finding]:
     """Return the findings of all files, in the order of the files.
 
-    An internal error is a finding too: the other files are still checked.
+    Files that are `named` are always parsed. An internal error is a finding too: the other files
+    are still checked.
     """
     found: list[Finding] = []
     for path in files:
         gc.disable()  # A syntax tree is needed to the end of its file: there is nothing to collect.
         try:
-            found += check_source(read_source(path), settings)
+            found += check_source(read_source(path), settings, is_named=path in named)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
             found.append(Finding(path, 1, 1, _UNREAD, why, "error"))
@@ -66,14 +70,14 @@ def lint_files(files: Sequence[str], settings: Settings) -> list[Finding]:
     return found
 
 
-def check_source(source: Source, settings: Settings) -> list[Finding]:
+def check_source(source: Source, settings: Settings, *, is_named: bool = True) -> list[Finding]:
     """Return the findings of one file in line order; problems with the file are findings too."""
     found = []
     for problem in source.problems:
         code = _SYNTAX if problem.message.startswith("syntax error") else _UNREAD
         place = (source.path, problem.line, problem.column)
         found.append(Finding(*place, code, problem.message, "error", cell=problem.cell))
-    if _TRAINS.search(source.text):
+    if is_named or _TRAINS.search(source.text):
         found += _parse_and_check(source, settings)
     found = [f for f in found if settings.wants(f.code)]
     return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))

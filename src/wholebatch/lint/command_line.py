@@ -65,7 +65,7 @@ def _lint(given: argparse.Namespace) -> int:
         files = collect(paths, settings)
         if not files:
             print(f"warning: no script or notebook to read in {', '.join(paths)}", file=sys.stderr)
-        findings = lint_files(files, settings)
+        findings = lint_files(files, settings, named={str(Path(path)) for path in paths})
     rendered = FORMATS[given.form](findings)
     if rendered:
         print(rendered)

@@ -52,9 +52,12 @@ def check_total(total: object, name: Literal["total", "mean"] = "total") -> Tens
     """
     must_be, reduce = _MUST_BE[name]
     if not isinstance(total, Tensor):
+        given = f"{name}={total!r}" if isinstance(total, Real) else name
+        do = "Add losses that have the same units; others go into wb.Loss.terms({...})"
+        if isinstance(total, Real):
+            do = "Give the tensor that the loss function returned, without .item() or float()"
         raise LossError(
-            f"{name}={total!r} is a {type(total).__name__}: must be a 0-dim tensor, {must_be}. "
-            "Give the tensor that the loss function returned, without .item() or float()"
+            f"{given} is a {type(total).__name__}: must be a 0-dim tensor, {must_be}. {do}"
         )
     if total.dim() != 0:
         raise LossError(
@@ -201,9 +204,12 @@ def as_loss(result: object) -> Loss | Terms:
         if result.dim() == 0:
             raise LossError(f"the loss function returned a bare scalar: {_SUM_OR_MEAN}")
         return Loss(result.sum(), result.numel())
+    kind = type(result).__name__
+    if isinstance(result, tuple):
+        kind = f"({', '.join(type(one).__name__ for one in result)})"
     raise LossError(
-        f"the loss function returned {type(result).__name__}: must be wb.Loss(total, units), "
-        "wb.mean_loss(mean, units), wb.Loss.terms({...}) or a tensor of per-unit losses"
+        f"the loss function returned {kind}: must be wb.Loss(total, units), wb.mean_loss(mean, "
+        "units), wb.Loss.terms({...}) or a tensor of per-unit losses"
     )
 
 
@@ -318,6 +324,12 @@ def cross_entropy(
         label_smoothing: As in torch.
         dim: The dimension of the classes: -1, or 1.
     """
+    for name, given in (("logits", logits), ("labels", labels)):
+        if not isinstance(given, Tensor):
+            raise LossError(
+                f"{name} of type {type(given).__name__}: must be a tensor (labels in a list: "
+                "torch.tensor(labels); the output of a Hugging Face model: its .logits)"
+            )
     shape, has_more = logits.shape, logits.dim() > 2
     of_rows = labels.is_floating_point() and shape == labels.shape and logits.dim() > 1
     is_last = of_rows or shape[:-1] == labels.shape

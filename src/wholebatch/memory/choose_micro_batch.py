@@ -64,12 +64,12 @@ def choose_micro_batch(
     (22, (), [1, 2, 4, 8, 16, 22])
     """
     measured: dict[int, int] = {}
-    failed: list[int] = []
+    failed: dict[int, int | None] = {}
 
     def fits(size: int) -> bool:
         used = measure(size)
         if used is None or used > budget:
-            failed.append(size)
+            failed[size] = used
             return False
         measured[size] = used
         return True
@@ -85,8 +85,16 @@ def choose_micro_batch(
             break
     if not measured:
         return None
-    while failed and min(failed) - max(measured) > max(1, max(measured) // _CLOSE_ENOUGH):
-        fits((min(failed) + max(measured)) // 2)
+    while failed:
+        low, high = max(measured), min(failed)
+        limit = _where_the_budget_ends(measured, budget, high - 1)
+        if (high - 1 if limit is None else limit) - low < max(1, low // _CLOSE_ENOUGH):
+            break
+        size, used = (low + high) // 2, failed[high]
+        if used is not None:  # Where the line between the two, above a convex curve, ends.
+            share = (budget - measured[low]) / (used - measured[low])
+            size = max(low + 1, low + int(share * (high - low)))
+        fits(size)
     return Choice(max(measured), budget, measured, tuple(failed), max(measured) == most)
 
 

@@ -87,24 +87,29 @@ def fake_model(
 
 
 def fake_batch(mode: FakeTensorMode, batch: Any, device: torch.device) -> Any:
-    """Return a batch of fake tensors, each with its own storage, like a micro-batch on a device.
+    """Return a batch of fake tensors, each with its own storage, like a micro-batch on a device."""
+    shapes = shapes_of(batch)
+    with mode:
+        return map_tensors(shapes, lambda shape: torch.empty_like(shape, device=device))
+
+
+def shapes_of(batch: Any) -> Any:
+    """Return a batch on the meta device, of which any number of samples can be made.
 
     An `attention_mask` that hides nothing is left out, as models of transformers do by reading it:
     attention needs less memory without a mask.
     """
 
-    def fake(leaf: Leaf) -> Any:
+    def shape(leaf: Leaf) -> Any:
         value = leaf.value
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.is_meta:
             return value
-        is_real = not (isinstance(value, FakeTensor) or value.is_meta)
-        if is_real and leaf.name.endswith("attention_mask") and bool(value.all()):
+        if leaf.name.endswith("attention_mask") and bool(value.all()):
             return None
-        with mode:
-            return torch.empty_like(value, device=device)
+        return value.to("meta")
 
     leaves, structure = flatten(batch)
-    return structure.build([fake(leaf) for leaf in leaves])
+    return structure.build([shape(leaf) for leaf in leaves])
 
 
 def fake_optimizer(

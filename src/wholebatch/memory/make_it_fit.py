@@ -5,16 +5,10 @@ The ways are tried from the cheapest on: compute in 16 bit, then checkpoint acti
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
-from wholebatch.memory.fsdp_sharding import Sharding
-from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.memory.predict import Prediction, Simulation
 from wholebatch.readable_sizes import bytes_said
 
 
@@ -28,44 +22,34 @@ class Rung:
 
 
 def ladder(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
+    simulation: Simulation,
     sample: Any,
     *,
     budget: int,
-    optimizer: torch.optim.Optimizer | None = None,
     precision: str = "full",
-    device: torch.device | str | None = None,
-    sharding: Sharding | None = None,
     as_is: Prediction | None = None,
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
 
-    Each way is added to those before it that save memory.
-    `sharding` is the model's current sharding, `as_is` a prediction that was already made.
+    Each way is added to those before it that save memory. `as_is` is a prediction that was already
+    made.
     """
-    device = target_device(model, device)
-    blocks = blocks_to_checkpoint(model)
+    blocks = simulation.blocks
     ways: dict[str, dict[str, Any]] = {}
-    if precision in ("full", "fp32") and not is_sixteen_bit(model):
+    if precision in ("full", "fp32") and not simulation.is_sixteen_bit:
         ways["bf16 autocast"] = {"precision": "bf16"}
     if blocks:
         ways[f"checkpointing of {len(blocks)} blocks"] = {"checkpoints": True}
 
-    def predict(*, checkpoints: bool = False, **options: Any) -> Prediction:
-        with checkpointed(model, blocks) if checkpoints else nullcontext():
-            how = {"optimizer": optimizer, "device": device, "sharding": sharding, **options}
-            return predict_peak(model, loss, sample, **how)
-
     def rung(what: str, found: Prediction) -> Rung:
-        return Rung(what, found.peak, found.needed(device) <= budget)
+        return Rung(what, found.peak, found.needed(simulation.device) <= budget)
 
     used: list[str] = []
     options: dict[str, Any] = {"precision": precision}
-    best = as_is or predict(**options)
+    best = as_is or simulation.predict(sample, **options)
     rungs = [rung("as it is", best)]
     for what, option in ways.items():
-        found = predict(**{**options, **option})
+        found = simulation.predict(sample, **{**options, **option})
         rungs.append(rung(" and ".join([*used, what]), found))
         if found.peak < best.peak:  # 16-bit copies of the weights may cost more than they save.
             best = found
@@ -92,8 +76,3 @@ def refusal(rungs: list[Rung], budget: int) -> str:
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"
         f" {bytes_said(first.peak)}{would}{last}"
     )
-
-
-def is_sixteen_bit(model: torch.nn.Module) -> bool:
-    """True if no parameter has more than 16 bits."""
-    return all(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())

@@ -22,7 +22,7 @@ from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.make_it_fit import ladder, refusal
 from wholebatch.memory.out_of_memory import Attempt, Recovery, within
-from wholebatch.memory.predict import state_bytes
+from wholebatch.memory.predict import simulating, state_bytes
 from wholebatch.memory.trial_step import held_bytes, measure_step, trial_peak
 from wholebatch.memory.undivided_batch import UndividedBatch
 from wholebatch.readable_sizes import bytes_said
@@ -407,14 +407,8 @@ class Fitting:
         """Return why nothing fits, and what would, as far as that can be predicted."""
         sample = resize_batch(batch, 1, static=self._layout["static"])
         try:
-            rungs = ladder(
-                self._model,
-                self._loss,
-                sample,
-                budget=budget,
-                optimizer=self._optimizer,
-                precision=self._precision,
-            )
+            with simulating(self._model, self._loss, optimizer=self._optimizer) as simulation:
+                rungs = ladder(simulation, sample, budget=budget, precision=self._precision)
         except UnsupportedError:
             return f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit"
         return refusal(rungs, budget)

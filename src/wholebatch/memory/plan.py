@@ -6,7 +6,6 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
-from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks
+from wholebatch.memory.fake_tensors import shapes_of
+from wholebatch.memory.fsdp_sharding import Sharding
 from wholebatch.memory.make_it_fit import Rung, ladder
-from wholebatch.memory.predict import Prediction, predict_peak, target_device
+from wholebatch.memory.predict import Prediction, simulating, target_device
 
 
 @dataclass(frozen=True)
@@ -88,47 +88,30 @@ def make_plan(
     _check_sizes(batch_size, ranks, budget)
     device = target_device(model, device)
     most = -(-batch_size // ranks)
+    shapes = shapes_of(batch)
     made: dict[int, Prediction] = {}
+    # Data-parallel ranks all-reduce buckets of gradients during the last backward.
+    how: dict[str, Any] = {"reduces": ranks > 1 and sharding is None, "sharding": sharding}
+    with simulating(model, loss, optimizer=optimizer, device=device, **how) as simulation:
 
-    def peak(size: int) -> int:
-        """Return the bytes that a device must have for this size."""
-        if size not in made:
-            made[size] = predict_peak(
-                model,
-                loss,
-                resize_batch(batch, size, static=static),
-                optimizer=optimizer,
-                device=device,
-                precision=precision,
-                micro_batches=-(-most // size),
-                # Data-parallel ranks all-reduce buckets of gradients during the last backward.
-                reduces=ranks > 1 and sharding is None,
-                sharding=sharding,
-            )
-        return made[size].needed(device)
+        def peak(size: int) -> int:
+            """Return the bytes that a device must have for this size."""
+            if size not in made:
+                micro = resize_batch(shapes, size, static=static)
+                steps = -(-most // size)
+                made[size] = simulation.predict(micro, precision=precision, micro_batches=steps)
+            return made[size].needed(device)
 
-    rungs: list[Rung] = []
-    with pretended_ranks(ranks) if sharding is not None else nullcontext():
-        choice = choose_micro_batch(peak, budget=budget, most=most, growth=4)
-        if choice is None:
-            rungs = ladder(
-                model,
-                loss,
-                resize_batch(batch, 1, static=static),
-                budget=budget,
-                optimizer=optimizer,
-                precision=precision,
-                device=device,
-                sharding=sharding,
-                as_is=made[1],
-            )
+        choice = choose_micro_batch(peak, budget=budget, most=most, growth=most)
         largest = 1 if choice is None else choice.micro_batch
         steps = -(-most // largest)
         even = -(-most // steps)
+        rungs: list[Rung] = []
         if choice is not None:
             peak(even)
-    above = min((size for size in made if size > largest), default=largest)
-    shown = sorted(s for s in made if s & (s - 1) == 0 or s in (even, largest, above))
+        else:
+            sample = resize_batch(shapes, 1, static=static)
+            rungs = ladder(simulation, sample, budget=budget, precision=precision, as_is=made[1])
     return Plan(
         batch_size=batch_size,
         ranks=ranks,
@@ -136,7 +119,7 @@ def make_plan(
         precision=precision,
         points=tuple(
             Point(size, made[size].peak, made[size].by_category, peak(size) <= budget)
-            for size in shown
+            for size in sorted(made)
         ),
         micro_batch=None if choice is None else even,
         largest=None if choice is None else largest,

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 
 from wholebatch.batch.samples import tensors_of
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
 from wholebatch.memory.fake_tensors import (
     as_on_cuda,
     fake_batch,
@@ -130,94 +131,151 @@ def predict_peak(
     the step would run (default: the model's device). For a CUDA device that this machine lacks, the
     CPU's operations are counted with CUDA's block sizes.
     """
-    if micro_batches < 1:
-        raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
-    began = time.perf_counter()
-    device = target_device(model, device)
-    on_cuda = device.type == "cuda"
-    is_missing = on_cuda and not torch.cuda.is_available()
-    run_on = torch.device("cpu") if is_missing else device
-    mode = fake_mode_of(model)
+    how: dict[str, Any] = {"optimizer": optimizer, "device": device, "reduces": reduces}
+    with simulating(model, loss, sharding=sharding, **how) as simulation:
+        return simulation.predict(batch, precision=precision, micro_batches=micro_batches)
+
+
+@contextmanager
+def simulating(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    reduces: bool = False,
+    sharding: Sharding | None = None,
+) -> Iterator[Simulation]:
+    """Copy a model to fake tensors, to predict several steps of it; see `predict_peak`."""
     with ExitStack() as entered:
         if sharding is not None:
             entered.enter_context(pretended_ranks(sharding.ranks))
         entered.enter_context(_untouched(model))
         entered.enter_context(_quiet())
-        fake, parameters = fake_model(model, mode, run_on)
+        to = target_device(model, device)
+        yield Simulation(model, loss, optimizer, device=to, reduces=reduces, sharding=sharding)
+
+
+class Simulation:
+    """A model of fake tensors that runs training steps: one for all questions about a model."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Callable[[Any, Any], Any],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        device: torch.device,
+        reduces: bool,
+        sharding: Sharding | None,
+    ) -> None:
+        self.device = device
+        self.is_sixteen_bit = is_sixteen_bit(model)
+        self.blocks = blocks_to_checkpoint(model)
+        """The names of the repeated blocks that are not checkpointed."""
+        self._loss, self._reduces, self._sharding = loss, reduces, sharding
+        on_cuda = device.type == "cuda"
+        self._is_missing = on_cuda and not torch.cuda.is_available()
+        self._run_on = torch.device("cpu") if self._is_missing else device
+        self._mode = mode = fake_mode_of(model)
+        self._model, parameters = fake_model(model, mode, self._run_on)
         if sharding is not None:
-            parameters = shard(fake, mode, parameters, ranks=sharding.ranks, device=run_on)
-        stepped = None
+            ranks = sharding.ranks
+            parameters = shard(self._model, mode, parameters, ranks=ranks, device=self._run_on)
+        self._optimizer = None
         if optimizer is not None:
-            stepped = fake_optimizer(optimizer, mode, run_on, parameters, on_cuda=on_cuda)
+            to = self._run_on
+            self._optimizer = fake_optimizer(optimizer, mode, to, parameters, on_cuda=on_cuda)
             if sharding is not None:
-                stepped.state.clear()  # It is that of whole parameters.
-        micro = fake_batch(mode, batch, run_on)
+                self._optimizer.state.clear()  # It is that of whole parameters.
+        self._has_gathered = self._has_state = False
         granule = CUDA_GRANULE if on_cuda else 1
-        meter = FakeMeter(model=fake, optimizer=stepped, device=run_on, granule=granule)
-        for context in (as_on_cuda() if is_missing else nullcontext(), mode, meter):
-            entered.enter_context(context)
-        window = PlainWindow(
-            fake,
-            loss,
-            optimizer=stepped,
-            precision=precision,
-            around_update=meter.answering,
-            reduces=reduces,
-            sent=lambda flat: meter.mark("communication", [flat]),
-            sharding=sharding,
+        self._meter = FakeMeter(
+            model=self._model, optimizer=self._optimizer, device=self._run_on, granule=granule
         )
-        try:
-            parts, largest = _simulated(window, meter, micro, micro_batches)
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedOperatorException,
-        ) as error:
-            raise UnsupportedError(
-                f"memory cannot be predicted for this loss: {getattr(error, 'func', error)} "
-                "reads the values of a tensor (.item(), .tolist(), an if on its values, "
-                "indexing by a mask), and a prediction knows shapes only; use torch.where or "
-                "masks of fixed shape, or give the micro-batch size as a number"
-            ) from error
-        finally:
+
+    def predict(
+        self,
+        batch: Any,
+        *,
+        precision: str = "full",
+        micro_batches: int = 2,
+        checkpoints: bool = False,
+    ) -> Prediction:
+        """Predict the peak of a step; with `checkpoints`, one whose blocks are checkpointed."""
+        if micro_batches < 1:
+            raise OptionError(f"micro_batches={micro_batches}: must be at least 1")
+        began = time.perf_counter()
+        micro = fake_batch(self._mode, batch, self._run_on)
+        on_cuda = as_on_cuda() if self._is_missing else nullcontext()
+        kept = checkpointed(self._model, self.blocks) if checkpoints else nullcontext()
+        with on_cuda, kept, self._mode, self._meter:
+            window = PlainWindow(
+                self._model,
+                self._loss,
+                optimizer=self._optimizer,
+                precision=precision,
+                around_update=self._meter.answering,
+                reduces=self._reduces,
+                sent=lambda flat: self._meter.mark("communication", [flat]),
+                sharding=self._sharding,
+            )
+            try:
+                parts, largest = self._run(window, micro, is_single=micro_batches == 1)
+            except (
+                DataDependentOutputException,
+                DynamicOutputShapeException,
+                UnsupportedOperatorException,
+            ) as error:
+                raise UnsupportedError(
+                    f"memory cannot be predicted for this loss: {getattr(error, 'func', error)} "
+                    "reads the values of a tensor (.item(), .tolist(), an if on its values, "
+                    "indexing by a mask), and a prediction knows shapes only; use torch.where or "
+                    "masks of fixed shape, or give the micro-batch size as a number"
+                ) from error
+        by_category = max(parts, key=lambda part: sum(part.values()))
+        if self.device.type == "cuda":
+            by_category["temporaries"] += CUDA_WORKSPACES
+        seconds = time.perf_counter() - began
+        return Prediction(sum(by_category.values()), by_category, seconds, largest)
+
+    def _run(
+        self, window: PlainWindow, micro: Any, *, is_single: bool
+    ) -> tuple[list[dict[str, int]], int]:
+        """Run a window; return the bytes at the peaks of its halves, and the largest allocation.
+
+        Two micro-batches are enough: the third begins with what the second has found. The first
+        update makes the optimizer's state, which exists beside everything from then on. So the
+        forwards and backwards of a later window need what those of the first did, plus the state;
+        its update needs what a second one with the same gradients does.
+        """
+        meter = self._meter
+        # Slices of gradients stay as they are, so the next prediction begins with them. Others are
+        # rounded, or reduced, at the end of a window.
+        if is_single or self._sharding is None or self._sharding.sync != "every":
             window.clear()
-    by_category = max(parts, key=lambda part: sum(part.values()))
-    if on_cuda:
-        by_category["temporaries"] += CUDA_WORKSPACES
-    seconds = time.perf_counter() - began
-    return Prediction(sum(by_category.values()), by_category, seconds, largest)
-
-
-def _simulated(
-    window: PlainWindow, meter: FakeMeter, micro: Any, micro_batches: int
-) -> tuple[list[dict[str, int]], int]:
-    """Run a window; return the bytes at the peaks of its two halves, and the largest allocation.
-
-    Two micro-batches are enough: the third begins with what the second has found. The first update
-    makes the optimizer's state, which exists beside everything from then on. So the forwards and
-    backwards of a later window need what those of the first did, plus the state; its update needs
-    what a second one with the same gradients does.
-    """
-    is_single = micro_batches == 1
-    window.begin()
-    if window.sharding is not None:
-        # The first forward creates the whole parameters, which are emptied after each use.
-        window.add(micro, is_last=is_single)
-        if is_single:
-            window.model.zero_grad(set_to_none=True)
-        meter.watch_resized()
+        window.begin()
+        if self._sharding is not None and not self._has_gathered:
+            # The first forward creates the whole parameters, which are emptied after each use.
+            window.add(micro, is_last=is_single)
+            self._has_gathered = True
+            meter.watch_resized()
+            if is_single:
+                window.clear()
+        elif not is_single and all(p.grad is None for p in self._model.parameters()):
+            window.add(micro, is_last=False)
         meter.reset_peak()
-    elif not is_single:
-        window.add(micro, is_last=False)
-    window.add(micro, is_last=True)
-    window.end()
-    adding, before = meter.peak_by_category, meter.current_by_category[_STATE]
-    largest = meter.largest
-    window.step()
-    adding[_STATE] += meter.current_by_category[_STATE] - before
-    meter.reset_peak()
-    window.step()
-    return [adding, meter.peak_by_category], max(largest, meter.largest)
+        window.add(micro, is_last=True)
+        window.end()
+        adding, before = meter.peak_by_category, meter.current_by_category[_STATE]
+        largest = meter.largest
+        if not self._has_state:
+            window.step()
+            self._has_state = True
+            adding[_STATE] += meter.current_by_category[_STATE] - before
+        meter.reset_peak()
+        window.step()
+        return [adding, meter.peak_by_category], max(largest, meter.largest)
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -237,6 +295,11 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
         fake.step()
     state = {id(one): one for one in tensors_of(list(fake.state.values()))}.values()
     return sum(one.nbytes for one in state if one.device.type == device.type)
+
+
+def is_sixteen_bit(model: torch.nn.Module) -> bool:
+    """True if no parameter has more than 16 bits."""
+    return all(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
 
 
 def target_device(model: torch.nn.Module, device: torch.device | str | None) -> torch.device:

@@ -46,9 +46,6 @@ from wholebatch.verification.window_recorder import (
     RecordedWindow,
 )
 
-EQUAL_UNITS = (
-    "all micro-batches have the same number of units, so a mean of means equals the mean here"
-)
 _NO_LIMIT = 1e6
 """Clipping to more than this is a way to measure a norm."""
 _CONSTANT = ("not-divided", "divided-twice", "loss-scale", "nominal-count")
@@ -79,6 +76,7 @@ class LoopJudge:
         self.notes: list[str] = []
         self.units: Sequence[float] = ()
         self.by = "gradients"
+        self.off = math.inf  # how far wrong weights are from the right ones
         self.tolerance, self.floor = _WEIGHTS, max(window.eps for window in self.ranks)
 
     # ------------------------------------------------------------- the trial
@@ -424,7 +422,7 @@ class LoopJudge:
             found = self._named(reading, column)
             if found is None:
                 continue
-            self.units = reading.units
+            self.units, self.off = reading.units, _right_fit(reading).distance
             if found.key == "not-divided" and found.variant == "sums added":
                 return (
                     "the loss is a sum over its samples that nothing divides, which is right only "
@@ -436,6 +434,7 @@ class LoopJudge:
         if constant is None:
             is_mean = column.terms[0].kind == "mean" and column.terms[0].is_loss
             if is_mean and math.isclose(sum(made[0].weights), 1.0, rel_tol=_WEIGHTS):
+                self.off = _right_fit(made[0]).distance
                 variant = "weights that add up to 1, but are not the shares of the units"
                 return MistakeFit("other-units", variant)
             return (
@@ -474,7 +473,7 @@ class LoopJudge:
         """Return the verdict of what was found."""
         if fit.key == RIGHT:
             return self._trial(RIGHT, [fit])
-        off = 1.0 if fit.key == "no-update" else math.inf
+        off = 1.0 if fit.key == "no-update" else self.off
         return self._trial(
             fit.key or None, [fit, _right(off, False)] if fit.key else [_right(off, False)]
         )
@@ -492,9 +491,6 @@ class LoopJudge:
                 same = all(math.isclose(u, units[0], rel_tol=_WEIGHTS) for u in units)
                 kind = "equal " if same else "uneven "
             name += f": {count} {kind}micro-batch{'' if count == 1 else 'es'}"
-            is_live = self.case == "live" and self.by not in ("ledger", GIVEN_UNITS)
-            if found == RIGHT and kind == "equal " and is_live:
-                self.notes.append(EQUAL_UNITS)
         return LoopTrial(
             case=self.case,
             name=name,

@@ -172,6 +172,9 @@ class LoopTrial:
         return next((f for f in self.fits if f.key == self.found != RIGHT), None)
 
 
+EQUAL_UNITS = (
+    "all micro-batches have the same number of units, so a mean of means equals the mean here"
+)
 GIVEN_UNITS = "ledger, with units as given"
 """How a window is observed whose units the loop gave to `Accumulator.backward`."""
 WEIGHED = (
@@ -292,7 +295,8 @@ class LoopVerdict(_Answer):
         also = [MISTAKES[key].name for key in self.mistakes if key != fit.key]
         more = f"; also: {', '.join(also)}" if also else ""
         what = "update" if first.observed_by == "updates" else "gradient"
-        if not math.isfinite(first.right.distance):  # seen without a gradient to compare
+        is_seen = first.case == "live" and fit.key != "no-update"  # in the weights of the losses
+        if is_seen or not math.isfinite(first.right.distance):  # without a gradient to compare
             return f"DIFFERENT update: {fit.name}: {self.loop}: {fit.variant}{where}{more}"
         left = f"to within {percent(fit.distance)}" if fit.distance else "exactly"
         return (
@@ -318,7 +322,7 @@ class LoopVerdict(_Answer):
         for trial in self.trials:
             far, fit = trial.right.distance, trial.found_fit
             is_measured = math.isfinite(far) and not trial.observed_by.startswith("ledger")
-            off = percent(far) if is_measured and trial.optimizer_steps <= 1 else ""
+            off = percent(far) if is_measured and trial.optimizer_steps <= 1 else "–"
             marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", None: "✗ no known mistake"}
             found = f"✗ {fit.name}" if fit else marks[trial.found]
             if trial.found == RIGHT and trial.observed_by == GIVEN_UNITS:
@@ -339,7 +343,13 @@ class LoopVerdict(_Answer):
     def notes(self) -> list[str]:
         """Return the notes of all windows and of the watch, each once."""
         notes = dict.fromkeys(note for trial in self.trials for note in trial.notes)
-        return [*notes | dict.fromkeys(self.watched.notes if self.watched is not None else ())]
+        if self.watched is None:
+            return [*notes]
+        units = [trial.units for trial in self.trials if len(trial.units) > 1]
+        is_read = self.same and not any(t.observed_by.startswith("ledger") for t in self.trials)
+        if is_read and units and all(math.isclose(min(u), max(u), rel_tol=1e-3) for u in units):
+            notes[EQUAL_UNITS] = None
+        return [*notes | dict.fromkeys(self.watched.notes)]
 
     def _instead(self, key: str) -> str:
         """Return what to do, in the trainer at hand."""

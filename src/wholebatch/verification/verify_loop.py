@@ -22,7 +22,7 @@ from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_judge import EQUAL_UNITS, LoopJudge
+from wholebatch.verification.loop_judge import LoopJudge
 from wholebatch.verification.mistakes import (
     NOT_JUDGED,
     RIGHT,
@@ -35,7 +35,7 @@ from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
-from wholebatch.verification.verdicts import LoopTrial, LoopVerdict
+from wholebatch.verification.verdicts import EQUAL_UNITS, LoopTrial, LoopVerdict
 from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
 
 Loop = Callable[[Any, Any, Any], object]
@@ -232,12 +232,12 @@ class _CaseTrials:
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
         self._left = any(one.keeps_gradients for one in ranks)
         steps = {len(one.windows) for one in ranks}
-        firsts = [one.windows[0] for one in ranks if one.windows] or [_no_window()]
-        judge = LoopJudge(
-            firsts, f"{count} {kind} micro-batches{short}", self.steps, case=self.case.name
-        )
+        firsts = [one.windows[0] for one in ranks if one.windows]
+        firsts = firsts or [RecordedWindow(0, 0, [], [], 2.0**-24, False)]
+        name = f"{count} {kind} micro-batches{short}"
+        judge = LoopJudge(firsts, name, self.steps, case=self.case.name)
         judge.notes, judge.units = list(self.notes), [unit for row in units for unit in row]
-        if not even and kind == "equal" and count > 1:
+        if not even and kind == "equal" and count == self.steps:
             judge.notes.append(f"{self.case.name}: {EQUAL_UNITS}")
         trial = self._without_one_update(judge, ranks, steps)
         if trial is None:
@@ -252,7 +252,6 @@ class _CaseTrials:
             moved = MistakeFit("moved-beside-the-step", "the step and something else")
             right = MistakeFit(RIGHT, "the optimizer's step", off, False)
             trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
-        name = f"{count} {kind} micro-batches{short}"
         return replace(trial, name=name, optimizer_steps=max(steps))
 
     @staticmethod
@@ -364,10 +363,6 @@ class _CaseTrials:
         right = _added(terms_of(whole), total)
         again = _added(terms_of(DividedBatch(whole).in_other_orders()[0][0]), total)
         return terms, apart(added, right), max(runs.unit, apart(again, right))
-
-
-def _no_window() -> RecordedWindow:
-    return RecordedWindow(0, 0, [], [], 2.0**-24, False)
 
 
 def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:

@@ -208,7 +208,9 @@ class Watch:
             return "an optimizer step was seen, but no backward before it"
         return (
             "no backward was seen in this process. A script must train, and a recipe must have "
-            "model(), data() and loss(). If the script starts other processes, use torchrun instead"
+            "model(), data() and loss(). To judge a function that trains one window, use "
+            "`wholebatch verify FILE.py:FUNCTION`. If the script starts other processes, use "
+            "torchrun instead"
         )
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from wholebatch.errors import LossError, OptionError
+from wholebatch.errors import LossError, OptionError, WindowError
 
 ClipNorm: TypeAlias = float | Sequence[float | None] | None
 Policy: TypeAlias = Literal["raise", "skip"]
@@ -379,6 +379,15 @@ class DeferredHooks:
             if hooks:
                 parameter._backward_hooks = None
                 self._taken.append((parameter, hooks))
+
+    def refuse_added(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse a hook that was added to a parameter of the open window."""
+        if any(parameter._backward_hooks for parameter in parameters):
+            raise WindowError(
+                "a hook was added to a parameter in the middle of the window, and has seen the "
+                "gradients of single micro-batches: call register_hook() between windows, where "
+                "backward() has returned a Step"
+            )
 
     def run(self) -> None:
         """Call each hook in its order on the whole, normalised gradient, as autograd would."""

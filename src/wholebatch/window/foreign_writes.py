@@ -11,7 +11,6 @@ A model that is put into evaluation mode, and not back again, is refused.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,6 @@ from wholebatch.warn_user import warn_user
 from wholebatch.window.close import read_scalars
 from wholebatch.window.window import Window, is_tested_window
 
-_log = logging.getLogger("wholebatch")
 _training = operator.attrgetter("training")
 
 
@@ -44,7 +42,7 @@ class Watch:
         """Forget the window: it is over, or another state has been loaded."""
         self._gradients: list[Tensor | None] = []  # held: no other tensor gets the id of one
         self._states: list[tuple[int, int, int, bool]] = []
-        self._rates: list[float] = []  # at the first backward
+        self._rates: list[tuple[float, int]] = []  # at the first backward
         self._norms: list[float] | None = None  # of the gradients, and of the parameters
 
     def remember(self, inputs: Sequence[nn.Parameter], *, norms: bool = False) -> None:
@@ -54,22 +52,21 @@ class Watch:
         self._norms = _norms_of(inputs) if norms else None
         self._rates = self._rates or self._rates_now()
 
-    def _rates_now(self) -> list[float]:
+    def _rates_now(self) -> list[tuple[float, int]]:
+        """Return the rates; of one in a tensor, which may be on a device, how often it was set."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return [group["lr"] for group in groups if type(group.get("lr")) is float]
+        rates = [group["lr"] for group in groups if "lr" in group]
+        return [(0.0, rate._version) if isinstance(rate, Tensor) else (rate, 0) for rate in rates]
 
     def warn_of_rates(self) -> None:
         """Warn, once, of a learning rate that has changed since the window's first backward."""
-        for before, now in zip(self._rates, self._rates_now(), strict=False):
-            if now != before and not self._warned:
-                self._warned = True
-                _log.warning(
-                    "the learning rate changed in the middle of a window (%g → %g), and only its "
-                    "value at the update counts: step the scheduler once per update, not once per "
-                    "micro-batch",
-                    before,
-                    now,
-                )
+        rates = zip(self._rates, self._rates_now(), strict=False)
+        if not self._warned and any(before != now for before, now in rates):
+            self._warned = True
+            warn_user(
+                "the learning rate changed in the middle of a window, and only its value at the "
+                "update counts: step the scheduler once per update, not once per micro-batch"
+            )
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
@@ -220,6 +217,7 @@ class Untouched:
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
             if rates:
+                window.schedules.refuse_moved()
                 self._watch.warn_of_rates()
             return
         parameter, what = found

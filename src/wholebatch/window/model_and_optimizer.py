@@ -115,6 +115,17 @@ class Target:
                     "gradients would be rounded: cast the model before, or use precision="
                 )
 
+    def refuse_other_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse to close a window that trained `parameters`, if others are trained by now."""
+        before = {id(parameter): parameter for parameter in parameters}
+        new = [parameter for parameter in self.trained() if before.pop(id(parameter), None) is None]
+        for parameter in (*new, *before.values()):
+            raise WindowError(
+                f"{self.name_of(parameter)} was {'unfrozen or added' if new else 'frozen'} in the "
+                "middle of the window, so its gradient is that of a part of the micro-batches. "
+                "Change what is trained between windows, where backward() has returned a Step"
+            )
+
     def refuse_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
         for parameter in parameters:

@@ -428,7 +428,7 @@ class Window:
         self.calls_on_gradient = on_gradient is not None
         self.leaves_gradients = not target.steps  # whether the last window has left them in .grad
         self.hooks = DeferredHooks(on_gradient, target.named_parameters)
-        self._schedules = Schedules(target.schedulers)
+        self.schedules = Schedules(target.schedulers)
 
     # ------------------------------------------------------------------ begin
 
@@ -438,7 +438,7 @@ class Window:
             raise WindowError("begin() on an open window: close or discard it first")
         groups = self.target.groups()
         self.store.refuse_stray([parameter for group in groups for parameter in group])
-        self._schedules.refuse_moved()
+        self.schedules.refuse_moved()
         window = OpenWindow(groups, known, 1.0, self.sync.averaged_by, self.target.scale)
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
@@ -617,9 +617,12 @@ class Window:
         while_waiting: Callable[[], object] | None,
     ) -> Step:
         window.refuse_broken()
-        self._schedules.refuse_moved()
+        self.schedules.refuse_moved()
         if not self.sync.owns_step:
             self.target.refuse_cast(window.inputs)
+            self.target.refuse_other_parameters(window.inputs)
+        if not self.sync.owns_hooks:
+            self.hooks.refuse_added(window.inputs)
         if not window.reduced:
             self.sync.reduce_now(window.inputs)
         weights = window.weights or self._last_weights  # none: this rank only joins the others
@@ -754,7 +757,7 @@ class Window:
         if not stepped:
             self.store.update()
         self.updates += 1
-        self._schedules.step(loss)
+        self.schedules.step(loss)
         if self.target.ema is not None:
             self.target.ema.update_parameters(self.target.models[0])
 
@@ -872,7 +875,7 @@ class Window:
             target.scale.load_state_dict(state["scaler"])
         for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
-        self._schedules.forget()
+        self.schedules.forget()
         if isinstance(target.ema, nn.Module) and state["ema"] is not None:
             target.ema.load_state_dict(state["ema"])
         restore_random(state["random"])

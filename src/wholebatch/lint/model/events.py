@@ -284,7 +284,7 @@ def classify(call: ast.Call, env: Env) -> Effect | None:
     name = last_part(func)
     if name.removeprefix("dispatch_").startswith("clip_grad"):
         owner = func.value if isinstance(func, ast.Attribute) else None
-        return None if _only_measures(call) else Effect("clip", owner, detail=name)
+        return None if only_measures(call) else Effect("clip", owner, detail=name)
     if name.strip("_") == "optimizer_step":
         return Effect("step", positional(call, 0), detail="xla")
     if name.endswith("_unscale_"):  # torch's own, by hand.
@@ -330,7 +330,8 @@ def _native_scaler(call: ast.Call, func: ast.expr) -> Effect | None:
     return Effect("native", func, positional(call, 0), "update_grad")
 
 
-def _only_measures(call: ast.Call) -> bool:
+def only_measures(call: ast.Call) -> bool:
+    """True if a clipping call has no limit, so that it returns the norm and changes nothing."""
     limit = positional(call, 1) or keyword(call, "max_norm")
     if isinstance(limit, ast.Call) and dotted(limit.func) == "float":
         return True

@@ -143,10 +143,6 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
-def _is_flag(expr: ast.expr) -> bool:
-    return isinstance(expr, (ast.Compare, ast.BoolOp)) and "%" in text(expr)
-
-
 def is_simple(expr: ast.AST) -> bool:
     """True if an expression can replace the name it was assigned to."""
     if isinstance(expr, ast.Call):
