@@ -51,7 +51,6 @@ from wholebatch.coupled.sample_runs import (
     FirstSamples,
     SampleRun,
     Uncheckable,
-    weight_norms,
 )
 from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.window.forward_state import Key
@@ -214,7 +213,7 @@ class _Test:
         samples, cut = self._samples, self._samples.cut
         whole = samples.whole()
         self._tolerance = samples.tolerance
-        self._moved = [key for key in samples.start.moved(whole.after) if not self._is_known(key)]
+        self._moved = [key for key in samples.moved if not self._is_known(key)]
         try:
             first = samples.part(0, cut, backward=True, scale=1 / SCALE)
             try:
@@ -425,10 +424,10 @@ class _Test:
         return whole != start and first == whole and second - first == whole - start
 
     def _moved_parameters(self) -> Iterator[AuditFinding]:
-        model, now = self._samples.model, weight_norms(self._samples.model)
-        for name, parameter in model.named_parameters():
-            before, after = self._samples.weights.get(parameter), now.get(parameter)
-            if before is not None and after is not None and before != after:
+        samples = self._samples
+        for name, after in samples.weight_norms().items():
+            before = samples.weights[name]
+            if before != after:
                 text = f"a forward changes this parameter (its norm: {before:.6g} → {after:.6g}), "
                 text += f"so it moves once per micro-batch, not once per update. {_ADVICE}"
                 yield AuditFinding(name, "Parameter", "state", text)

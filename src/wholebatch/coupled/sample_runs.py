@@ -29,7 +29,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState, same_random
+from wholebatch.window.forward_state import ForwardState, Key, same_random
 from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import graph_nodes, refuse_reentrant
 
@@ -97,7 +97,8 @@ class SampleRun:
 
     def drew_alike(self, others: Iterable[SampleRun]) -> bool:
         """True if all have drawn equally often from Python's and NumPy's generators."""
-        return all(other.after.draws_same(self.after, host=True) for other in others)
+        states = (other.after for other in others if other.after is not self.after)
+        return all(after.draws_same(self.after, host=True) for after in states)
 
 
 class FirstSamples:
@@ -129,15 +130,16 @@ class FirstSamples:
         cut = 2 if count == 5 else max(1, 3 * count // 8)
         self.cut = cut + (cut % 2 == 0 and count % 2 == 0)
         self.reads_outputs = outputs
-        named = [(n, p) for n, p in model.named_parameters() if _is_plain(p)]
-        self.parameters = [(n, p) for n, p in named if p.requires_grad]
-        self._data = [(p, p.data) for _, p in named]
+        self.named = {n: p for n, p in model.named_parameters() if _is_plain(p)}
+        self.parameters = [(n, p) for n, p in self.named.items() if p.requires_grad]
+        self._data = [(p, p.data) for p in self.named.values()]
         self.start = ForwardState(model, results=True)
-        self.weights = weight_norms(model)
-        sizes = [self.weights[p] / max(p.numel(), 1) ** 0.5 for _, p in self.parameters]
-        self._parameter_sizes = torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
+        self.weights = self.weight_norms()
         self.draws = HeldDraws()
-        self._draws_nothing = self._may_have_drawn = False
+        self._draws_nothing = self._changes_nothing = self._may_have_drawn = False
+        self._is_clean = True
+        self.moved: list[Key] = []
+        """The buffers and attributes that a run of all samples has changed."""
         self.called = CalledModules(model)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
         self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
@@ -155,22 +157,30 @@ class FirstSamples:
                 warnings.simplefilter("ignore")
                 yield
         finally:
+            self._is_clean = False
             self.restore()
 
     def restore(self) -> None:
         """Restore the state that was found; every run starts there."""
-        self.start.restore(random=self._may_have_drawn)
-        self._may_have_drawn = True
-        for parameter, data in self._data:
-            if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
-                parameter.data = data
+        if not self._is_clean:
+            self.start.restore(random=self._may_have_drawn)
+            for parameter, data in self._data:
+                if parameter.data_ptr() != data.data_ptr():  # `parameter.data = …` in a forward
+                    parameter.data = data
+        self._is_clean, self._may_have_drawn = False, True  # until the run shows something else
+
+    @torch.no_grad()
+    def weight_norms(self) -> dict[str, float]:
+        """Return the norm of every parameter, to see if a forward changes it."""
+        norms = read_scalars(torch._foreach_norm([*self.named.values()])) if self.named else []
+        return dict(zip(self.named, norms, strict=True))
 
     def whole(self) -> SampleRun:
         """Run all samples, and record what they draw.
 
         Recording slows every operation down, so a model without dropout runs plainly first.
         """
-        self._draws_nothing = False
+        self._draws_nothing = self._changes_nothing = False
         run = None
         if not any(map(_is_dropout, self.model.modules())):
             self.restore()
@@ -182,7 +192,9 @@ class FirstSamples:
             with self.called, self.draws.recording():
                 run = self._run(range(self.count), backward=self.graph)
         self.tolerance = Tolerance.of(self, run)
-        return run
+        self.moved = self.start.moved(run.after)
+        self._is_clean = self._changes_nothing = not self.moved and not self._may_have_drawn
+        return replace(run, after=self.start) if self._changes_nothing else run
 
     def part(
         self,
@@ -226,6 +238,9 @@ class FirstSamples:
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals
+        if self._changes_nothing:  # Reading the state takes longer than a small forward.
+            self._is_clean, self._may_have_drawn = True, False
+            return SampleRun(terms, digests, self.start)
         after = ForwardState(self.model, results=True)
         self._may_have_drawn = not same_random(self.start.random, after.random)
         return SampleRun(terms, digests, after)
@@ -239,7 +254,9 @@ class FirstSamples:
         ]
         parameters = [parameter for _, parameter in self.parameters]
         made = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
-        made[:, 2] /= self._parameter_sizes  # of the size of a sum of random signs, as the others
+        sizes = [self.weights[n] / max(p.numel(), 1) ** 0.5 for n, p in self.parameters]
+        # Divided by the parameter's size it is like a sum of random signs, as the others are.
+        made[:, 2] /= torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
         return made
 
 
@@ -299,14 +316,6 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     """True for an ordinary tensor of floating-point numbers: no subclass, nothing quantised."""
     wide = parameter.dtype in (torch.float64, torch.float32, *SIXTEEN_BIT)
     return wide and type(parameter.data) is Tensor and parameter.layout is torch.strided
-
-
-@torch.no_grad()
-def weight_norms(model: nn.Module) -> dict[nn.Parameter, float]:
-    """Return the norm of every parameter, to see whether a forward changes it."""
-    found = [p for p in model.parameters() if _is_plain(p)]
-    norms = read_scalars([torch.linalg.vector_norm(p.detach()) for p in found])
-    return dict(zip(found, norms, strict=True))
 
 
 class CalledModules:
