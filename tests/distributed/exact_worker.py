@@ -148,7 +148,10 @@ def by_whole_batch(engine: str, case: str, clip: float | None, make: Any, known:
 
 
 def by_graphs() -> Any:
-    """DDP: compiled micro-steps, in other numbers on every rank; rank 0 runs out of data early."""
+    """DDP: micro-steps as traced, in other numbers on every rank; rank 0 runs out of data early.
+
+    The compiler itself is tested on one process: importing it would take half of this job's time.
+    """
     model = wrapped("ddp")
     optimizer = sgd(model)
     seen = SeenFull(model, optimizer)
@@ -158,9 +161,10 @@ def by_graphs() -> Any:
     train = wb.WholeBatch(
         model, optimizer, loss=loss, micro_batch=2, clip_norm=0.05, execute="compile"
     )
+    train._runner.executor._plan.compiles = False
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
-    assert train._runner.executor.mode == "compile"
+    assert train._runner.executor.mode == "operations"
     return errors(model, seen, undivided(everyones(mine), 0.05, sgd))
 
 
@@ -309,7 +313,7 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
         for case in ("tail", "exhausted"):
             cases[f"several accumulators {case}"] = partial(several_accumulators, case)
             cases[f"announced {case}"] = partial(announced, case)
-        cases["compiled micro-steps"] = by_graphs
+        cases["micro-steps as traced"] = by_graphs
         cases["no gradient anywhere"] = no_gradient_anywhere
     return cases
 

@@ -405,7 +405,7 @@ def test_two_devices() -> None:
         env={
             **os.environ,
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
             "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # the text is that of the partitioned program
         },

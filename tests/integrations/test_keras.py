@@ -37,7 +37,7 @@ def test_cases_on(backend: str, tmp_path: Path) -> None:
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "-1",
         "OMP_NUM_THREADS": "1",

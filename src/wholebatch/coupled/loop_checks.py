@@ -348,7 +348,7 @@ class LoopChecks:
         optimizer has stepped.
         """
         for node in graph_nodes(losses):
-            leaf = getattr(node, "variable", None)
+            leaf: Tensor | None = getattr(node, "variable", None)
             if leaf is None:
                 continue
             known, version = self._leaves.setdefault(id(leaf), (ref(leaf), leaf._version))
