@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+# JAX compiles its programs, which is most of what it does here, in half the time.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 try:
     import hypothesis

@@ -1,16 +1,12 @@
-"""The comparison's own training runs, for the tests of exact(Trainer), and quick JAX programs."""
+"""The comparison's own training runs, for the tests of exact(Trainer)."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-# XLA compiles programs for the CPU, which is most of what JAX does here, in half the time.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 
 @pytest.fixture

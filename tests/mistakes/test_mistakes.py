@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-from tests.mistakes import correct, judge
+import wholebatch as wb
+from tests.mistakes import correct, judge, kinds
+from tests.mistakes.interfaces import as_loss
 from tests.mistakes.loops import LOOPS
 from tests.mistakes.planted import MISTAKES, Mistake
 from tests.mistakes.task import trajectory
@@ -60,6 +63,22 @@ def test_every_mistake_is_one(mistake: Mistake) -> None:
         pytest.skip("wrong only in what the library counts")
     kinds = judge.kinds_for(mistake, "by hand")
     assert any(judge.complaint(mistake, kind, "by hand", seed=1) for kind in kinds)
+
+
+ONLY_VERIFIED = [
+    one for one in MISTAKES if "Lightning" in one.interfaces and "Accumulator" not in one.interfaces
+]
+
+
+@pytest.mark.parametrize("mistake", ONLY_VERIFIED, ids=[one.name for one in ONLY_VERIFIED])
+def test_verify_finds_what_a_loop_of_your_own_may_not(mistake: Mistake) -> None:
+    kind = judge.kinds_for(mistake, "Accumulator")[0]
+    task = mistake.plant(kinds.task(kind, 1).but(steps=3))
+
+    def loss(model: Any, micro: Any) -> Any:
+        return as_loss(task.given(model, micro))
+
+    assert not wb.verify(task.model, loss, task.batch, micro_batch=5).same
 
 
 @pytest.mark.parametrize("name, interface", correct.combinations())
