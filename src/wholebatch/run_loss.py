@@ -73,7 +73,7 @@ class RunLoss:
         self._call = _on_micro_batch(loss, models, reads or loss)
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
-        self._is_new = True
+        self._number = 0  # of the last window with a micro-batch of this function
         self._micro: Any = None  # of the call under way
         self._place: Place
         self._unmoved: UnmovedLoss | None = None  # of the window that is open, if it is tested
@@ -120,15 +120,16 @@ class RunLoss:
 
         The first test takes the first micro-batch of its window, the next test another one.
         """
-        place = self._place
-        if place.index == 0:
+        place, before = self._place, self._number
+        self._number = self._window.number
+        is_first = place.index == 0 or self._number != before  # of this function
+        if is_first:
             self._unmoved = None
         elif self._unmoved is not None and place.last:
             with self._precision.for_audit():
                 self._unmoved.check()
-        begins = place.in_parts and (self._is_new or place.index == 0)
+        begins = is_first and place.in_parts
         if begins:
-            self._is_new = False
             self._test.begin_window(self.executor.changed())
         if not self._test.is_due:
             return

@@ -43,6 +43,14 @@ class Turned(nn.Module):
         return logits
 
 
+class Columns(Turned):
+    """Its weight lies in memory by columns: autograd transposes the product dYᵀ X."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 8).t())
+
+
 class Twice(nn.Module):
     """Uses one layer twice: one cast for both, and two products that add into one buffer."""
 
@@ -57,7 +65,10 @@ class Twice(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize(("model", "fused"), [(Tagger, (2, 1)), (Turned, (1, 1)), (Twice, (2, 1))])
+@pytest.mark.parametrize(
+    ("model", "fused"),
+    [(Tagger, (2, 1)), (Turned, (1, 1)), (Columns, (1, 1)), (Twice, (2, 1))],
+)
 def test_products_and_embeddings_add_themselves(
     model: type[nn.Module], fused: tuple[int, int]
 ) -> None:

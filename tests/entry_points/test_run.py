@@ -139,6 +139,23 @@ def test_several_losses_of_a_micro_batch_and_eager_ones_between() -> None:
     assert {mode(acc, first), mode(acc, second)} == {"operations"}
 
 
+def test_windows_that_begin_with_a_backward() -> None:
+    """Their weights differ from window to window; that is no loss that moves within one."""
+    model, whole = mlp(), mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=3, execute="eager")
+    loss, optimizer = cross_entropy(model), sgd(whole)
+    for number in range(3):
+        batch = samples(9 + number)
+        first, *others = pieces(batch, [5, 3, 1 + number])
+        acc.backward(mean=undivided(model, first), units=5)
+        for micro in others:
+            acc.run(loss, micro)
+        undivided(whole, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
 def test_a_second_loss_of_each_micro_batch_is_tested_too() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)

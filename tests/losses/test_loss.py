@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import wholebatch as wb
@@ -105,6 +107,19 @@ def test_terms_take_two_or_three_parts() -> None:
     ):
         with pytest.raises(LossError, match=message):
             wb.Loss.terms(bad)  # type: ignore[arg-type]
+
+
+def test_a_mean_over_no_units_adds_nothing_in_a_traced_graph() -> None:
+    """As on a GPU: the units of a later micro-batch are not known when the graph is made."""
+
+    def total(mean: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        return wb.mean_loss(mean, units).total
+
+    mean = torch.tensor(2.0, requires_grad=True)
+    graph = make_fx(total, tracing_mode="fake")(mean, torch.tensor(3))
+    given = [(2.0, 3), (math.nan, 0), (0.0, 0), (2.0, 0)]  # the last one would be lost
+    found = [graph(torch.tensor(one), torch.tensor(units)).item() for one, units in given]
+    assert found == pytest.approx([6.0, 0.0, 0.0, math.nan], nan_ok=True)
 
 
 @pytest.mark.parametrize("units", [6, 6.0, torch.tensor(6)])
