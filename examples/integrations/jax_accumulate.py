@@ -66,6 +66,7 @@ def main() -> None:
         params, state, value, gradient = step(params, state, batch)
         print(f"update {update}: loss {float(value):.4f}")
 
+    @jax.jit
     def mean_gradient(batch: Any) -> Any:
         return jax.grad(lambda params: jnp.divide(*loss_fn(params, batch)))(before)
 

@@ -28,6 +28,7 @@ from compare.keras_problem import (
 )
 from keras import layers, ops
 
+from tests.integrations.blocks import assert_example_shows_the_change
 from wholebatch.errors import (
     LossError,
     NonFiniteError,
@@ -445,3 +446,10 @@ def test_the_test_of_the_loss_leaves_no_trace() -> None:
     assert seen[0][1].keys() == seen[1][1].keys()
     for name, values in seen[0][1].items():
         np.testing.assert_allclose(values, seen[1][1][name], rtol=1e-6)
+
+
+@on_torch
+def test_the_example() -> None:
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    assert_example_shows_the_change("keras_windows")

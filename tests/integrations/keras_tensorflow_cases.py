@@ -13,13 +13,13 @@ import pytest
 import tensorflow as tf
 from compare.keras_problem import data, distance, flat, model_of, squared
 
-from tests.integrations.blocks import run_diff
+from tests.integrations.blocks import EXAMPLES, run_diff
 from tests.integrations.keras_cases import LIMIT, fit, float64
 from wholebatch.integrations.keras import GradientAccumulateModel
 
 __all__ = ["float64"]  # the fixture of all these tests
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "integrations" / "keras_tape.py"
+EXAMPLE = EXAMPLES / "keras_tape.py"
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "keras.md"
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # quick tracing

@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from tests.integrations.blocks import run_diff  # noqa: E402
+from tests.integrations.blocks import assert_example_shows_the_change, run_diff  # noqa: E402
 from tests.integrations.jax_problem import (  # noqa: E402
     LENGTH,
     SAMPLES,
@@ -424,3 +424,7 @@ def test_the_change_of_the_page() -> None:
     assert before["updates"] == after["updates"] == 3
     assert distance(after["params"], before["params"]) <= 1e-12
     assert distance(after["value"], before["value"]) <= 1e-12
+
+
+def test_the_example() -> None:
+    assert_example_shows_the_change("jax_accumulate")

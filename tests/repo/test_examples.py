@@ -97,36 +97,6 @@ def test_scripts_of_trainers_show_the_change_of_their_page(
     assert sorted(shown) == sorted(wanted)
 
 
-# Keras would import TensorFlow, if it is there, for its other backends too.
-WITHOUT_TENSORFLOW = """
-import runpy, sys
-
-sys.modules["tensorflow"] = None
-runpy.run_path({!r}, run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "needs"), [("jax_accumulate", "jax"), ("keras_windows", "keras")]
-)
-def test_jax_and_keras_show_before_and_after(script: str, needs: str, tmp_path: Path) -> None:
-    pytest.importorskip(needs)
-    path = FOLDER / f"integrations/{script}.py"
-    source = path.read_text(encoding="utf-8")
-    assert {"-", "+"} == set(re.findall(r"^    ([+-]) .*$", source.split('"""')[1], re.M))
-    program = tmp_path / "example.py"
-    program.write_text(WITHOUT_TENSORFLOW.format(str(path)), encoding="utf-8")
-    quick = {"KERAS_BACKEND": "torch", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment = {**os.environ, **processes.ENVIRONMENT, **quick}
-    done = processes.run(program, cwd=ROOT, environment=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"off by (\d+)% (?:in|with) .*, by (\S+) with", done.stdout.splitlines()[-1])
-    assert found is not None
-    assert int(found[1]) > 10
-    assert float(found[2]) < 1e-5
-
-
 @pytest.mark.slow
 def test_llama_of_real_size_runs_in_small(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
