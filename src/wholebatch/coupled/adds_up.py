@@ -39,7 +39,7 @@ from wholebatch.coupled.causes import (
     outside_norm,
     samples_compared,
 )
-from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
+from wholebatch.coupled.coupling_layers import layers_by_type, layers_that_couple
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
     InstanceNorm,
@@ -192,14 +192,11 @@ def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
 def audit(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
     """Return all that keeps micro-batches from the update of the whole batch, as far as is found.
 
-    These are layers that couple samples, and what `check_adds_up` finds. `run(batch)` returns a
-    loss.
+    These are layers that couple samples by their type, and what `check_adds_up` finds. `run(batch)`
+    returns a loss.
     """
-    layers = coupling_layers(model, batch, run)
     found = check_adds_up(model, run, readable_layout(batch, None, ())).findings
-    if any(layer.kind == "probe" for layer in layers):  # Then nothing adds up: that is no news.
-        found = tuple(one for one in found if one.kind in ("state", "outside"))
-    return layers + [one for one in found if one.kind != "untested"]
+    return layers_by_type(model) + [one for one in found if one.kind != "untested"]
 
 
 class _Test:
