@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wholebatch.batch.samples import readable_layout
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.coupling_layers import coupling_layers, layers_by_type
+from wholebatch.coupled.coupling_layers import layers_by_type, layers_that_couple
 from wholebatch.coupled.normalisation_layers import batchnorms
+from wholebatch.coupled.sample_runs import FirstSamples
 
 
 class Own(nn.BatchNorm1d):
@@ -26,8 +28,16 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
-def findings(model: nn.Module, batch: Any) -> list[AuditFinding]:
-    return coupling_layers(model, batch, lambda few: model(few))
+def findings(model: nn.Module, batch: Any, run: Any = None) -> list[AuditFinding]:
+    by_type, layout = layers_by_type(model), readable_layout(batch, None, ())
+    if layout is None:
+        return by_type
+    known = {one.name for one in by_type if one.kind != "running"}
+    count = min(layout.size, 8)
+    samples = FirstSamples(model, run or model, layout, count, graph=False)
+    with samples.testing():
+        changed = layers_that_couple(samples, count)
+    return by_type + [one for one in changed if one.name not in known]
 
 
 def found(model: nn.Module, batch: Any = None) -> dict[str, str]:
@@ -148,7 +158,7 @@ def test_probe_takes_nested_batches_of_tokens() -> None:
     embed, couple = nn.Embedding(11, 4), Centred()
     model = nn.ModuleDict({"embed": embed, "couple": couple})
     batch = {"x": [torch.arange(12).view(4, 3) % 11]}
-    made = coupling_layers(model, batch, lambda few: couple(embed(few["x"][0])))
+    made = findings(model, batch, lambda few: couple(embed(few["x"][0])))
     assert [f.name for f in made] == ["couple"]
 
 

@@ -73,7 +73,7 @@ def test_what_is_free_and_what_is_there() -> None:
     ),
     budget=st.integers(1, 10**7),
     most=st.integers(1, 3000),
-    growth=st.sampled_from([2, 3000]),
+    growth=st.sampled_from([2, 64]),
 )
 def test_finds_the_largest_of_any_bend(
     pieces: list[tuple[int, int]], budget: int, most: int, growth: int

@@ -280,7 +280,6 @@ def test_one_simulation_answers_as_several(sharding: Sharding | None) -> None:
     questions: list[tuple[int, dict[str, Any]]] = [
         (2, {}),
         (5, {"micro_batches": 1}),
-        (3, {"precision": "bf16"}),
         (2, {"checkpoints": True}),
         (1, {}),
     ]

@@ -39,7 +39,7 @@ from wholebatch.coupled.causes import (
     outside_norm,
     samples_compared,
 )
-from wholebatch.coupled.coupling_layers import coupling_layers, layers_that_couple
+from wholebatch.coupled.coupling_layers import layers_by_type, layers_that_couple
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
     InstanceNorm,
@@ -192,14 +192,11 @@ def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
 def audit(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
     """Return all that keeps micro-batches from the update of the whole batch, as far as is found.
 
-    These are layers that couple samples, and what `check_adds_up` finds. `run(batch)` returns a
-    loss.
+    These are layers that couple samples by their type, and what `check_adds_up` finds. `run(batch)`
+    returns a loss.
     """
-    layers = coupling_layers(model, batch, run)
     found = check_adds_up(model, run, readable_layout(batch, None, ())).findings
-    if any(layer.kind == "probe" for layer in layers):  # Then nothing adds up: that is no news.
-        found = tuple(one for one in found if one.kind in ("state", "outside"))
-    return layers + [one for one in found if one.kind != "untested"]
+    return layers_by_type(model) + [one for one in found if one.kind != "untested"]
 
 
 class _Test:
@@ -227,7 +224,7 @@ class _Test:
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
-            return self._not_in_parts(whole, f"cannot run on a part of them ({problem!r})")
+            return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
             runs = (whole, first, second, again)
@@ -246,7 +243,7 @@ class _Test:
         if not samples.draws.held or not whole.drew_alike(parts):
             return self._without_random_numbers()
         if not all(part.is_finite for part in parts):  # a deviation of one sample
-            return self._not_in_parts(whole, "is not finite for a part of them", is_finite=False)
+            return self._not_in_parts("is not finite for a part of them", is_finite=False)
         if not self._tolerance.adds_up(whole, parts):
             return AdditivityResult(self._causes(whole, first, again))
         if self._names_layers and (found := self._other_cuts(whole)):
@@ -302,27 +299,13 @@ class _Test:
                 return (samples_compared(samples, (whole, *parts)),)
         return ()
 
-    def _not_in_parts(
-        self, whole: SampleRun, why: str, *, is_finite: bool = True
-    ) -> AdditivityResult:
+    def _not_in_parts(self, why: str, *, is_finite: bool = True) -> AdditivityResult:
         """Refuse a loss that has no value for uneven parts: it may not add up."""
         found: tuple[AuditFinding, ...] = ()
         if self._names_layers:
             with suppress(RuntimeError, ValueError):
                 found = self._layers()
-            found = found or self._compared_in_halves(whole)
         return AdditivityResult(found or (not_tested(self._samples, why, is_finite=is_finite),))
-
-    def _compared_in_halves(self, whole: SampleRun) -> tuple[AuditFinding, ...]:
-        """Return why two halves do not add up, where uneven parts give no number."""
-        samples, middle = self._samples, self._samples.count // 2
-        try:
-            halves = [samples.part(0, middle), samples.part(middle, samples.count)]
-        except (RuntimeError, ValueError):  # It needs more samples than a half has.
-            return ()
-        if not all(half.is_finite for half in halves) or self._tolerance.adds_up(whole, halves):
-            return ()
-        return (loss_cause(samples, (whole, *halves), may_run=False),)
 
     def _layers(self) -> tuple[AuditFinding, ...]:
         return tuple(layers_that_couple(self._samples, min(self._samples.count, SAMPLES)))

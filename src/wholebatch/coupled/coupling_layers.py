@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch.samples import flatten, readable_layout
+from wholebatch.batch.samples import flatten
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
@@ -66,25 +66,6 @@ _LAYER = (
 )
 _FUNCTION = "(the function itself)"  # in place of a module's name
 _MOVED = 1e-5
-_SAMPLES = 8
-
-
-def coupling_layers(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
-    """Return the layers that couple samples, by type and by changing one sample of a batch.
-
-    `run(batch)` calls the model. The model and the random generators are left as found.
-    """
-    by_type = layers_by_type(model)
-    layout = readable_layout(batch, None, ())
-    if layout is None or layout.size < 2:
-        return by_type
-    known = {found.name for found in by_type if found.kind in ("batchnorm", "custom", "sync")}
-    count = min(layout.size, _SAMPLES)
-    samples = FirstSamples(model, run, layout, count, graph=False, name="a function")
-    with samples.testing():
-        return by_type + [
-            one for one in layers_that_couple(samples, count) if one.name not in known
-        ]
 
 
 # --------------------------------------------------------------------- by type

@@ -102,7 +102,7 @@ def make_plan(
                 made[size] = simulation.predict(micro, precision=precision, micro_batches=steps)
             return made[size].needed(device)
 
-        choice = choose_micro_batch(peak, budget=budget, most=most, growth=most)
+        choice = choose_micro_batch(peak, budget=budget, most=most, growth=64)
         largest = 1 if choice is None else choice.micro_batch
         steps = -(-most // largest)
         even = -(-most // steps)
