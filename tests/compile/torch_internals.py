@@ -173,6 +173,8 @@ TEST_AND_MEMORY_INTERNALS = (
     ),
     Internal("torch", "Tensor._indices", "bytes of sparse gradients", _TEST, ("_values",)),
     Internal("torch", "Tensor._backward_hooks", "the test runs no hook of the user's", _TEST),
+    Internal("torch", "Tensor._version", "finds a step of another model's optimizer", _TEST),
+    Internal("torch", "_foreach_norm", "one kernel takes the norms of all weights", _TEST),
     Internal("torch._ops", "OpOverload", "which argument is a generator", _TEST, ("_schema",)),
     Internal(
         "torch.autograd.graph",
