@@ -208,6 +208,7 @@ acc.backward(model(torch.ones(4, 2)).square().sum(), units=4)
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_in_a_window_is_warned() -> None:
     ended = subprocess.run([sys.executable, "-c", _ENDS_OPEN], capture_output=True, text=True)
     assert ended.returncode == 0

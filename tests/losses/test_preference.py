@@ -108,6 +108,7 @@ def test_the_odds_of_answers_that_are_nearly_certain() -> None:
 # ------------------------------------------------------------------- beside TRL's own
 
 
+@pytest.mark.slow
 def test_orpo_and_simpo_are_those_of_trl() -> None:
     pytest.importorskip("trl")
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
@@ -128,6 +129,7 @@ def test_orpo_and_simpo_are_those_of_trl() -> None:
     assert ours.total.item() == pytest.approx(theirs.sum().item(), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_distillation_is_that_of_trl(beta: float) -> None:
     pytest.importorskip("trl")

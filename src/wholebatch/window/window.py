@@ -436,6 +436,7 @@ class Window:
         """Open the window. `known`: all units by term, counted over the window and all ranks."""
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
+        self.options.check(self.target.optimizers)  # a group may have been added
         groups = self.target.groups()
         self.store.refuse_stray([parameter for group in groups for parameter in group])
         self.schedules.refuse_moved()
