@@ -154,15 +154,10 @@ def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
     """Return the device to predict for, its bytes, and its description."""
     import torch
 
-    from wholebatch.memory.budget import device_memory, is_share, parse_memory
+    from wholebatch.memory.budget import device_memory, parse_memory
 
     if gpu_memory is not None:
-        total = device_memory("cuda") if torch.cuda.is_available() else None
-        if total is None and is_share(gpu_memory):
-            raise OptionError(
-                f"--gpu-memory {gpu_memory}: there is no GPU here to take a share of; give a size"
-            )
-        budget = parse_memory(gpu_memory, device="cuda", total=total)
+        budget = parse_memory(gpu_memory, device="cuda")
         return "cuda", budget, f"{bytes_said(budget)} of GPU memory"
     if torch.cuda.is_available():
         budget = device_memory("cuda")

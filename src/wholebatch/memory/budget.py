@@ -26,23 +26,24 @@ def parse_memory(
     memory: Budget,
     *,
     device: torch.device | str = "cpu",
-    total: int | None = None,
     held: int = 0,
     processes: int = 1,
 ) -> int:
     """Return the bytes of a memory budget on a device.
 
-    `total` replaces the device's memory if the device is not in this machine. `held` is what the
-    run itself already holds (the model): it is not free, but it is part of the budget. `processes`
-    divide free memory, or a fraction: the ranks of one machine share its main memory.
+    A size may also be of a GPU that is not in this machine. `held` is what the run itself already
+    holds (the model): it is not free, but it is part of the budget. `processes` divide free memory,
+    or a fraction: the ranks of one machine share its main memory.
 
-    >>> parse_memory("1.5GiB"), parse_memory("50%", total=1000), parse_memory(4096)
-    (1610612736, 500, 4096)
+    >>> parse_memory("1.5GiB"), parse_memory("512 MB"), parse_memory(4096)
+    (1610612736, 512000000, 4096)
     """
     size, share = 0, memory if isinstance(memory, float) else None
-    if isinstance(memory, str):
-        if memory.strip() == "free":
-            return free_memory(device) // processes + held
+    is_missing = torch.device(device).type == "cuda" and not torch.cuda.is_available()
+    is_free = isinstance(memory, str) and memory.strip() == "free"
+    if is_free and not is_missing:
+        return free_memory(device) // processes + held
+    if isinstance(memory, str) and not is_free:
         match = _SIZE.fullmatch(memory)
         number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
         size = int(number * _UNITS.get(unit, 0))
@@ -50,24 +51,18 @@ def parse_memory(
             share = number / 100 if unit == "%" else number
     elif isinstance(memory, int) and not isinstance(memory, bool):
         size = memory
+    if is_missing and (is_free or share is not None):
+        raise OptionError(
+            f"memory={memory!r}: there is no GPU here to take a share of: give a size"
+        )
     if share is not None and 0 < share <= 1:
-        return int(share * (device_memory(device) if total is None else total)) // processes
+        return int(share * device_memory(device)) // processes
     if share is not None or size < 1:
         raise OptionError(
             f'memory={memory!r}: must be a size such as "20GiB", a share of the device such as '
             '"80%" or 0.8, "free" for what is free now, or a number of bytes'
         )
     return size
-
-
-def is_share(memory: str) -> bool:
-    """True if this budget is relative to a device's memory.
-
-    >>> is_share("80%"), is_share("0.8"), is_share("free"), is_share("24GiB")
-    (True, True, True, False)
-    """
-    text = memory.strip()
-    return text == "free" or re.fullmatch(r"\d+\.\d+|.*%", text) is not None
 
 
 def sharing_processes(device: torch.device | str, ranks: int) -> int:
