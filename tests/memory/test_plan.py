@@ -281,7 +281,6 @@ def test_one_simulation_answers_as_several(sharding: Sharding | None) -> None:
         (2, {}),
         (5, {"micro_batches": 1}),
         (2, {"checkpoints": True}),
-        (1, {}),
     ]
 
     def asked(simulation: Simulation, size: int, options: dict[str, Any]) -> Any:
