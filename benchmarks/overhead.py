@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, int]] = {
         "width": 2048,
         "inputs": 1024,
         "samples": 64,
-        "rounds": 7,
+        "rounds": 15,
     },
 }
 
