@@ -251,6 +251,9 @@ class Accumulator(HasWindow):
         _accumulators.add(self)
 
     def __del__(self) -> None:
+        self._warn_of_open_window()
+
+    def _warn_of_open_window(self) -> None:
         window = getattr(getattr(self, "_window", None), "open", None)
         if window is None or not window.micro_batches:
             return
@@ -710,7 +713,7 @@ _accumulators: WeakSet[Accumulator] = WeakSet()
 def _warn_of_open_windows() -> None:
     """Warn at the end of a script: later, the names of this module may be gone."""
     for one in list(_accumulators):
-        one.__del__()
+        one._warn_of_open_window()
         one._turn.failed = True  # nothing more is expected of it
 
 

@@ -1,9 +1,11 @@
-"""Sizes, times and memory categories as a person reads them.
+"""Sizes, distances and memory categories as a person reads them.
 
 Here, below everything, because pages and the command line must not import torch to know them.
 """
 
 from __future__ import annotations
+
+import math
 
 CATEGORIES = (
     "parameters",
@@ -41,3 +43,20 @@ def bytes_said(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.2f} {name}"
     return f"{number:.0f} bytes"
+
+
+def percent(value: float) -> str:
+    """Return a relative distance in words: percent, a power of ten, or a multiple.
+
+    >>> percent(0.334), percent(2.04e-7), percent(0.0), percent(7.3), percent(731)
+    ('33%', '2.0e-07', '0', '730%', '7.3e+02 times')
+    """
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return "infinitely far"
+    if value >= 10:
+        return f"{value:.2g} times"
+    if value >= 0.095:
+        return f"{float(f'{value:.2g}'):.0%}"
+    return f"{value:.1e}" if value < 0.001 else f"{value:.2%}"

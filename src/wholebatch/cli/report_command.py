@@ -19,7 +19,7 @@ from wholebatch.cli.report.terminal_output import (
 from wholebatch.cli.run_settings import read_config
 from wholebatch.errors import MissingExtraError, OptionError
 from wholebatch.plain_files import load_json, open_file, reason, write_atomically
-from wholebatch.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said, percent
 
 PLOTS = {
     "loss": ("Loss", "loss"),
@@ -173,7 +173,7 @@ def _read_verdict(path: Path) -> dict[str, Any]:
         "line": found.get("line", ""),
         "mark": _RIGHT if found.get("same") else _WRONG if found.get("judged", True) else _UNKNOWN,
         "compared": [
-            [one["what"], *(_percent(one[key]) for key in ("distance", "tolerance"))]
+            [one["what"], *(_distance(one[key]) for key in ("distance", "tolerance"))]
             for one in compared
         ],
         "table": found.get("table", ()),
@@ -271,11 +271,8 @@ def _time(seconds: float | None) -> str | None:
     return None if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
-def _percent(part: float | None) -> str:
-    """Return a relative error: in percent, or as a power of ten if it is tiny."""
-    if part is None:
-        return "not finite"
-    return f"{part:.1%}" if part >= 1e-3 else f"{part:.1e}"
+def _distance(part: float | None) -> str:
+    return "not finite" if part is None else percent(part)
 
 
 def _size(number: int | None) -> str | None:

@@ -255,8 +255,8 @@ class _Test:
         found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
         # So does a loss of exactly 0: a triplet loss without a triplet.
-        conclusive = samples.reads_outputs or all(part.units and whole.total for part in parts)
-        return AdditivityResult(found, conclusive)
+        tells = bool(whole.total) and all(part.units for part in parts)
+        return AdditivityResult(found, samples.reads_outputs or tells)
 
     # ------------------------------------------------------------ causes of a loss
 

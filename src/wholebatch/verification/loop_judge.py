@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.readable_sizes import percent
 from wholebatch.verification.loss_weights import (
     LOSS_SCALE,
     Column,
@@ -38,7 +39,7 @@ from wholebatch.verification.mistakes import (
     nearest,
     weightings,
 )
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of, percent
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of
 from wholebatch.verification.verdicts import GIVEN_UNITS, LoopTrial
 from wholebatch.verification.window_recorder import (
     RecordedBackward,

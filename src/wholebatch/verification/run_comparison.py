@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from wholebatch.readable_sizes import percent
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.observed_window import WindowRun
 
@@ -249,23 +250,6 @@ def _ratio(above: float, below: float) -> float:
     if below > 0:
         return above / below
     return 0.0 if above == 0 else math.inf
-
-
-def percent(value: float) -> str:
-    """Return a relative distance in words: percent, a power of ten, or a multiple.
-
-    >>> percent(0.334), percent(2.04e-7), percent(0.0), percent(7.3), percent(731)
-    ('33%', '2.0e-07', '0', '730%', '7.3e+02 times')
-    """
-    if value == 0:
-        return "0"
-    if not math.isfinite(value):
-        return "infinitely far"
-    if value >= 10:
-        return f"{value:.2g} times"
-    if value >= 0.095:
-        return f"{float(f'{value:.2g}'):.0%}"
-    return f"{value:.1e}" if value < 0.001 else f"{value:.2%}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wholebatch.plain_files import finite
+from wholebatch.readable_sizes import percent
 from wholebatch.verification.mistakes import (
     MISTAKES,
     NOT_JUDGED,
@@ -17,7 +18,7 @@ from wholebatch.verification.mistakes import (
     MistakeFit,
     texts_in,
 )
-from wholebatch.verification.run_comparison import Comparison, listed, percent
+from wholebatch.verification.run_comparison import Comparison, listed
 
 
 @dataclass(frozen=True)

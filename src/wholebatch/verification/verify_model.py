@@ -28,6 +28,7 @@ from wholebatch.coupled.normalisation_layers import uses_batch_statistics
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, flattened
+from wholebatch.readable_sizes import percent
 from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, uneven
 from wholebatch.verification.observed_window import WindowRun
@@ -40,7 +41,6 @@ from wholebatch.verification.run_comparison import (
     distance,
     fit_of,
     listed,
-    percent,
 )
 from wholebatch.verification.verdicts import Cause, Verdict, cause
 from wholebatch.whole_batch import MicroBatch, WholeBatch
