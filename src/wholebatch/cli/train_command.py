@@ -128,10 +128,10 @@ def _start(run: TrainingRun, loaded: Loaded | None, given: Given) -> None:
             f"--batch-size {given['batch_size']}: the recipe's DataLoader gives batches of "
             f"{run.config.batch_size}; change it there"
         )
+    if run.initialise is not None:
+        run.initialise()  # also before a checkpoint, which lacks buffers that are not persistent
     if loaded is not None:
         run.restore(loaded)
-    elif run.initialise is not None:
-        run.initialise()
 
 
 def _run(
