@@ -56,6 +56,7 @@ class Program:
     at: int = 0
     """The window that the event belongs to."""
     ranks: int = 1
+    """Processes with DDP; each gets every `ranks`-th micro-batch of a window."""
     mistake: str = "none"
     seed: int = 0
 

@@ -32,6 +32,7 @@ class Search:
     def __post_init__(self) -> None:
         self.ends = time.monotonic() + self.seconds
         self.target: str | None = None
+        self.shrinks_until = self.ends
         self.smallest: tuple[Program, Verdict] | None = None
 
     def run(self, first_seed: int, many: int = 100) -> None:
@@ -60,12 +61,15 @@ class Search:
     def _test(self, program: Program) -> None:
         if time.monotonic() > self.ends + (30 if self.target else 0):
             return
+        if self.target is not None and time.monotonic() > self.shrinks_until:
+            return
         found = judge(program)
         if self.target is None:
             self.tell.put((self.number, found.kind, None))
             if not found.failed or found.signature in self.known:
                 return
             self.target = found.signature
+            self.shrinks_until = time.monotonic() + 25
             self.known.add(found.signature)
         if found.failed and found.signature == self.target:
             self.smallest = (program, found)
