@@ -52,6 +52,7 @@ class Program:
     """True if `units=` counts the units before the first backward."""
     precision: str = "float64"
     execute: str = "eager"
+    device: str = "cpu"
     event: str = "none"
     at: int = 0
     """The window that the event belongs to."""

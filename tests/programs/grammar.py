@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,11 +16,12 @@ VECTOR_MODELS = tuple(name for name in MODELS if name not in TOKEN_MODELS)
 
 
 @st.composite
-def programs(draw: Any, planted: bool | None = None) -> Program:
+def programs(draw: Any, device: str = "cpu") -> Program:
     """Draw a program; one of three has a planted mistake."""
-    if planted is not None:
-        return draw(_wrong() if planted else _right())  # type: ignore[no-any-return]
     share = draw(st.integers(0, 99))
+    if device == "cuda":
+        kind = _wrong() if share < 25 else _compiled() if share < 35 else _right()
+        return replace(draw(kind), device=device)
     if share < 3:
         return draw(_on_ranks())  # type: ignore[no-any-return]
     if share < 6:

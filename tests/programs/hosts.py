@@ -1,4 +1,4 @@
-"""The text of loops that other libraries own: Accelerate, Fabric, Lightning, Trainer, Keras, JAX."""
+"""The text of loops that others own: Accelerate, Fabric, Lightning, Trainer, Keras, JAX."""
 
 from __future__ import annotations
 

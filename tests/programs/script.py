@@ -58,7 +58,7 @@ SCHEDULERS = {
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
 }
 _NOTE = """def note(step):
-    parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    parameters = torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
     record.append(
         {
             "update": step.update,
@@ -187,6 +187,8 @@ def _data(program: Program) -> str:
         joined = "tuple(torch.cat(fields) for fields in zip(*window))"
         return text + f"batches = [{_batch_of(program, joined)} for window in drawn]"
     one = _batch_of(program, "fields")
+    if program.device != "cpu":
+        one = _batch_of(program, f'tuple(one.to("{program.device}") for one in fields)')
     return text + f"windows = [[{one} for fields in window] for window in drawn]"
 
 
@@ -196,7 +198,8 @@ def _globals(program: Program) -> list[str]:
     if program.names == "globals":
         lines += [f"{name} = torch.zeros(3)" for name in program.fields]
     if program.loss == "classes":
-        lines += ["class_weights = torch.tensor([0.5, 1.0, 2.0], dtype=dtype)"]
+        on = f', device="{program.device}"' if program.device != "cpu" else ""
+        lines += [f"class_weights = torch.tensor([0.5, 1.0, 2.0], dtype=dtype{on})"]
     if program.event in ("raise", "oom"):
         lines += ["failing = [True]"]
     return ["\n".join(lines)] if lines else []
@@ -286,7 +289,7 @@ def _loss(program: Program) -> list[str]:
         parts += [_function("def encode(model, micro):", lines)]
         lines = [
             "scores = logits @ logits.T",
-            "mean = F.cross_entropy(scores, torch.arange(len(scores)))",
+            "mean = F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))",
             "return wb.mean_loss(mean, len(scores))",
         ]
         return [
@@ -368,7 +371,7 @@ def _options(program: Program) -> list[str]:
         close += ['nonfinite="skip"']
     close += [CLOSE[name] for name in program.close]
     if program.precision == "fp16" and not program.is_whole:
-        close += ['scaler=torch.amp.GradScaler("cpu", init_scale=256.0)']
+        close += [f'scaler=torch.amp.GradScaler("{program.device}", init_scale=256.0)']
     if close:
         options += [f"close=wb.Close({', '.join(close)})"]
     if program.memory != "none":
@@ -395,7 +398,11 @@ MEMORY = {
 
 def _build(program: Program) -> list[str]:
     """Return the lines that make model, optimizer, scheduler and what trains them."""
-    lines = ["torch.manual_seed(3)", "model = Net().to(dtype)"]
+    place = f', "{program.device}"' if program.device != "cpu" else ""
+    lines = [
+        "torch.manual_seed(3)",
+        f"model = Net().to(dtype=dtype{place.replace(', ', ', device=')})",
+    ]
     if program.way in hosts.HOSTS:
         return ["\n".join([*lines, f"optimizer = {optimizer_text(program)}"])]
     if program.ranks > 1:
@@ -473,6 +480,8 @@ def _event(program: Program) -> str:
         )
     if program.event == "evaluate":
         inputs = "drawn[0][0][:2]" if program.has_tokens else "drawn[0][0][:1]"
+        if program.device != "cpu":
+            inputs = f'[one.to("{program.device}") for one in {inputs}]'
         return "\n".join([f"example = {inputs}", *EVENTS["evaluate"]])
     return "\n".join(EVENTS.get(program.event, []))
 
@@ -515,7 +524,7 @@ def body_lines(program: Program, last: str = "") -> list[str]:
         lines = [*_failing(program), *forward_lines(program), *_backward(program, last)]
     if program.precision in ("bf16", "fp16"):
         kind = {"bf16": "bfloat16", "fp16": "float16"}[program.precision]
-        lines = [f'with torch.autocast("cpu", dtype=torch.{kind}):', *_inner(lines)]
+        lines = [f'with torch.autocast("{program.device}", dtype=torch.{kind}):', *_inner(lines)]
     left = mistakes.AFTER.get(program.mistake, ())
     return [*lines, *(line.replace("FORWARD", forward_lines(program)[0]) for line in left)]
 

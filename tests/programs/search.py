@@ -27,6 +27,7 @@ class Search:
     seconds: float
     tell: Any
     """A queue for (process, kind, failure)."""
+    device: str = "cpu"
     known: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -48,7 +49,7 @@ class Search:
                 suppress_health_check=list(HealthCheck),
                 verbosity=Verbosity.quiet,
                 report_multiple_bugs=False,
-            )(seed(lot)(given(programs())(self._test)))
+            )(seed(lot)(given(programs(device=self.device))(self._test)))
             try:
                 test()
             except Exception as problem:
@@ -76,7 +77,7 @@ class Search:
             raise Failed(found.signature)
 
 
-def work(number: int, first_seed: int, seconds: float, tell: Any) -> None:
+def work(number: int, first_seed: int, seconds: float, device: str, tell: Any) -> None:
     warm_up(script(Program()), script(Program(way="run")))
-    Search(number, seconds, tell).run(first_seed + number)
+    Search(number, seconds, tell, device).run(first_seed + number)
     tell.put((number, "done", None))
