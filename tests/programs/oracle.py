@@ -22,7 +22,7 @@ Window = dict[str, Any]
 def truth(program: Program) -> list[Window]:
     """Return what each window must report, and the parameters after it."""
     scope = _scope(program)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # a fork of a process with CUDA has none
         torch.manual_seed(3)
         return _train(program, scope["Net"]().double(), _batches(program, scope["make_data"]))
 
