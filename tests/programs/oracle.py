@@ -176,6 +176,9 @@ def _event(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer)
     if program.event == "freeze":
         optimizer.zero_grad()
         next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
+    if program.event == "group":
+        added = [*model.base.requires_grad_(True).parameters()]  # type: ignore[union-attr, operator]
+        optimizer.add_param_group({"params": added, "lr": 0.05})
     if program.event == "load":
         with torch.no_grad():
             for value in model.state_dict().values():

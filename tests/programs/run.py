@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import select
 import signal
 import sys
@@ -129,6 +130,8 @@ def _execute(text: str) -> Outcome:
             error = f"{type(failure).__name__}: {failure}"
             refused = any(kind.__name__ == "WholebatchError" for kind in type(failure).__mro__)
             where = traceback.format_exc()
+            if of_rank := re.search(r"^wholebatch\.errors\.(\w+: .*)", str(failure), re.M | re.S):
+                error, refused = of_rank[1], True  # torch tells it as the text of a traceback
     path.unlink()
     said = [*logged.lines, *(str(warning.message) for warning in caught)]
     lines = printed.getvalue().strip().splitlines()
