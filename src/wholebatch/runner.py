@@ -30,6 +30,7 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
+from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     refuse_new_norms,
@@ -102,6 +103,8 @@ class Runner:
         # Of the micro-step that runs now, for its eager code:
         self._is_last = False  # its backward reduces
         self._counts = True  # False if it only takes part in the other ranks' collectives
+        self.extras: list[Mapping[str, Tensor]] = []
+        """The tensors beside the loss of each micro-batch of the window."""
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -109,6 +112,7 @@ class Runner:
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
+        self._means = MeanUnits()
         read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
@@ -202,11 +206,13 @@ class Runner:
         self._is_guarded = is_tested_window(self._window.number)
         if self._is_guarded:
             self._untouched.forget()
+            self._means.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
         if before is None:
             before = ForwardState(*(norm for _, norm in self._norms if norm.training), every=False)
         self._before = before
+        self.extras = []
 
     def _before_code(self) -> None:
         """Copy the attributes of the model before its Python runs; a recorded graph runs none."""
@@ -293,7 +299,9 @@ class Runner:
         if self._window.sync.ranks > 1 and self.is_undivided():
             self._eager_step(micro)  # with collectives in every BatchNorm
         else:
-            self.executor.micro_step(micro)
+            extras = self.executor.micro_step(micro).extras
+            if extras and self._counts:
+                self.extras.append(extras)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -306,6 +314,8 @@ class Runner:
         is_eager = self._is_plain or self.executor.is_eager
         with self._guarded() if is_eager else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
+        if self._is_plain and self._counts and isinstance(loss, Loss) and loss.extras:
+            self.extras.append(loss.extras)
         return loss
 
     def _guarded(self) -> AbstractContextManager[None]:
@@ -320,6 +330,8 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
+        if self._in_parts and self._audits and self._is_guarded and self._counts:
+            self._means.add_loss(loss)
         self._test.read(loss)
         return loss
 
