@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.metrics import Metrics, record_of
 from wholebatch.cli.recipes.recipe_batches import EmptyShare
 from wholebatch.cli.report.terminal_output import Terminal
+from wholebatch.cli.run_watch import RunWatch
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import TrainingRun
 from wholebatch.errors import WholebatchError, WindowError
@@ -47,6 +48,7 @@ class TrainingLoop:
     _largest: Any = None  # the largest batch of this process
     _windows: int = 0  # of this process
     _skipped_in_a_row: int = 0
+    _watch: RunWatch = field(default_factory=RunWatch)
 
     def updates(self) -> None:
         """Make the updates, and write a checkpoint at the end."""
@@ -68,10 +70,12 @@ class TrainingLoop:
 
     def _window(self) -> Step:
         run, began = self.run, time.perf_counter()
-        batch, epoch = run.batches.peek(), run.batches.position.epoch
+        run.batches.peek()  # it moves on to the next epoch
+        epoch = run.batches.position.epoch
+        batch = run.take()
+        loading = time.perf_counter() - began
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
         step = self._step(batch)
-        run.batches.take()
         seconds = time.perf_counter() - began
         if self._windows != _METERED or run.world.device.type != "cpu":  # metering is slow there
             self.units, self.seconds = self.units + step.units, self.seconds + seconds
@@ -93,6 +97,8 @@ class TrainingLoop:
             self.last_loss = step.loss
         speed = self.units / self.seconds if self.seconds else 0.0
         self.terminal.update(updates=run.train.updates, loss=step.loss, units_per_second=speed)
+        for note in self._watch.notes(step, loading=loading, seconds=seconds):
+            self.terminal.note(f"warning: {note}")
         return step
 
     def _step(self, batch: Any) -> Step:
