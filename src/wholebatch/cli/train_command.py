@@ -103,6 +103,7 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
                 "recipe_sha256": recipe.digest,
                 "unit": recipe.unit,
                 "schedule_updates": horizon,
+                "epoch_batches": run.batches.in_an_epoch,
                 **_about_here(world),
             }
             text = config_text(run.config, **about)
@@ -309,7 +310,7 @@ def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: 
     length = batches.length
     data = "a stream" if length is None else f"{length:,} samples"
     if length is not None:
-        data += f", {-(-length // config.batch_size):,} batches an epoch"
+        data += f", {batches.in_an_epoch:,} batches an epoch"
     clip = f", clipped to norm {config.clip_norm:g}" if config.clip_norm else ""
     group = run.optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))

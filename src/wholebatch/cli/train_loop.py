@@ -43,6 +43,8 @@ class TrainingLoop:
     last_loss: float | None = None
     validation_loss: float | None = None
     peak: int | None = None
+    undivided: int | None = None
+    """The peak that is predicted for the whole batch at once."""
     units: float = 0.0
     seconds: float = 0.0
     _largest: Any = None  # the largest batch of this process
@@ -88,6 +90,7 @@ class TrainingLoop:
             "units_per_second": round(step.units / seconds, 3),
             "time": round(time.time(), 3),
             "memory": self.peak,
+            "undivided_memory": self.undivided,
             "recoveries": run.train.recoveries,
         }
         if self.metrics is not None:
@@ -117,6 +120,8 @@ class TrainingLoop:
             return run.train.step(batch)
         steps: list[Step] = []
         peak = measured_peak(lambda: steps.append(run.train.step(batch)), run.model, run.optimizer)
+        if self.peak is None:
+            self.undivided = self._predict_undivided()
         self.peak = max(peak, self.peak or 0)
         return steps[0]
 
@@ -147,13 +152,11 @@ class TrainingLoop:
                 "run would never end"
             )
 
-    def memory_text(self) -> str:
-        """Return the measured peak, beside that predicted for the whole batch at once."""
-        if self.peak is None:
-            return "not measured: it is measured in one process"
+    def _predict_undivided(self) -> int | None:
+        """Return the peak of the largest batch so far in one piece; None if it is not known."""
         run = self.run
         try:
-            whole = predict_peak(
+            return predict_peak(
                 run.model,
                 run.recipe.loss,
                 self._largest,
@@ -162,6 +165,18 @@ class TrainingLoop:
                 micro_batches=1,
             ).peak
         except (WholebatchError, RuntimeError, TypeError, ValueError):
-            return f"{bytes_said(self.peak)} (for the undivided batch it cannot be predicted)"
-        less = f" ({whole / self.peak:.1f}× as much)"
-        return f"{bytes_said(self.peak)}; undivided, the batch would need {bytes_said(whole)}{less}"
+            return None
+
+    def memory_text(self) -> str:
+        """Return the measured peak, beside that predicted for the whole batch at once."""
+        if self.peak is None:
+            return "not measured: it is measured in one process"
+        return memory_said(self.peak, self.undivided)
+
+
+def memory_said(peak: int, undivided: int | None) -> str:
+    """Return a peak beside that of the undivided batch."""
+    if undivided is None:
+        return f"{bytes_said(peak)} (for the undivided batch it cannot be predicted)"
+    times = f"{undivided / peak:.1f}× as much"
+    return f"{bytes_said(peak)}; undivided, the batch would need {bytes_said(undivided)} ({times})"
