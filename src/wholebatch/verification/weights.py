@@ -148,7 +148,7 @@ def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
         if apart(added, right) <= tolerance and parallel(gradient, right, tolerance):
             gradient = added  # the loop itself shrinks a right gradient: it clips
     every = torch.cat(list(means.values()))
-    fitted, left = fit_of([[row] for row in every], [gradient])
+    fitted, _ = fit_of([[row] for row in every], [gradient])
     split = torch.tensor(fitted, dtype=torch.float64).split([*map(len, means.values())])
     made = dict(zip(means, split, strict=True))
     others = {
@@ -158,20 +158,9 @@ def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
         (Reading(tuple(made[name].tolist()), units[name], means=means[name], target=others[name]),)
         for name in means
     ]
+    sizes = tuple(len(next(iter(one.units.values()))) for one in known)
     off = apart(gradient, right)
-    weights = Weights(
-        tuple(terms),
-        tuple(len(next(iter(one.units.values()))) for one in known),
-        off,
-        tolerance,
-        floor,
-        source="gradients",
-    )
-    if off > tolerance and left > max(tolerance, SAME_WEIGHT):
-        return Unknown(
-            f"no weighting of the micro-batches gives this gradient: {percent(off)} off", True
-        )
-    return weights
+    return Weights(tuple(terms), sizes, off, tolerance, floor, source="gradients")
 
 
 def _shares(units: Sequence[float]) -> Tensor:
