@@ -14,10 +14,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from wholebatch.errors import OptionError
 from wholebatch.readable_sizes import bytes_said
@@ -44,10 +46,22 @@ def run_script(
     script: Path, arguments: Sequence[str], *, windows: int | None, in_place: bool, quiet: bool
 ) -> ScriptRun:
     """Run a script as `python script arguments` does, to the end of its first epoch."""
+    import torch
+
     from wholebatch.verification.watch_loop import Watch, WatchIsOver
 
-    watched, failed = Watch(name=script.name, windows=windows, logs=False), False
-    with _folder_of(script, in_place=in_place) as copied:
+    states = {torch.optim.Optimizer: False, torch.nn.Module: False}
+
+    def why_nothing() -> str:
+        if states[torch.optim.Optimizer]:
+            return "nothing was trained: it resumed at its end. Run it without its checkpoint"
+        if states[torch.nn.Module]:
+            return "nothing was trained: it resumed at its end, or it only evaluates a saved model"
+        return ""
+
+    watched = Watch(name=script.name, windows=windows, logs=False, why_nothing=why_nothing)
+    failed = False
+    with _noting_loads(states), _folder_of(script, in_place=in_place) as copied:
         if not quiet and os.environ.get("RANK", "0") == "0":
             print(_announcement(script, windows, in_place=in_place), file=sys.stderr, flush=True)
         before = sys.argv, sys.path[:]
@@ -70,6 +84,26 @@ def run_script(
         finally:
             sys.argv, sys.path[:] = before
     return ScriptRun(watched.verdict, failed)
+
+
+@contextmanager
+def _noting_loads(states: dict[Any, bool]) -> Iterator[None]:
+    """Note of which classes a saved state is loaded: a script that resumes does that."""
+
+    def noted(owner: Any) -> Any:
+        original = owner.load_state_dict
+
+        @wraps(original)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            states[owner] = True
+            return original(*args, **kwargs)
+
+        return patch.object(owner, "load_state_dict", load_state_dict)
+
+    with ExitStack() as patches:
+        for owner in states:
+            patches.enter_context(noted(owner))
+        yield
 
 
 def _announcement(script: Path, windows: int | None, *, in_place: bool) -> str:
@@ -181,9 +215,10 @@ def _refuse_large(roots: Sequence[Path]) -> None:
             size += entry.stat(follow_symlinks=False).st_size if entry.is_file() else 0
             if size > _MOST_BYTES or count > _MOST_FILES:
                 raise OptionError(
-                    f"{root} has more than {bytes_said(_MOST_BYTES)} or {_MOST_FILES:,} files, and the "
-                    "script runs in a copy of it: go to a smaller folder, replace its data by a "
-                    "link (ln -s), or give --in-place, where the script may overwrite its files"
+                    f"{root}: the script runs in a copy of it, and it has more than "
+                    f"{bytes_said(_MOST_BYTES)} or {_MOST_FILES:,} files: go to a smaller folder, "
+                    "replace its data by a link (ln -s), or give --in-place, where the script may "
+                    "overwrite its files"
                 )
 
 

@@ -138,5 +138,5 @@ class Counts:
     @property
     def nominals(self) -> list[int]:
         """Return the counts that a loop may take for this window's own."""
-        others = [n for n in (self.usual, self.first) if n and n != self.micro_batches]
+        others = [n for n in (self.usual, self.first) if n > 1 and n != self.micro_batches]
         return list(dict.fromkeys(others or [self.divisor or self.micro_batches]))

@@ -278,6 +278,8 @@ def _divided_by(counted: Rows, units: Rows) -> Rows:
 
 def _loss_scale(units: Rows, counts: Counts) -> Iterator[tuple[str, Shape]]:
     for power in range(6, 25):
+        if 1 << power in (counts.micro_batches, counts.usual, counts.first):
+            continue  # the window's own number: not divided
         yield f"{1 << power} times too large", partial(_scaled, float(1 << power))
 
 

@@ -339,14 +339,13 @@ class LoopVerdict(_Answer):
     def _same_line(self, windows: str) -> str:
         sources = {trial.source for trial in self.trials}
         if all(source.startswith("ledger") for source in sources):
+            are_given = "" if sources == {"ledger"} else ", if its units are right"
             line = (
-                f"same update by construction: {self.loop} over {windows} of wholebatch, which "
-                "weighs each micro-batch by its units. Measured: no micro-batch is left over, and "
-                "weights, rates and buffers stay the same within a window"
+                f"same update by construction{are_given}: {self.loop} over {windows} of "
+                "wholebatch, which weighs each micro-batch by its units. Measured: no micro-batch "
+                "is left over; weights, rates and buffers stay the same within a window"
             )
-            if sources != {"ledger"}:
-                line += ". The units given to backward() were not tested: wb.verify tests them"
-            return line
+            return f"{line}. Not measured: the units (wb.verify does)" if are_given else line
         worst = max(self.trials, key=lambda trial: trial.off / trial.tolerance)
         if worst.source == "gradients":
             return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
@@ -76,8 +76,12 @@ class Watch:
         name: str = "the loop",
         windows: int | None = 0,
         logs: bool = True,
+        why_nothing: Callable[[], str] = lambda: "",
     ) -> None:
-        """`windows` ends the loop after so many; None: after the first epoch; 0: it runs on."""
+        """`windows` ends the loop after so many; None: after the first epoch; 0: it runs on.
+
+        `why_nothing()` tells why a script may not have trained.
+        """
         inner = optimizer
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
             inner = inner.optimizer  # of Accelerate, Fabric or Lightning
@@ -90,6 +94,7 @@ class Watch:
         )
         self._name, self._windows, self._logs = name, windows, logs
         self._number, self._is_given = next(_numbers), inner is not None
+        self._why_nothing = why_nothing
         self._began, self._is_ending = 0.0, False
         self._verdict: LoopVerdict | None = None
 
@@ -228,13 +233,8 @@ class Watch:
             )
         if recorder.lost_steps:
             return _NO_BACKWARD
-        if "optimizer" in recorder.loaded:
-            return "nothing was trained: it resumed at its end. Run it without its checkpoint"
-        if "model" in recorder.loaded:
-            return (
-                "nothing was trained: it resumed at its end, or only evaluates (it has loaded the "
-                "weights of a model, and made no backward)"
-            )
+        if self._why_nothing():
+            return self._why_nothing()
         return (
             "no backward was seen in this process. A script must train, and a recipe must have "
             "model(), data() and loss(). To judge a function that trains one window, use "

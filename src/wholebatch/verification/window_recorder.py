@@ -44,8 +44,6 @@ _REPLACED = {
     "_scale": (torch.amp.GradScaler, "scale"),
     "_iterate": (DataLoader, "__iter__"),
     "_average": (AveragedModel, "update_parameters"),
-    "_load_state": (torch.optim.Optimizer, "load_state_dict"),
-    "_load_weights": (nn.Module, "load_state_dict"),
 }
 """The functions that are replaced while a recorder is open: owner and name, by the method."""
 
@@ -120,8 +118,6 @@ class WindowRecorder:
         self.other_optimizers: dict[int, str] = {}
         """Optimizers that have stepped on parameters that are not watched."""
         self.autocast: set[torch.dtype] = set()
-        self.loaded: set[str] = set()
-        """What has got a saved state: an "optimizer", a "model"."""
         self.stepped_twice = self.stepped_inside = self.steps_on_copies = self.lost_steps = False
         self.after_step: Tensor | None = None
         """The weights after the last step."""
@@ -354,14 +350,6 @@ class WindowRecorder:
 
     def _iterate(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
         return self.passes.iterate(original, loader, *args, **kwargs)
-
-    def _load_state(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.loaded.add("optimizer")
-        return original(*args, **kwargs)
-
-    def _load_weights(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self.loaded.add("model")
-        return original(*args, **kwargs)
 
     # ------------------------------------------------------------- windows of wholebatch
 
