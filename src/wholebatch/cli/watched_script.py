@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from rich.console import Console
+
+from wholebatch.cli.report.terminal_output import say
 from wholebatch.errors import OptionError
 from wholebatch.readable_sizes import bytes_said
 
@@ -63,7 +66,7 @@ def run_script(
     failed = False
     with _noting_loads(states), _folder_of(script, in_place=in_place) as copied:
         if not quiet and os.environ.get("RANK", "0") == "0":
-            print(_announcement(script, windows, in_place=in_place), file=sys.stderr, flush=True)
+            say(Console(stderr=True), _announcement(script, windows, in_place=in_place))
         before = sys.argv, sys.path[:]
         name = str(copied if script.is_absolute() else script)
         sys.argv, sys.path[0] = [name, *arguments], str(copied.parent)

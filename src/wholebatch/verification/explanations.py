@@ -78,10 +78,8 @@ def _explained(
     counts: Counts,
 ) -> Finding | None:
     """Return the first variant of a mistake that gives these weights; not if it is right here."""
-    right = shares_of_all(units)
     for words, shape in variants(units, counts):
-        pairs = zip(chain(*shape(units)), chain(*right), strict=True)
-        is_right = all(math.isclose(ours, share, rel_tol=SAME_WEIGHT) for ours, share in pairs)
+        is_right = weights.is_always_right(shape)
         if not is_right and weights.are(shape, in_all_terms=key in _CONSTANT):
             return Finding(key, words)
     return None

@@ -83,6 +83,15 @@ class Weights:
         wrong = [row for row in self.terms if in_all_terms or not self._is_right(row)]
         return all(any(fits(reading) for reading in row) for row in wrong)
 
+    def is_always_right(self, shape: Shape) -> bool:
+        """True if that shape is right for these units: nothing would show it."""
+        for units in (self._best(row).units for row in self.terms):
+            total = sum(units) or 1.0
+            pairs = zip(chain(*shape(self.rows(units))), units, strict=True)
+            if not all(math.isclose(w, u / total, rel_tol=SAME_WEIGHT) for w, u in pairs):
+                return False
+        return True
+
     def readings(self) -> Iterator[Weights]:
         """Yield these weights with one way to read each wrong term, the likeliest first."""
         for place in range(max(map(len, self.terms))):
