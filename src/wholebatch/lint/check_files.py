@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from .lint_settings import Settings
 from .model import read
-from .rules import RULES, not_understood
+from .rules import RULES, not_pytorch, not_understood
 from .rules.rule_base import Report
 from .source_files import Source, read_source
 
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
 _NOT_UNDERSTOOD = "WB003"
+_NOT_PYTORCH = "WB004"
+NOTE, ERROR = "note", "error"
+"""Levels of what no rule finds: a note, and a file that could not be checked."""
 
 # A file without a backward, a step function or a trainer cannot accumulate. In a folder, it is not
 # parsed; a file that is named is, so that its syntax errors are found.
@@ -102,10 +105,14 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
                 if finding is not None and (finding.line, finding.column) not in places:
                     places.add((finding.line, finding.column))
                     found.append(finding)
-    note = not_understood(file, source.path) if not found else None
-    if note is not None and settings.wants(_NOT_UNDERSTOOD):
-        noted = _finding(note, _NOT_UNDERSTOOD, "note", "loop not understood", source, lines)
-        found += [] if noted is None else [noted]
+    notes = (
+        (_NOT_UNDERSTOOD, "loop not understood", not_understood(file, source.path)),
+        (_NOT_PYTORCH, "not PyTorch", not_pytorch(file)),
+    )
+    for code, name, note in notes if not found else ():
+        if note is not None and settings.wants(code):
+            noted = _finding(note, code, NOTE, name, source, lines)
+            found += [] if noted is None else [noted]
     return found
 
 

@@ -1,11 +1,4 @@
-"""Means over different numbers of valid tokens are averaged with equal weight.
-
-A micro-batch with few labels counts as much as one with many, so the update is not that of the
-batch. Add up sums, and divide once by the valid tokens of the whole window.
-
-Only plain spellings are found: a cross-entropy with an ignored label, a division by the sum of a
-mask, a masked mean by name, and a transformers language model whose labels are masked here.
-"""
+"""Means over valid tokens: averaged with equal weight, short micro-batches count too much."""
 
 from __future__ import annotations
 
@@ -22,13 +15,14 @@ from ..model.expressions import (
     is_call,
     keyword,
     last_part,
+    names_in,
     number,
     text,
 )
-from ..model.file_facts import flat_env
+from ..model.file_facts import Facts, flat_env
 from ..model.loss_origin import LOSS_NAME, Chain
 from ..model.window_boundary import iterated
-from .rule_base import RESCALED, Report, framework_accumulates, framework_steps, rule
+from .rule_base import Report, framework_accumulates, framework_steps, rescales, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -36,16 +30,14 @@ _LANGUAGE_MODEL = re.compile(
 )
 # Collators that pad labels with -100, or mask them.
 _MASKING_COLLATOR = re.compile(
-    r"label_pad_token_id|padding_value ?= ?IGNORE"
-    r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)"
+    r"label_pad_token_id$"
+    r"|DataCollatorFor(LanguageModeling|Seq2Seq|TokenClassification|WholeWordMask|Completion\w+)$"
 )
 # Sequences that are joined to full length: a collator has nothing to pad.
-_PACKED = re.compile(r"packing\s*=\s*True|group_texts|ConstantLengthDataset")
+_PACKS = {"group_texts", "ConstantLengthDataset"}
 _PADDING = re.compile(r"(?i:pad|ignore|mask)|-100\b")
 # A sum over one of these counts the valid tokens of a micro-batch.
 _MASK = re.compile(r"mask|valid|tok|len(gth)?s?\b|\bne\(|[!=]=|pad|ignor|active|nonzero", re.I)
-# Masks that hide the same number of tokens in every sample: its means have equal weights.
-_EQUAL_COUNTS = re.compile(r"mask_ratio|num_mask|randperm\([^\n]*\)\[: *\w+\]")
 _WHOLE_WINDOW = re.compile(r"num_items|(total|global)_tokens|token_count|n_?tokens|num_tokens")
 # A sample of its own for each backward: its mean is the sample's, however many tokens it has.
 _SAMPLES = re.compile(
@@ -64,22 +56,36 @@ _MESSAGE = (
 )
 
 
-@rule("mean of means")
-def check(file: File) -> Iterator[Report]:
-    """Yield at most one report per window, and per `compute_loss` of a Trainer that accumulates."""
-    source = file.facts.source
-    if "num_items_in_batch" in source or file.facts.mentions(_EQUAL_COUNTS):
-        return
+@rule("WB103", "mean of means")
+def mean_of_token_means(file: File) -> Iterator[Report]:
+    """Means over different numbers of valid tokens are averaged with equal weight.
+
+    A micro-batch with few labels counts as much as one with many, so the update is not that of the
+    batch. Add up sums, and divide once by the valid tokens of the whole window.
+
+    Only plain spellings are found: a cross-entropy with an ignored label, a division by the sum of
+    a mask, a masked mean by name, and a transformers language model whose labels are masked here.
+    """
     yield from _in_frameworks(file)
-    if file.facts.mentions(RESCALED) and file.facts.mentions(_WHOLE_WINDOW):
-        return
     for window in file.accumulating:
+        if "num_items_in_batch" in window.words or _has_equal_counts(window):
+            continue
+        if rescales(window) and any(map(_WHOLE_WINDOW.search, window.words)):
+            continue
         for event, chain in window.chains:
             alone = any(map(_has_one_sample, (window.loop, *event.loops[-1:])))
-            mean = None if alone else _token_mean(chain, window, file)
+            mean = None if alone else _token_mean(chain, window)
             if mean is not None:
                 yield Report(mean if hasattr(mean, "lineno") else event.node, _MESSAGE)
                 break
+
+
+def _has_equal_counts(window: LoopWindow) -> bool:
+    """True if masks hide the same number of tokens in every sample: means have equal weights."""
+    if any("mask_ratio" in word or "num_mask" in word for word in window.around_words):
+        return True
+    taken = [n for c in window.around for n in ast.walk(c) if isinstance(n, ast.Subscript)]
+    return any(is_call(n.value, "randperm") and isinstance(n.slice, ast.Slice) for n in taken)
 
 
 def _has_one_sample(loop: Loop) -> bool:
@@ -94,12 +100,13 @@ def _in_frameworks(file: File) -> Iterator[Report]:
         if framework == "Lightning":
             accumulates = framework_accumulates(file)
         else:
-            accumulates = "gradient_accumulation_steps" in file.facts.source
-        for method in methods if accumulates else ():
+            accumulates = "gradient_accumulation_steps" in names_in(file.facts.tree)
+        told = "num_items_in_batch" in names_in(*methods)
+        for method in methods if accumulates and not told else ():
             env = flat_env(ast.walk(method))
-            found = [n for n in ast.walk(method) if _is_token_mean(n, env, file)]
-            if found:
-                yield Report(min(found, key=lambda n: getattr(n, "lineno", 0)), _MESSAGE)
+            means = [n for n in ast.walk(method) if _is_token_mean(n, env, file)]
+            if means:
+                yield Report(min(means, key=lambda n: getattr(n, "lineno", 0)), _MESSAGE)
                 break
 
 
@@ -109,19 +116,23 @@ def _is_token_mean(node: ast.AST, env: Env, file: File) -> bool:
         return bool(LOSS_NAME.search(text(node))) and _is_mask_sum(by, env)
     if isinstance(node, ast.Attribute) and node.attr == "loss":
         made = [node.value, *(d.expr for d in env.get(text(node.value), ()))]
-        return any(isinstance(m, ast.Call) and _is_language_model(m, file) for m in made)
+        facts = file.facts
+        words = names_in(facts.tree)
+        calls = [m for m in made if isinstance(m, ast.Call)]
+        return any(_is_language_model(m, facts, words, facts.calls) for m in calls)
     return isinstance(node, ast.Call) and (
-        _ignores_labels(node, file) or last_part(node.func) in _MASKED_MEANS
+        _ignores_labels(node, file.facts) or last_part(node.func) in _MASKED_MEANS
     )
 
 
-def _token_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
+def _token_mean(chain: Chain, window: LoopWindow) -> ast.AST | None:
     """Return where a loss is made a mean over the valid tokens of one micro-batch, or None."""
     divisors = [d for d in chain.divisors if not d.elementwise]
     masks = [d for d in divisors if _is_mask_sum(d.by, d.env)]
     masks = [d for d in masks if window.is_own(d)]
     others = [d for d in divisors if d not in masks and not window.counts(d)]
-    if any(_WHOLE_WINDOW.search(d.key) or not d.unrelated for d in others):
+    # A number of the whole window; but beside a mask of its own, a constant changes no weight.
+    if any(_WHOLE_WINDOW.search(d.key) or not (masks or d.unrelated) for d in others):
         return None
     # Weighed by a number of its own, such as its share of the tokens.
     if any(window.resolver.varies(w, window.loop) for w in chain.weights):
@@ -134,9 +145,11 @@ def _token_mean(chain: Chain, window: LoopWindow, file: File) -> ast.AST | None:
     if call is None:
         return None
     made = [call, *(m for m, _ in window.makers(text(call.func), chain.base_env))]
-    if any(_ignores_labels(m, file) for m in made) and not _has_one_label(call):
+    if any(_ignores_labels(m, window.facts) for m in made) and not _has_one_label(call):
         return chain.base
-    is_masked = last_part(call.func) in _MASKED_MEANS or _is_language_model(call, file)
+    is_masked = last_part(call.func) in _MASKED_MEANS or _is_language_model(
+        call, window.facts, window.around_words, window.calls()
+    )
     return chain.base if is_masked else None
 
 
@@ -159,25 +172,25 @@ def _is_mask_sum(expr: ast.expr, env: Env, depth: int = 0) -> bool:
     return any(_is_mask_sum(part, where, depth + 1) for part, where in made)
 
 
-def _ignores_labels(call: ast.Call, file: File) -> bool:
+def _ignores_labels(call: ast.Call, facts: Facts) -> bool:
     """True for a mean cross-entropy that leaves out labels which the file shows to be made."""
     reduction = keyword(call, "reduction")
     if reduction is not None and getattr(reduction, "value", None) != "mean":
         return False
     ignored = keyword(call, "ignore_index")
     if ignored is None:  # -100 is the default.
-        return last_part(call.func) in _CROSS_ENTROPY and file.facts.has_ignored_label
+        return last_part(call.func) in _CROSS_ENTROPY and facts.has_ignored_label
     value = number(ignored)
     if value == -100:
-        return file.facts.has_ignored_label or not _makes_data(file)
+        return facts.has_ignored_label or not _makes_data(facts)
     # A padding token by its name or number; -1 is often asked for and never made.
     return value >= 0 if value is not None else bool(_PADDING.search(text(ignored)))
 
 
-def _makes_data(file: File) -> bool:
+def _makes_data(facts: Facts) -> bool:
     """True if the data are made in this file, so that it would show a label that is left out."""
-    functions = any("collate" in f.name for f in file.facts.every_function)
-    return functions or any("Dataset" in base for c in file.facts.classes for base in c.bases)
+    functions = any("collate" in f.name for f in facts.every_function)
+    return functions or any("Dataset" in base for c in facts.classes for base in c.bases)
 
 
 def _has_one_label(call: ast.Call) -> bool:
@@ -185,13 +198,16 @@ def _has_one_label(call: ast.Call) -> bool:
     return len(call.args) > 1 and is_call(call.args[1], "squeeze")
 
 
-def _is_language_model(call: ast.Call, file: File) -> bool:
-    """True for `model(**batch)` of transformers, if the labels are masked in this file."""
+def _is_language_model(
+    call: ast.Call, facts: Facts, words: frozenset[str], calls: list[ast.Call]
+) -> bool:
+    """True for `model(**batch)` of transformers, if the code around it masks the labels."""
     name = text(call.func)
     labels = any(k.arg is None or "label" in k.arg for k in call.keywords)
     if not (labels and ("model" in name.lower() or "self" in name)):
         return False
-    if file.facts.mentions(_PACKED):
+    options = [k for c in calls for k in c.keywords if k.arg == "packing"]
+    if words & _PACKS or any(text(k.value) == "True" for k in options):
         return False
-    collated = file.facts.mentions(_MASKING_COLLATOR) and file.facts.mentions(_LANGUAGE_MODEL)
-    return collated or file.facts.has_ignored_label
+    collated = any(map(_MASKING_COLLATOR.match, words)) and any(map(_LANGUAGE_MODEL.match, words))
+    return collated or facts.has_ignored_label
