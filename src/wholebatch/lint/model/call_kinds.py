@@ -39,7 +39,9 @@ HOLDS_SYNC = re.compile(
     r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce"
     r"|set_requires_gradient_sync|ddp_sync"
 )
-_FREEZES = re.compile(r"FrozenBatchNorm\w*|\w*(freeze|fix|frozen)_?(bn|batch_?norm)\w*|\w*bn_?eval", re.I)
+_FREEZES = re.compile(
+    r"FrozenBatchNorm\w*|\w*(freeze|fix|frozen)_?(bn|batch_?norm)\w*|\w*bn_?eval", re.I
+)
 _SIMPLE = {"zero_grad": "clear", "unscale_": "unscale"}
 _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatch"}
 _WRAPPERS = {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from .events import Definition, Env
-from .expressions import FunctionNode, assigned_names, dotted, last_part, number, text
+from .expressions import FunctionNode, assigned_names, dotted, last_part, text
 
 # Calls that make a function a part of training: it is walked, or followed from its caller.
 _TRAINING_CALLS = {
@@ -52,12 +52,12 @@ class Facts:
     _reached: dict[int, list[ast.AST]] = field(default_factory=dict)
 
     def full_name(self, expr: ast.AST) -> str:
-        """Return a dotted name as it is imported: `torch.nn.functional.mse_loss` for `F.mse_loss`."""
+        """Return a dotted name as it is imported: `torch.nn.Linear` for `nn.Linear`."""
         head, dot, rest = (dotted(expr) or last_part(expr)).partition(".")
         return self.imports.get(head, _USUAL.get(head, head)) + dot + rest
 
     def reached(self, start: ast.AST) -> list[ast.AST]:
-        """Return a node, and the functions and classes of the file that it names, one by another."""
+        """Return a node, and the functions and classes that it names, directly or through them."""
         if id(start) not in self._reached:
             seen = {id(start): start}
             todo: list[ast.AST] = [start]
@@ -85,19 +85,6 @@ class Facts:
         """Return the source of the class of this file that a name is an instance of, or ""."""
         makers = [last_part(v.func) for v in self.assigned.get(name, ()) if isinstance(v, ast.Call)]
         return "\n".join(text(c.node) for c in self.classes if c.node.name in makers)
-
-    @cached_property
-    def has_ignored_label(self) -> bool:
-        """True if -100 is used other than as `ignore_index=` or in a comparison."""
-        asked: set[int] = set()
-        for node in self.nodes:
-            if isinstance(node, ast.keyword) and node.arg == "ignore_index":
-                asked.add(id(node.value))
-            elif isinstance(node, ast.Compare):
-                asked.update(map(id, node.comparators))
-            elif isinstance(node, ast.UnaryOp) and id(node) not in asked and number(node) == -100:
-                return True
-        return False
 
     def env_around(self, node: ast.AST) -> Env:
         """Return the assignments of the function that a node is in."""
@@ -135,7 +122,9 @@ def gather(tree: ast.Module) -> Facts:
             for target in node.targets:
                 assigned.setdefault(dotted(target) or "", []).append(node.value)
         elif isinstance(node, ast.ImportFrom):
-            imports.update((a.asname or a.name, f"{node.module or ''}.{a.name}") for a in node.names)
+            imports.update(
+                (a.asname or a.name, f"{node.module or ''}.{a.name}") for a in node.names
+            )
         elif isinstance(node, ast.Import):
             named = [(a.asname or a.name.partition(".")[0], a) for a in node.names]
             imports.update((n, a.name if a.asname else n) for n, a in named)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -23,7 +23,7 @@ from .expressions import (
     text,
     without_marks,
 )
-from .file_facts import Facts, class_env, methods_called
+from .file_facts import Facts, class_env, flat_env, methods_called
 from .name_resolution import Resolver
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -267,7 +267,7 @@ class Walker:
             if isinstance(call, ast.NamedExpr):
                 self._bind(call.target, call.value, env, path)
                 continue
-            helper = self._helper(call, scope)
+            helper = self.helper(call, scope)
             if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Effect("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
@@ -310,7 +310,8 @@ class Walker:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
+    def helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
+        """Return the function or method of this file that a call runs, or None."""
         name = dotted(call.func) or ""
         if name.startswith("self.") and name.count(".") == 1:
             return scope.methods.get(name[5:])
@@ -458,10 +459,22 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     # A function that the file calls is followed from its caller: begin with the others.
     called = {*facts.called, "__init__"}
     uncalled = [root for root in roots if root[0].name not in called]
-    for function, seen, scope in chain(uncalled, roots):
+    for function, seen, scope in chain(uncalled, roots, _closures(facts, settled)):
         if function not in walker.covered and function in relevant:
             _walk_root(walker, function, seen, scope)
     return walker
+
+
+def _closures(facts: Facts, env: Env) -> Iterator[tuple[FunctionNode, Env, Scope]]:
+    """Yield the functions inside functions, which a framework may be handed: `Engine(update)`."""
+    for function in sorted(facts.relevant, key=lambda f: f.lineno):
+        around = facts.functions_around(function.lineno)
+        if len(around) > 1:
+            own = assigned_names(function.body)
+            outer = flat_env(n for f in around[:-1] for n in ast.walk(f))
+            inner = Env({**env, **{n: d for n, d in outer.items() if n not in own}})
+            scope = Scope(ChainMap({}, facts.functions), relevant=frozenset(facts.relevant))
+            yield function, inner, scope
 
 
 def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
@@ -470,7 +483,7 @@ def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -
     spec = function.args
     names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
     inner = Env({n: d for n, d in env.items() if n not in names})
-    if not _steps_outside_loops(function):
+    if not _steps_outside_loops(function, walker, scope):
         walker.block(function.body, inner, (), scope)
         return
     loop = Loop(function, inner.frozen(), ())
@@ -485,7 +498,10 @@ def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -
     loop.exit = inner.frozen()
 
 
-def _steps_outside_loops(function: FunctionNode) -> bool:
+def _steps_outside_loops(
+    function: FunctionNode, walker: Walker, scope: Scope, around: tuple[FunctionNode, ...] = ()
+) -> bool:
+    """True if a function, or a helper that it calls, has a backward that is in no loop here."""
     if function.name == "training_step":
         return True  # Lightning calls it once per batch, wherever its helpers are.
     todo: list[ast.AST] = list(function.body)
@@ -496,7 +512,12 @@ def _steps_outside_loops(function: FunctionNode) -> bool:
             continue
         if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, *_FUNCTIONS)):
             continue
-        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
-            return True
+        if isinstance(node, ast.Call):
+            if last_part(node.func) in _BACKWARD:
+                return True
+            helper = walker.helper(node, scope)
+            new = helper in scope.relevant and helper not in (function, *around)
+            if new and _steps_outside_loops(helper, walker, scope, (*around, function)):  # type: ignore[arg-type]
+                return True
         todo += ast.iter_child_nodes(node)
     return False

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from .call_kinds import holds_sync
-from .events import Env, Event, Guard, Loop
+from .events import Context, Env, Event, Guard, Loop, PathItem
 from .expressions import (
     dotted,
     is_accumulation_name,
     is_binary,
     is_call,
     keyword,
-    last_part,
     names_in,
     number,
     text,
@@ -27,6 +26,7 @@ from .file_facts import Facts, gather
 from .function_walk import Walker, walk_file
 from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
+from .surroundings import Surroundings
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
@@ -60,7 +60,7 @@ class LoopWindow:
     facts: Facts
     # Its own backwards, not those of a window inside.
     inner: list[Event]
-    root: ast.AST  # The function, or the module, whose walk came here.
+    around: Surroundings
     is_frozen: bool = False  # BatchNorm is frozen before the loop or in it.
     boundary: Boundary | None = None
     every: ast.expr | None = None
@@ -134,7 +134,7 @@ class LoopWindow:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        always_syncs = self.shape == "boundary" and not self.calls("accumulate")
+        always_syncs = self.shape == "boundary" and "accumulate" not in self.around.calls
         for guard in event.guards(self.loop):
             found = self.boundary_of(guard)
             if found is None and self._without_accumulation(guard):
@@ -202,71 +202,9 @@ class LoopWindow:
         return (bool(key) and key == self.every_name) or is_accumulation_name(key)
 
     @cached_property
-    def around(self) -> list[ast.AST]:
-        """Return the code that this loop is a part of: the module's, its class's, and its callers'.
-
-        A function that nothing here leads to is no part of it.
-        """
-        starts: list[ast.AST] = [self.root, self.facts.module]
-        owner = self.facts.class_around(getattr(self.root, "lineno", 0))
-        starts += [] if owner is None else [owner]
-        return [node for start in starts for node in self.facts.reached(start)]
-
-    @cached_property
-    def _calls(self) -> dict[str, list[ast.Call]]:
-        calls: dict[str, list[ast.Call]] = {}
-        for node in {id(n): n for start in self.around for n in ast.walk(start)}.values():
-            if isinstance(node, ast.Call):
-                calls.setdefault(last_part(node.func), []).append(node)
-        return calls
-
-    def calls(self, *names: str) -> list[ast.Call]:
-        """Return the calls in the code around the loop whose last name is one of these, or all."""
-        return [c for name in names or self._calls for c in self._calls.get(name, ())]
-
-    @cached_property
-    def around_words(self) -> frozenset[str]:
-        """Return the names in the code that this loop is a part of."""
-        return names_in(*self.around)
-
-    @cached_property
     def words(self) -> frozenset[str]:
         """Return the names in the loop itself and in the functions that it calls."""
         return names_in(*self.facts.reached(self.loop.node))
-
-    @cached_property
-    def accelerator(self) -> ast.Call | None:
-        """Return the call that creates the Accelerator, if it is in the code around the loop."""
-        made = self.calls("Accelerator")
-        # Several branches may create one: take that which is given the number of steps.
-        told = [c for c in made if keyword(c, "gradient_accumulation_steps") is not None]
-        return next(iter((*told, *made)), None)
-
-    @property
-    def accelerator_divides(self) -> bool | None:
-        """True if Accelerate divides the loss, False if not, None if this file does not show it."""
-        call = self.accelerator
-        if call is None:
-            return None
-        steps = keyword(call, "gradient_accumulation_steps")
-        if steps is not None:
-            return number(steps) != 1
-        if keyword(call, "gradient_accumulation_plugin") is not None:
-            return True
-        unknown = keyword(call, "deepspeed_plugin") is not None
-        return None if unknown or any(k.arg is None for k in call.keywords) else False
-
-    @cached_property
-    def engine_steps(self) -> list[ast.expr]:
-        """Return what the configurations of engines here set as their number of micro-batches."""
-        values: list[ast.expr] = []
-        for node in (n for start in self.around for n in ast.walk(start)):
-            if isinstance(node, ast.Dict):
-                pairs = zip(node.keys, node.values, strict=True)
-                values += [v for k, v in pairs if k is not None and _is_steps_key(k)]
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                values += [node.value] if _is_steps_key(node.targets[0].slice) else []
-        return values
 
     @cached_property
     def backwards(self) -> list[Event]:
@@ -320,7 +258,9 @@ class LoopWindow:
         if any(word in s.lower() for s in spelled for word in _ENDLESS):
             return False
         ranges = [s for s in spelled if "range(" in s]
-        if any(not any(word in s for word in _PER_EPOCH) for s in ranges):
+        # `range(0, n, bptt)` goes through the data once, in pieces.
+        strides = is_call(inner, "range") and len(inner.args) == 3
+        if not strides and any(not any(word in s for word in _PER_EPOCH) for s in ranges):
             return False
         return not self._left_by_count()
 
@@ -336,10 +276,6 @@ class LoopWindow:
         clocks = [text(t.left) for t in leaves if isinstance(t, ast.Compare)]
         counted = any(word in clock for clock in clocks for word in ("step", "iter", "update"))
         return counted or any(isinstance(t, ast.Name) for t in leaves)  # `if stop: break`
-
-
-def _is_steps_key(key: ast.expr) -> bool:
-    return isinstance(key, ast.Constant) and key.value == "gradient_accumulation_steps"
 
 
 def unmoved(made: ast.expr) -> ast.expr:
@@ -390,6 +326,7 @@ def find_windows(walker: Walker, facts: Facts) -> tuple[list[LoopWindow], list[L
         for loop in event.loops:
             inside.setdefault(loop, []).append(event)
     freezes = [e for e in walker.events if e.kind == "freeze"]
+    surroundings: dict[int, Surroundings] = {}
     understood: list[LoopWindow] = []
     unread: dict[Loop, LoopWindow] = {}
     # Inner loops first: a loop inside that is not read as a window is a part of one micro-batch.
@@ -401,6 +338,8 @@ def find_windows(walker: Walker, facts: Facts) -> tuple[list[LoopWindow], list[L
             continue
         first, last = events[0].order, events[-1].order
         root, parents = events[0].root, loop.parents
+        if root not in surroundings:
+            surroundings[root] = Surroundings(walker.roots[root], facts)
         near = walker.events[max(0, first - _NEAR) : first]
         before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
@@ -416,7 +355,7 @@ def find_windows(walker: Walker, facts: Facts) -> tuple[list[LoopWindow], list[L
             resolver=walker.resolver,
             facts=facts,
             inner=inner,
-            root=walker.roots[root],
+            around=surroundings[root],
             is_frozen=any(e.root == root and e.order <= last for e in freezes),
         )
         if _decide(window, inner, {w.loop for w in understood}):
@@ -439,7 +378,8 @@ def _decide(window: LoopWindow, inner: list[Event], read: set[Loop]) -> bool:
         return True
     # A window inside has steps of its own.
     steps = [e for e in window.of("step") if read.isdisjoint(e.loops)]
-    if any(e.detail == "closure" for e in steps):
+    # A closure, or a loop inside one micro-batch of Accelerate's.
+    if any(e.detail == "closure" for e in steps) or any(_in_accumulate(e.path) for e in inner):
         return False
     if steps:
         return _boundary(window, steps, inner)
@@ -447,18 +387,21 @@ def _decide(window: LoopWindow, inner: list[Event], read: set[Loop]) -> bool:
 
 
 def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
-    contexts = [context for e in inner for context in e.contexts(window.loop)]
-    if not any("accumulate" in context.names for context in contexts):
+    if not any(_in_accumulate(e.inside(window.loop)) for e in inner):
         return False
-    if window.accelerator_divides is False:
+    if window.around.accelerator_divides is False:
         # `accumulate()` of an Accelerator without a number of steps does nothing.
         return all(window.when(e) == "always" for e in window.of("step"))
     window.shape = "accelerate"
-    call = window.accelerator
+    call = window.around.accelerator
     given = keyword(call, "gradient_accumulation_steps") if call is not None else None
     if given is not None:
         window.every = strip_casts(given)
     return True
+
+
+def _in_accumulate(path: tuple[PathItem, ...]) -> bool:
+    return any(isinstance(item, Context) and "accumulate" in item.names for item in path)
 
 
 def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
@@ -469,8 +412,8 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     if any(e.detail in {"tensor", "accelerate"} for e in inner):
         return False
     # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    accumulates = bool(window.engine_steps) or any(
-        "gradient_accumulat" in word or word == "gas" for word in window.around_words
+    accumulates = bool(window.around.engine_steps) or any(
+        "gradient_accumulat" in word or word == "gas" for word in window.around.words
     )
     window.shape = "deepspeed" if accumulates else "plain"
     return accumulates
@@ -497,7 +440,10 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     if any(window.when(e) == "inside" for e in steps):
         return False  # Two optimizers in turn.
     others = [e for e in steps if e not in ends and window.when(e) == "always"]
-    others = [e for e in others if not all(e.excludes(end) for end in ends)]
+    apart = [e for e in others if all(e.excludes(end) for end in ends)]
+    others = [e for e in others if e not in apart]
+    if apart:  # A branch that updates on every micro-batch is no part of the window.
+        window.inner = [b for b in inner if not all(b.excludes(end) for end in ends)]
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )

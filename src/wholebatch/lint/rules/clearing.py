@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..model import Event, File, Guard, LoopWindow
 from ..model.expressions import text, values_of
+from ..model.surroundings import Surroundings
 from .rule_base import Report, cleared_last, closing_steps, is_optimizer_of, rule
 
 
@@ -31,6 +32,8 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
 
 def _every_micro_batch(clear: Event, window: LoopWindow, steps: list[Event]) -> bool:
     """True if it runs on every micro-batch: unconditionally, or under conditions of its step."""
+    if steps and all(clear.excludes(step) for step in steps):
+        return False  # On another branch.
     if window.when(clear) != "sometimes":
         return window.when(clear) == "always"
     mine = clear.conditions(window.loop)
@@ -150,7 +153,7 @@ def never_cleared(file: File) -> Iterator[Report]:
     """
     for window in file.shaped("plain", "boundary", "nested"):
         steps = closing_steps(window)
-        if steps and not _is_cleared(window) and _is_of_torch(window):
+        if steps and not window.around.ask(_is_cleared) and _is_of_torch(window):
             yield Report(
                 steps[0].node,
                 "no gradient is cleared around this loop: every update adds up all batches since "
@@ -159,11 +162,11 @@ def never_cleared(file: File) -> Iterator[Report]:
             return
 
 
-def _is_cleared(window: LoopWindow) -> bool:
-    """True if the loop, or code that leads to it, clears or replaces gradients."""
-    if window.calls("zero_grad", "zero_", "apply_gradients"):
+def _is_cleared(around: Surroundings) -> bool:
+    """True if the code around a loop clears or replaces gradients."""
+    if not {"zero_grad", "zero_"}.isdisjoint(around.calls):
         return True
-    assigns = [n for start in window.around for n in ast.walk(start) if isinstance(n, ast.Assign)]
+    assigns = [n for n in around.nodes if isinstance(n, ast.Assign)]
     return any(text(target).endswith(".grad") for a in assigns for target in a.targets)
 
 

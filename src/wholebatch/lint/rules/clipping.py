@@ -25,9 +25,7 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
     yield from _in_windows_of_wholebatch(file)
     for window in file.accumulating:
         # Not those on a branch without a backward of this window.
-        clips = [
-            c for c in window.of("clip") if not all(c.excludes(b) for b in window.backwards)
-        ]
+        clips = [c for c in window.of("clip") if not all(c.excludes(b) for b in window.backwards)]
         for clip in clips:
             # Clipped on both sides of a condition, it is clipped on every micro-batch.
             either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]

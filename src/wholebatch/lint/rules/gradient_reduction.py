@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
-from ..model.expressions import is_accumulation_name, is_not, last_part, text
+from ..model import File
+from ..model.expressions import is_accumulation_name, is_not, text
+from ..model.surroundings import Surroundings
 from .rule_base import SPEED, Report, rule
 
 _WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wrap\w*)_(DDP|ddp)")
@@ -23,7 +24,12 @@ def reduced_every_micro_batch(file: File) -> Iterator[Report]:
     """
     for window in file.shaped("boundary", "nested"):
         by_hand = {e.detail for e in window.backwards} <= _BY_HAND
-        if window.backwards and by_hand and not window.of("hold_sync") and _is_wrapped(window):
+        if (
+            window.backwards
+            and by_hand
+            and not window.of("hold_sync")
+            and window.around.ask(_wraps)
+        ):
             yield Report(
                 window.backwards[0].node,
                 "DistributedDataParallel reduces the gradients on every micro-batch: hold it "
@@ -31,13 +37,13 @@ def reduced_every_micro_batch(file: File) -> Iterator[Report]:
             )
 
 
-def _is_wrapped(window: LoopWindow) -> bool:
+def _wraps(around: Surroundings) -> bool:
     """True if a trained model is wrapped, except where nothing is accumulated."""
-    wraps = [c for c in window.calls() if _WRAPS.fullmatch(last_part(c.func))]
+    wraps = [c for name, calls in around.calls.items() if _WRAPS.fullmatch(name) for c in calls]
     trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
     otherwise = {
         id(call)
-        for node in (window.facts.nodes if trained else ())
+        for node in (around.nodes if trained else ())
         if isinstance(node, ast.If)
         and is_not(node.test)
         and is_accumulation_name(text(node.test.operand))

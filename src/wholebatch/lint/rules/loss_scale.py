@@ -70,7 +70,7 @@ def is_judged(window: LoopWindow) -> bool:
     # A window whose size changes during training normalises by something else.
     if window.every is not None and window.resolver.varies(window.every, window.loop):
         return False
-    undivided = window.accelerator_divides is False
+    undivided = window.around.accelerator_divides is False
     return all(
         e.detail in _BY_HAND or (e.detail == "accelerate" and undivided) for e in window.backwards
     )
@@ -212,14 +212,16 @@ def _framework(event: Event, window: LoopWindow) -> str:
         kept = text(told) == "False" or _leaves_it_to_the_loop(window) or _steps_once(window)
         return "DeepSpeed" if known and not kept else ""
     divides = window.shape == "accelerate" or (
-        event.detail == "accelerate" and window.accelerator_divides
+        event.detail == "accelerate" and window.around.accelerator_divides
     )
     return "Accelerate" if divides else ""
 
 
 def _leaves_it_to_the_loop(window: LoopWindow) -> bool:
     """True if the configuration of an engine is found here, and all of it says 1."""
-    return bool(window.engine_steps) and all(number(n) == 1 for n in window.engine_steps)
+    return bool(window.around.engine_steps) and all(
+        number(n) == 1 for n in window.around.engine_steps
+    )
 
 
 def _steps_once(window: LoopWindow) -> bool:
@@ -230,7 +232,7 @@ def _steps_once(window: LoopWindow) -> bool:
         steps += [e for e in window.after if e.kind == "engine_step"]
         depth = min((len(e.loops) for e in window.backwards), default=0)
         once = bool(steps) and all(len(e.loops) < depth for e in steps)
-    return once and not window.engine_steps
+    return once and not window.around.engine_steps
 
 
 @rule("WB119", "divided but stepped")
@@ -259,7 +261,7 @@ def _may_wait(step: Event, window: LoopWindow) -> bool:
 def _by_hand(window: LoopWindow) -> Iterator[Report]:
     for _, chain in window.chains:
         counts = [d for d in chain.divisors if window.counts(d)]
-        off = window.accelerator_divides is False  # By its own number, which is 1.
+        off = window.around.accelerator_divides is False  # By its own number, which is 1.
         counts = [d for d in counts if not (off and "accelerator." in d.key)]
         # The parts of one loss, added up by a loop inside.
         counts = [d for d in counts if not _in_inner_loop(d.node, window)]
@@ -286,9 +288,9 @@ def _by_accelerate(window: LoopWindow) -> Iterator[Report]:
     details = {e.detail for e in window.backwards}
     if any(e.loops[-1] is not window.loop for e in window.backwards):
         return  # Several backwards make one update.
-    if window.calls("accumulate"):
+    if "accumulate" in window.around.calls:
         return  # Somewhere else, perhaps in a context manager of the file's own.
-    if details == {"accelerate"} and window.accelerator_divides:
+    if details == {"accelerate"} and window.around.accelerator_divides:
         yield Report(
             window.backwards[0].node,
             "Accelerate divides this loss by its `gradient_accumulation_steps`, but without "

@@ -38,11 +38,11 @@ def batchnorm(file: File) -> Iterator[Report]:
     `wb.WholeBatch`, which normalises over the whole batch.
     """
     windows = [w for w in file.accumulating if w.shape != "deepspeed"]
-    starts = [node for w in windows if not w.is_frozen for node in w.around]
+    codes = {id(w.around): w.around.nodes for w in windows if not w.is_frozen}
     if not windows and framework_accumulates(file):
-        starts = [file.facts.tree]
-    for start in starts:
-        for node in ast.walk(start):
+        codes = {0: file.facts.nodes}
+    for nodes in codes.values():
+        for node in nodes:
             layer = _batchnorm(node, file) if isinstance(node, ast.expr) else ""
             if layer and not _freezes_itself(node, file):
                 yield Report(
@@ -58,9 +58,7 @@ def _freezes_itself(node: ast.AST, file: File) -> bool:
     """True if the class that creates the layers puts BatchNorm into evaluation mode."""
     owner = file.facts.class_around(getattr(node, "lineno", 0))
     tests = [n for n in ast.walk(owner) if isinstance(n, ast.If)] if owner is not None else []
-    return any(
-        "BatchNorm" in text(test.test) and "eval" in names_in(*test.body) for test in tests
-    )
+    return any("BatchNorm" in text(test.test) and "eval" in names_in(*test.body) for test in tests)
 
 
 def _batchnorm(node: ast.expr, file: File) -> str:

@@ -11,22 +11,24 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.call_kinds import holds_sync
-from ..model.expressions import is_accumulation_name, is_binary, is_call, text
+from ..model.expressions import is_accumulation_name, is_binary, is_call, keyword, text
 from ..model.loss_origin import Chain
 from .rule_base import Report, framework_accumulates, framework_steps
 
 _DIVISIONS = (ast.Mod, ast.Div, ast.FloorDiv)
 # The criteria of torch, by their names in torch.nn and torch.nn.functional.
-_CRITERIA = frozenset(
-    """L1Loss MSELoss CrossEntropyLoss NLLLoss PoissonNLLLoss GaussianNLLLoss KLDivLoss BCELoss
-    BCEWithLogitsLoss MarginRankingLoss HingeEmbeddingLoss MultiLabelMarginLoss HuberLoss
-    SmoothL1Loss SoftMarginLoss MultiLabelSoftMarginLoss CosineEmbeddingLoss MultiMarginLoss
-    TripletMarginLoss TripletMarginWithDistanceLoss CTCLoss l1_loss mse_loss cross_entropy nll_loss
-    poisson_nll_loss gaussian_nll_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits
-    margin_ranking_loss hinge_embedding_loss multilabel_margin_loss huber_loss smooth_l1_loss
-    soft_margin_loss multilabel_soft_margin_loss cosine_embedding_loss multi_margin_loss
-    triplet_margin_loss triplet_margin_with_distance_loss ctc_loss""".split()
-)
+_CRITERIA = {
+    "L1Loss", "MSELoss", "CrossEntropyLoss", "NLLLoss", "PoissonNLLLoss", "GaussianNLLLoss",
+    "KLDivLoss", "BCELoss", "BCEWithLogitsLoss", "MarginRankingLoss", "HingeEmbeddingLoss",
+    "MultiLabelMarginLoss", "HuberLoss", "SmoothL1Loss", "SoftMarginLoss",
+    "MultiLabelSoftMarginLoss", "CosineEmbeddingLoss", "MultiMarginLoss", "TripletMarginLoss",
+    "TripletMarginWithDistanceLoss", "CTCLoss", "l1_loss", "mse_loss", "cross_entropy", "nll_loss",
+    "poisson_nll_loss", "gaussian_nll_loss", "kl_div", "binary_cross_entropy",
+    "binary_cross_entropy_with_logits", "margin_ranking_loss", "hinge_embedding_loss",
+    "multilabel_margin_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss",
+    "multilabel_soft_margin_loss", "cosine_embedding_loss", "multi_margin_loss",
+    "triplet_margin_loss", "triplet_margin_with_distance_loss", "ctc_loss",
+}  # fmt: skip
 _OF_TORCH = ("torch.nn.", "torch.nn.functional.", "torch.functional.")
 
 
@@ -54,14 +56,16 @@ def _unread_backwards(file: File) -> Iterator[ast.AST]:
     for window in (*file.unread, *file.shaped("plain")):
         for event in window.inner:
             # Beside its own step a backward makes an update by itself.
-            if id(event.node) not in read and not _has_own_step(event, window):
-                if _waits(event, window) or _counts_micro_batches(event, window):
-                    yield event.node
+            if id(event.node) in read or _has_own_step(event, window):
+                continue
+            if _waits(event, window) or _counts_micro_batches(event, window):
+                yield event.node
 
 
 def _has_own_step(event: Event, window: LoopWindow) -> bool:
     """True if an optimizer steps whenever this backward of the loop runs."""
-    steps = [e for e in window.of("step", "engine_step") if e.loops == event.loops]
+    depth = len(event.loops)
+    steps = [e for e in window.of("step", "engine_step") if e.loops[:depth] == event.loops]
     return any(not _may_wait(step, event, window) for step in steps)
 
 
@@ -121,4 +125,4 @@ def _trained_elsewhere(file: File) -> Iterator[ast.AST]:
     """Yield the call that makes Lightning accumulate a step of another file."""
     if framework_accumulates(file) and not any(True for _ in framework_steps(file)):
         trainers = [c for c in file.facts.calls if is_call(c, "Trainer")]
-        yield from (c for c in trainers if any(k.arg == "accumulate_grad_batches" for k in c.keywords))
+        yield from (c for c in trainers if keyword(c, "accumulate_grad_batches") is not None)

@@ -103,7 +103,8 @@ def _is_log(call: ast.Call, window: LoopWindow) -> bool:
     if not _KEEPS.search(owner.rpartition(".")[2]) or not call.args:
         return False
     # `kept.append(loss)` where `sum(kept)` is used: the sum of a window's shares.
-    is_summed = any(text(c.args[0]) == owner for c in window.calls("sum") if c.args)
+    sums = window.around.calls.get("sum", ())
+    is_summed = any(text(c.args[0]) == owner for c in sums if c.args)
     return name in {"append", "update", "add", "log"} and not is_summed
 
 

@@ -92,7 +92,8 @@ def _spelled(event: Event, window: LoopWindow) -> str:
 
 def is_prepared(event: Event, window: LoopWindow) -> bool | None:
     """True if Accelerate wraps a schedule and so steps it once per update, None if unknown."""
-    calls = window.calls("prepare", "prepare_scheduler")
+    made = window.around.calls
+    calls = [*made.get("prepare", ()), *made.get("prepare_scheduler", ())]
     if event.receiver is None or isinstance(event.receiver, ast.Subscript):
         return None
     name = text(event.receiver).rpartition(".")[2]

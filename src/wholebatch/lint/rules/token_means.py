@@ -19,8 +19,9 @@ from ..model.expressions import (
     number,
     text,
 )
-from ..model.file_facts import Facts, flat_env
+from ..model.file_facts import flat_env
 from ..model.loss_origin import LOSS_NAME, Chain
+from ..model.surroundings import Surroundings
 from ..model.window_boundary import iterated
 from .rule_base import Report, framework_accumulates, framework_steps, rescales, rule
 
@@ -37,7 +38,7 @@ _MASKING_COLLATOR = re.compile(
 _PACKS = {"group_texts", "ConstantLengthDataset"}
 _PADDING = re.compile(r"(?i:pad|ignore|mask)|-100\b")
 # A sum over one of these counts the valid tokens of a micro-batch.
-_MASK = re.compile(r"mask|valid|tok|len(gth)?s?\b|\bne\(|[!=]=|pad|ignor|active|nonzero", re.I)
+_MASK = re.compile(r"mask|valid|tok|len(gth)?s?\b|\bne\(|[!=]=|[<>]|pad|ignor|active|nonzero", re.I)
 _WHOLE_WINDOW = re.compile(r"num_items|(total|global)_tokens|token_count|n_?tokens|num_tokens")
 # A sample of its own for each backward: its mean is the sample's, however many tokens it has.
 _SAMPLES = re.compile(
@@ -68,7 +69,7 @@ def mean_of_token_means(file: File) -> Iterator[Report]:
     """
     yield from _in_frameworks(file)
     for window in file.accumulating:
-        if "num_items_in_batch" in window.words or _has_equal_counts(window):
+        if "num_items_in_batch" in window.words or window.around.ask(_has_equal_counts):
             continue
         if rescales(window) and any(map(_WHOLE_WINDOW.search, window.words)):
             continue
@@ -80,11 +81,11 @@ def mean_of_token_means(file: File) -> Iterator[Report]:
                 break
 
 
-def _has_equal_counts(window: LoopWindow) -> bool:
+def _has_equal_counts(around: Surroundings) -> bool:
     """True if masks hide the same number of tokens in every sample: means have equal weights."""
-    if any("mask_ratio" in word or "num_mask" in word for word in window.around_words):
+    if any("mask_ratio" in word or "num_mask" in word for word in around.words):
         return True
-    taken = [n for c in window.around for n in ast.walk(c) if isinstance(n, ast.Subscript)]
+    taken = [n for n in around.nodes if isinstance(n, ast.Subscript)]
     return any(is_call(n.value, "randperm") and isinstance(n.slice, ast.Slice) for n in taken)
 
 
@@ -97,31 +98,29 @@ def _has_one_sample(loop: Loop) -> bool:
 def _in_frameworks(file: File) -> Iterator[Report]:
     """Check the losses of classes whose means a framework averages with equal weight."""
     for methods, framework in framework_steps(file):
+        around = Surroundings(file.facts.tree, file.facts)
         if framework == "Lightning":
             accumulates = framework_accumulates(file)
         else:
-            accumulates = "gradient_accumulation_steps" in names_in(file.facts.tree)
+            accumulates = "gradient_accumulation_steps" in around.words
         told = "num_items_in_batch" in names_in(*methods)
         for method in methods if accumulates and not told else ():
             env = flat_env(ast.walk(method))
-            means = [n for n in ast.walk(method) if _is_token_mean(n, env, file)]
+            means = [n for n in ast.walk(method) if _is_token_mean(n, env, around)]
             if means:
                 yield Report(min(means, key=lambda n: getattr(n, "lineno", 0)), _MESSAGE)
                 break
 
 
-def _is_token_mean(node: ast.AST, env: Env, file: File) -> bool:
+def _is_token_mean(node: ast.AST, env: Env, around: Surroundings) -> bool:
     by = divisor_of(node)
     if by is not None:
         return bool(LOSS_NAME.search(text(node))) and _is_mask_sum(by, env)
     if isinstance(node, ast.Attribute) and node.attr == "loss":
         made = [node.value, *(d.expr for d in env.get(text(node.value), ()))]
-        facts = file.facts
-        words = names_in(facts.tree)
-        calls = [m for m in made if isinstance(m, ast.Call)]
-        return any(_is_language_model(m, facts, words, facts.calls) for m in calls)
+        return any(isinstance(m, ast.Call) and _is_language_model(m, around) for m in made)
     return isinstance(node, ast.Call) and (
-        _ignores_labels(node, file.facts) or last_part(node.func) in _MASKED_MEANS
+        _ignores_labels(node, around) or last_part(node.func) in _MASKED_MEANS
     )
 
 
@@ -145,11 +144,9 @@ def _token_mean(chain: Chain, window: LoopWindow) -> ast.AST | None:
     if call is None:
         return None
     made = [call, *(m for m, _ in window.makers(text(call.func), chain.base_env))]
-    if any(_ignores_labels(m, window.facts) for m in made) and not _has_one_label(call):
+    if any(_ignores_labels(m, window.around) for m in made) and not _has_one_label(call):
         return chain.base
-    is_masked = last_part(call.func) in _MASKED_MEANS or _is_language_model(
-        call, window.facts, window.around_words, window.calls()
-    )
+    is_masked = last_part(call.func) in _MASKED_MEANS or _is_language_model(call, window.around)
     return chain.base if is_masked else None
 
 
@@ -172,25 +169,38 @@ def _is_mask_sum(expr: ast.expr, env: Env, depth: int = 0) -> bool:
     return any(_is_mask_sum(part, where, depth + 1) for part, where in made)
 
 
-def _ignores_labels(call: ast.Call, facts: Facts) -> bool:
+def _ignores_labels(call: ast.Call, around: Surroundings) -> bool:
     """True for a mean cross-entropy that leaves out labels which the file shows to be made."""
     reduction = keyword(call, "reduction")
     if reduction is not None and getattr(reduction, "value", None) != "mean":
         return False
     ignored = keyword(call, "ignore_index")
     if ignored is None:  # -100 is the default.
-        return last_part(call.func) in _CROSS_ENTROPY and facts.has_ignored_label
+        return last_part(call.func) in _CROSS_ENTROPY and around.ask(_has_ignored_label)
     value = number(ignored)
     if value == -100:
-        return facts.has_ignored_label or not _makes_data(facts)
+        return around.ask(_has_ignored_label) or not around.ask(_makes_data)
     # A padding token by its name or number; -1 is often asked for and never made.
     return value >= 0 if value is not None else bool(_PADDING.search(text(ignored)))
 
 
-def _makes_data(facts: Facts) -> bool:
+def _has_ignored_label(around: Surroundings) -> bool:
+    """True if -100 is used other than as `ignore_index=` or in a comparison."""
+    asked: set[int] = set()
+    for node in around.nodes:
+        if isinstance(node, ast.keyword) and node.arg == "ignore_index":
+            asked.add(id(node.value))
+        elif isinstance(node, ast.Compare):
+            asked.update(map(id, node.comparators))
+        elif isinstance(node, ast.UnaryOp) and id(node) not in asked and number(node) == -100:
+            return True
+    return False
+
+
+def _makes_data(around: Surroundings) -> bool:
     """True if the data are made in this file, so that it would show a label that is left out."""
-    functions = any("collate" in f.name for f in facts.every_function)
-    return functions or any("Dataset" in base for c in facts.classes for base in c.bases)
+    bases = [b for n in around.nodes if isinstance(n, ast.ClassDef) for b in n.bases]
+    return any("Dataset" in text(b) for b in bases) or any("collate" in w for w in around.words)
 
 
 def _has_one_label(call: ast.Call) -> bool:
@@ -198,16 +208,19 @@ def _has_one_label(call: ast.Call) -> bool:
     return len(call.args) > 1 and is_call(call.args[1], "squeeze")
 
 
-def _is_language_model(
-    call: ast.Call, facts: Facts, words: frozenset[str], calls: list[ast.Call]
-) -> bool:
+def _is_language_model(call: ast.Call, around: Surroundings) -> bool:
     """True for `model(**batch)` of transformers, if the code around it masks the labels."""
     name = text(call.func)
     labels = any(k.arg is None or "label" in k.arg for k in call.keywords)
-    if not (labels and ("model" in name.lower() or "self" in name)):
+    return labels and ("model" in name.lower() or "self" in name) and around.ask(_masks_labels)
+
+
+def _masks_labels(around: Surroundings) -> bool:
+    """True if a collator pads or masks labels, and nothing joins the samples to full length."""
+    options = [k for n in around.nodes if isinstance(n, ast.Call) for k in n.keywords]
+    packing = any(k.arg == "packing" and text(k.value) == "True" for k in options)
+    if packing or around.words & _PACKS:
         return False
-    options = [k for c in calls for k in c.keywords if k.arg == "packing"]
-    if words & _PACKS or any(text(k.value) == "True" for k in options):
-        return False
-    collated = any(map(_MASKING_COLLATOR.match, words)) and any(map(_LANGUAGE_MODEL.match, words))
-    return collated or facts.has_ignored_label
+    collated = any(map(_MASKING_COLLATOR.match, around.words))
+    models = any(map(_LANGUAGE_MODEL.match, around.words))
+    return (collated and models) or around.ask(_has_ignored_label)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..model import Event, File, LoopWindow
 from ..model.events import Guard
 from ..model.expressions import is_binary, is_call, keyword, names_in, text
+from ..model.surroundings import Surroundings
 from ..model.window_boundary import Boundary
 from .rule_base import Report, cleared_last, closing_steps, rescales, rule
 
@@ -21,7 +22,7 @@ def short_last_window(file: File) -> Iterator[Report]:
     number of micro-batches that are left.
     """
     for window in file.accumulating:
-        boundary, accelerator = window.boundary, window.accelerator
+        boundary, accelerator = window.boundary, window.around.accelerator
         if accelerator is not None and keyword(accelerator, "deepspeed_plugin") is not None:
             continue  # DeepSpeed counts its own windows, over all epochs.
         if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
@@ -36,7 +37,9 @@ def short_last_window(file: File) -> Iterator[Report]:
                 "by the micro-batches that it has: multiply its gradient by "
                 f"{window.count_name} over that number, or drop it",
             )
-        elif not handled and not _is_multiple(window):
+        elif not handled and window.every_name.rpartition(".")[2] not in window.around.ask(
+            _rounded
+        ):
             fate = "dropped" if _cleared_before(window) else "left over for the next window"
             yield Report(
                 boundary.expr,
@@ -63,23 +66,18 @@ def _after(window: LoopWindow, kind: str) -> list[Event]:
     return [e for e in window.after if e.kind == kind and e.loops in around]
 
 
-def _is_multiple(window: LoopWindow) -> bool:
-    """True if the code around makes the loader's length a multiple of the window.
-
-    It asks for `len(loader) % k`, or computes `n // k * k`.
-    """
-    name = window.every_name.rpartition(".")[2]
-    for node in (n for start in window.around for n in ast.walk(start)):
-        if is_binary(node, ast.Mod) and is_call(node.left, "len") and _names(node.right, name):
-            return True
+def _rounded(around: Surroundings) -> set[str]:
+    """Return the numbers that lengths are made a multiple of: `len(loader) % k`, `n // k * k`."""
+    names: set[str] = set()
+    for node in around.nodes:
+        if is_binary(node, ast.Mod) and is_call(node.left, "len"):
+            names |= {*names_in(node.right), text(node.right)}
         if is_binary(node, ast.Mult) and is_binary(node.left, ast.FloorDiv):
-            if _names(node.right, name) and _names(node.left.right, name):
-                return True
-    return False
-
-
-def _names(expr: ast.expr, name: str) -> bool:
-    return name in names_in(expr) or text(expr) == name
+            names |= {*names_in(node.right), text(node.right)} & {
+                *names_in(node.left.right),
+                text(node.left.right),
+            }
+    return names
 
 
 def _nominal(window: LoopWindow) -> bool:
