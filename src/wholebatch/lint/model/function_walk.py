@@ -393,7 +393,10 @@ def _as_ifs(subject: ast.expr, cases: Sequence[ast.match_case]) -> list[ast.stmt
     is_any = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
     if is_any and case.guard is None:
         return case.body
-    test: ast.expr = ast.Compare(subject, [ast.Eq()], [ast.Name(text(case.pattern), ast.Load())])
+    value: ast.expr = ast.Name(text(case.pattern), ast.Load())
+    if isinstance(case.pattern, ast.MatchValue):
+        value = case.pattern.value
+    test: ast.expr = ast.Compare(subject, [ast.Eq()], [value])
     if case.guard is not None:
         test = case.guard if is_any else ast.BoolOp(ast.And(), [test, case.guard])
     return [ast.copy_location(ast.If(test, case.body, _as_ifs(subject, others)), subject)]

@@ -67,7 +67,7 @@ class Divisor:
     @property
     def unrelated(self) -> bool:
         """True if the divisor is a number of devices or written as a literal."""
-        return bool(_DEVICES.search(self.key)) or number(self.by) is not None
+        return bool(_DEVICES.search(self.key)) or number(self.expr) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +126,9 @@ class _Tracer:
             branches = {True: (expr.body,), False: (expr.orelse,)}
             ways = branches.get(accumulates, (expr.body, expr.orelse))  # type: ignore[arg-type]
             return self._each([(way, env) for way in ways], chain, depth)
-        if isinstance(expr, ast.UnaryOp):
-            return self.follow(expr.operand, env, chain, depth + 1)
+        if isinstance(expr, (ast.UnaryOp, ast.NamedExpr)):
+            inner = expr.operand if isinstance(expr, ast.UnaryOp) else expr.value
+            return self.follow(inner, env, chain, depth + 1)
         name = slot_name(expr)
         if name is not None and env.get(name):
             return self._definitions(expr, name, env, chain, depth)

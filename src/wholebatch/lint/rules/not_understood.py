@@ -63,9 +63,10 @@ def _unread_backwards(file: File) -> Iterator[ast.AST]:
 
 
 def _has_own_step(event: Event, window: LoopWindow) -> bool:
-    """True if an optimizer steps whenever this backward of the loop runs."""
+    """True if the optimizer that steps after this backward does so whenever it runs."""
     depth = len(event.loops)
     steps = [e for e in window.of("step", "engine_step") if e.loops[:depth] == event.loops]
+    steps = [e for e in steps if e.order > event.order] or steps
     return any(not _may_wait(step, event, window) for step in steps)
 
 

@@ -7,9 +7,20 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import FunctionNode, has_word, keyword, last_part, names_in, number, text
+from ..model.events import Env
+from ..model.expressions import (
+    FunctionNode,
+    dotted,
+    has_word,
+    keyword,
+    last_part,
+    names_in,
+    number,
+    text,
+)
 from ..model.file_facts import methods_called
 from ..model.loop_windows import steps_after
 
@@ -79,15 +90,14 @@ def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
 
 def rescales(window: LoopWindow) -> bool:
     """True if the window multiplies or divides the gradients themselves, other than over ranks."""
-    return any(
-        e.kind == "rescale" and not _DEVICES.search(_spelled(e, window))
-        for e in (*window.events, *window.after)
-    )
+    behind = takewhile(lambda e: e.kind != "backward", window.after)
+    events = [e for e in (*window.events, *behind) if e.kind == "rescale"]
+    return any(not _DEVICES.search(_spelled(e.argument, e.env)) for e in events)
 
 
-def _spelled(event: Event, window: LoopWindow) -> str:
-    factor = event.argument
-    return "" if factor is None else text(window.resolver.resolve(factor, event.env))
+def _spelled(factor: ast.expr | None, env: Env) -> str:
+    """Return a factor as text, with what its name stands for."""
+    return " ".join(text(e) for e in (factor, *(d.expr for d in env.get(dotted(factor) or "", ()))))
 
 
 def is_prepared(event: Event, window: LoopWindow) -> bool | None:
