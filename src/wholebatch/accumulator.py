@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar, Literal, NoReturn, TypeGuard
+from typing import Any, ClassVar, Literal, NoReturn, TypeGuard, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -43,6 +43,7 @@ from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, graph_nodes
 
 _log = logging.getLogger("wholebatch")
+_MicroBatch = TypeVar("_MicroBatch")
 _MOST_FUNCTIONS = 8
 """The most loss functions that one accumulator runs."""
 
@@ -291,8 +292,45 @@ class Accumulator(HasWindow):
         """Micro-batches that the open window holds."""
         return self._window.now.micro_batches
 
+    def updates_per_epoch(self, loader: Sized) -> int:
+        """Return how many updates one pass of `over(loader)` makes, a short last window included.
+
+        It is `math.ceil(len(loader) / steps)`, or follows the schedule in `steps=` from the next
+        window on. Use it to give a learning-rate scheduler its number of updates.
+
+        >>> import torch, wholebatch as wb
+        >>> model = torch.nn.Linear(3, 1)
+        >>> acc = wb.Accumulator(model, torch.optim.SGD(model.parameters()), steps=4)
+        >>> acc.updates_per_epoch(range(10))
+        3
+
+        Args:
+            loader: What `over` will loop over. It must have a length, in micro-batches.
+        """
+        micro_batches, updates = len(loader), 0
+        while micro_batches > 0:
+            at = self._window.updates + updates
+            micro_batches -= self._steps.at(update=at, epoch=self.epoch)
+            updates += 1
+        return updates
+
     def _next_size(self) -> int:
         return self._steps.at(update=self._window.updates, epoch=self.epoch)
+
+    @overload
+    def backward(
+        self, total: Loss | Terms, *, more: bool = ..., last: bool | None = ...
+    ) -> Step | None: ...
+
+    @overload
+    def backward(
+        self, total: Tensor, units: Units, *, more: bool = ..., last: bool | None = ...
+    ) -> Step | None: ...
+
+    @overload
+    def backward(
+        self, *, mean: Tensor, units: Units, more: bool = ..., last: bool | None = ...
+    ) -> Step | None: ...
 
     def backward(
         self,
@@ -592,7 +630,9 @@ class Accumulator(HasWindow):
 
     # --------------------------------------------------------------- the loop
 
-    def over(self, loader: Iterable[Any], *, continue_window: bool = False) -> Iterator[Any]:
+    def over(
+        self, loader: Iterable[_MicroBatch], *, continue_window: bool = False
+    ) -> Iterator[_MicroBatch]:
         """Yield the loader's micro-batches, in windows of `steps`; the tail makes a short window.
 
         `continue_window=True` continues a window that an earlier loop left open.
@@ -788,8 +828,8 @@ _driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting t
 
 
 def over(
-    loader: Iterable[Any], *accumulators: Accumulator, continue_window: bool = False
-) -> Iterator[Any]:
+    loader: Iterable[_MicroBatch], *accumulators: Accumulator, continue_window: bool = False
+) -> Iterator[_MicroBatch]:
     """Loop over one loader with several accumulators, such as the two of a GAN.
 
     Args:

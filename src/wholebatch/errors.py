@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 class WholebatchError(Exception):
     """The root: catch it to catch everything that wholebatch raises on purpose."""
 

@@ -27,6 +27,10 @@ from wholebatch.verification import LoopVerdict, Verdict, verify, verify_loop
 __all__ = ["assert_right_loop", "assert_same_update"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 def assert_same_update(
     model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, **options: Any
 ) -> Verdict:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import wholebatch as wb
+from wholebatch import testing
 
 ROOT = Path(__file__).parents[2]
 EXPORTS = sorted(set(wb.__all__) - {"__version__"})
@@ -97,6 +98,8 @@ def test_every_parameter_is_described(name: str) -> None:
 
 def test_dir_shows_the_exports_alone() -> None:
     assert dir(wb) == sorted(wb.__all__)
+    for module in (wb.losses, wb.errors, testing):
+        assert dir(module) == sorted(module.__all__)
 
 
 def test_every_public_attribute_is_in_the_help() -> None:

@@ -42,3 +42,7 @@ __all__ = [
     "token_kl",
     "value_loss",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

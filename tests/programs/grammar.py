@@ -1,0 +1,315 @@
+"""The grammar: which programs are right, as a Hypothesis strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.programs.description import LOOPS, TOKEN_MODELS, WHOLE_BATCH, Micro, Program
+from tests.programs.mistakes import MISTAKES
+from tests.programs.models import MODELS
+
+VECTOR_MODELS = tuple(name for name in MODELS if name not in TOKEN_MODELS)
+
+
+@st.composite
+def programs(draw: Any, device: str = "cpu") -> Program:
+    """Draw a program; one of three has a planted mistake."""
+    share = draw(st.integers(0, 99))
+    if device == "cuda":
+        kind = _wrong() if share < 25 else _compiled() if share < 35 else _right()
+        return replace(draw(kind), device=device)
+    if share < 3:
+        return draw(_on_ranks())  # type: ignore[no-any-return]
+    if share < 6:
+        return draw(_in_host())  # type: ignore[no-any-return]
+    if share < 7:
+        return draw(_compiled())  # type: ignore[no-any-return]
+    return draw(_wrong() if share < 40 else _right())  # type: ignore[no-any-return]
+
+
+def _pick(draw: Any, values: Sequence[Any], plain: int = 1) -> Any:
+    """Draw one of the values; the first is `plain` times as likely as another."""
+    return draw(st.sampled_from([*values[:1] * (plain - 1), *values]))
+
+
+@st.composite
+def _right(draw: Any) -> Program:
+    way = _pick(draw, ["step", "backward", "run", "over", "gradient", "more", "announce"])
+    model = _pick(draw, list(MODELS))
+    loss = _loss(draw, way, model)
+    given = _given(draw, way, loss)
+    event = _event(draw, way, model)
+    windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model))
+    at = 0
+    if event != "none":
+        windows = windows if len(windows) > 1 else windows * 2
+        at = draw(st.integers(1, len(windows) - 1))
+    counts = loss == "terms" and way in WHOLE_BATCH
+    if way in WHOLE_BATCH and not counts and loss != "coupled":
+        counts = _pick(draw, [False, True], 3)
+    batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object"])
+    if batch == "object" and way in WHOLE_BATCH:
+        batch = "dict"  # refused with advice: WholeBatch cannot split an unknown class
+    if event == "oom" and loss == "coupled":
+        event = "none"
+    optimizer = "sgd" if model == "sparse" else _optimizer(draw, model)
+    return Program(
+        model=model,
+        windows=windows,
+        loss=loss,
+        given=given,
+        way=way,
+        batch=batch,
+        loop=_loop(draw, way, event),
+        style=_pick(draw, ["module", "main", "closure", "class"]),
+        names=_pick(draw, ["short", "long", "strange", "globals"]),
+        optimizer=optimizer,
+        scheduler=_scheduler(draw, event),
+        clip=_clip(draw, way, model, optimizer),
+        close=_close(draw, way, model, event),
+        memory=_pick(draw, ["none", "host"], 6) if way not in ("gradient",) else "none",
+        counts=counts,
+        precision=_pick(draw, ["float64", "float32", "bf16", "fp16"], 4),
+        event=event,
+        at=at,
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+def _loss(draw: Any, way: str, model: str) -> str:
+    if way == "announce":
+        return "terms"
+    losses = ["ce", "smooth", "classes", "mse", "weighted"]
+    if way == "more":
+        return _pick(draw, losses[:3])  # type: ignore[no-any-return]
+    if way in WHOLE_BATCH:
+        losses += ["terms"] + (["coupled"] if model not in ("batchnorm", *TOKEN_MODELS) else [])
+    return _pick(draw, losses)  # type: ignore[no-any-return]
+
+
+def _given(draw: Any, way: str, loss: str) -> str:
+    if loss == "coupled":
+        return "total"
+    given = ["total", "mean"]
+    if loss in ("ce", "smooth", "classes") and way != "more":
+        given += ["helper"]
+    if loss in ("ce", "smooth", "mse") and way in (*WHOLE_BATCH, "run"):
+        given += ["unit"]
+    if way == "backward":
+        given += ["Loss"]
+    return _pick(draw, given)  # type: ignore[no-any-return]
+
+
+@st.composite
+def _windows(draw: Any, whole: bool, loss: str, model: str, least: int = 1) -> Any:
+    """Draw the micro-batches of each window; every window has a label that counts."""
+    number = draw(st.integers(1, 3))
+    size = draw(st.integers(1, 4))
+    windows = []
+    for _ in range(number):
+        many = draw(st.integers(least, 4))
+        micros = []
+        for place in range(many):
+            rows = (
+                size if whole and place < many - 1 else draw(st.integers(1, size if whole else 4))
+            )
+            labels = _pick(draw, ["all", "some", "one", "none"], 2)
+            micros.append(Micro(rows, "all" if loss == "coupled" else labels))
+        if all(micro.labels == "none" for micro in micros) or loss == "weighted":
+            filled = draw(st.integers(0, many - 1))
+            micros[filled] = Micro(micros[filled].rows, "all")
+        if model == "batchnorm" and sum(micro.rows for micro in micros) < 2:
+            micros.append(Micro(1))
+            micros[0] = Micro(size, micros[0].labels)
+        if loss == "coupled" and sum(micro.rows for micro in micros) < 2:
+            micros.append(Micro(1))
+        windows.append(tuple(micros))
+    if whole:  # all micro-batches but the last of a window have the size of the largest
+        size = max(micro.rows for window in windows for micro in window)
+        windows = [
+            (*(Micro(size, micro.labels) for micro in window[:-1]), window[-1])
+            for window in windows
+        ]
+    return tuple(windows)
+
+
+def _loop(draw: Any, way: str, event: str) -> str:
+    if way in WHOLE_BATCH:
+        return "over"
+    if event in ("raise", "discard") or way == "announce":
+        return "last"
+    return _pick(draw, ["over", "last", "flush"], 2)  # type: ignore[no-any-return]
+
+
+def _event(draw: Any, way: str, model: str) -> str:
+    events = ["none", "rate", "freeze", "evaluate", "load", "raise", "resume"]
+    events += ["nan"] if model not in TOKEN_MODELS and model != "batchnorm" else []
+    events += ["group"] if model == "frozen" else []
+    events += ["oom"] if way in ("step", "over") and model != "batchnorm" else []
+    events += ["discard"] if way in (*LOOPS, "run") and way != "announce" else []
+    if way in ("announce", "gradient"):
+        events = [event for event in events if event not in ("raise", "resume", "discard")]
+    if model in ("tied", "lora", "tokens"):
+        events = [event for event in events if event != "freeze"]
+    if model == "sparse":
+        events = [event for event in events if event != "nan"]
+    return _pick(draw, events, 4)  # type: ignore[no-any-return]
+
+
+def _optimizer(draw: Any, model: str) -> str:
+    kinds = ["sgd", "momentum", "decay", "adamw", "adamw fused", "adam foreach", "adagrad"]
+    return _pick(draw, [*kinds, "rmsprop", "groups"], 3)  # type: ignore[no-any-return]
+
+
+def _scheduler(draw: Any, event: str) -> str:
+    kinds = ["none", "exponential", "step", "lambda"]
+    if event == "rate":
+        return "none"
+    return _pick(draw, [*kinds, "plateau"] if event == "none" else kinds, 3)  # type: ignore[no-any-return]
+
+
+def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:
+    if model == "sparse":
+        return "none"
+    grouped = optimizer == "groups" and way != "gradient"
+    kinds = ["none", "norm", "value"] + (["groups"] if grouped else [])
+    return _pick(draw, kinds, 2)  # type: ignore[no-any-return]
+
+
+def _close(draw: Any, way: str, model: str, event: str) -> tuple[str, ...]:
+    if model == "sparse":
+        return ()
+    kinds = ["zero_units", "sync", "on_gradient"] + (["nonfinite"] if event != "nan" else [])
+    kinds += ["ema"] if way != "gradient" else []
+    return tuple(kind for kind in kinds if draw(st.integers(0, 5)) == 5)
+
+
+@st.composite
+def _wrong(draw: Any) -> Program:
+    """Draw a plain program with a mistake in it."""
+    mistake = _pick(draw, list(MISTAKES))
+    plan = MISTAKES[mistake]
+    way = _pick(draw, [way for way in plan.ways if way not in ("announce", "more")])
+    model = _pick(draw, [name for name in MODELS if name not in ("batchnorm", "sparse")])
+    loss = _pick(draw, list(plan.losses))
+    windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model, least=2))
+    if mistake == "divided by steps":
+        windows = tuple(window[: len(windows[0])] for window in windows)
+        windows = tuple(window for window in windows if len(window) == len(windows[0]))
+    return Program(
+        model=model,
+        windows=windows,
+        loss=loss,
+        given=_pick(draw, list(plan.given)),
+        way=way,
+        batch=_pick(draw, ["dict", "tuple", "dataclass", "namedtuple"]),
+        loop=_loop(draw, way, "none"),
+        style=_pick(draw, ["module", "main", "closure", "class"]),
+        names=_pick(draw, ["short", "long"]),
+        optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
+        mistake=mistake,
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+def _full(draw: Any, windows: Any, many: int) -> Any:
+    """Return windows of `many` micro-batches each; only the last may be shorter."""
+    full = []
+    for window in windows[:-1]:
+        more = tuple(Micro(draw(st.integers(1, 3))) for _ in range(many - len(window)))
+        full.append((*window, *more)[:many])
+    return (*full, windows[-1][:many])
+
+
+def _labelled(windows: Any) -> Any:
+    """Give each window a label that counts."""
+    return tuple(
+        window
+        if any(micro.labels != "none" for micro in window)
+        else (Micro(window[0].rows), *window[1:])
+        for window in windows
+    )
+
+
+@st.composite
+def _on_ranks(draw: Any) -> Program:
+    """Draw a program on 2 or 3 ranks, of which some have fewer micro-batches at the end."""
+    ranks = draw(st.integers(2, 3))
+    way = _pick(draw, ["over", "backward", "run"])
+    model = _pick(draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora")])
+    loss = _pick(draw, ["ce", "smooth", "classes", "mse"])
+    whole = way == "over"
+    windows = draw(_windows(whole=whole, loss=loss, model=model))
+    windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
+    if whole:
+        size = windows[0][0].rows
+        windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
+    return Program(
+        model=model,
+        windows=windows,
+        loss=loss,
+        given=_pick(draw, ["total", "mean"]),
+        way=way,
+        batch=_pick(draw, ["dict", "tuple", "dataclass", "namedtuple"]),
+        names=_pick(draw, ["short", "long"]),
+        optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
+        scheduler=_pick(draw, ["none", "exponential"]),
+        clip=_pick(draw, ["none", "norm"]),
+        ranks=ranks,
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def _in_host(draw: Any) -> Program:
+    """Draw a program whose loop another library owns."""
+    way = _pick(draw, ["accelerate", "fabric", "lightning", "trainer", "keras", "jax"])
+    whole = way in ("keras", "jax")
+    model = "linear" if whole else _pick(draw, [name for name in MODELS if name != "batchnorm"])
+    loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])
+    windows = draw(_windows(whole=whole, loss=loss, model=model))
+    windows = _labelled(_full(draw, windows, draw(st.integers(1, 3))))
+    if loss == "weighted":
+        windows = tuple((Micro(window[0].rows), *window[1:]) for window in windows)
+    if whole:
+        size = windows[0][0].rows
+        windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
+    means = way in ("lightning", "trainer")
+    clips = not whole and model != "sparse"
+    return Program(
+        model=model,
+        windows=windows,
+        loss=loss,
+        given="mean" if means else _pick(draw, ["total", "mean"]),
+        way=way,
+        batch=_pick(draw, ["dict"] if way in ("trainer", "keras", "jax") else ["dict", "tuple"]),
+        names=_pick(draw, ["short", "long"]),
+        optimizer="sgd" if whole or model == "sparse" else _pick(draw, ["sgd", "adamw"]),
+        clip=_pick(draw, ["none", "norm"]) if clips else "none",
+        precision="float32" if way == "keras" else "float64",  # Keras's rate is a float32
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def _compiled(draw: Any) -> Program:
+    """Draw a program whose micro-steps are compiled."""
+    way = _pick(draw, ["step", "run"])
+    model = _pick(draw, [name for name in MODELS if name != "batchnorm"])
+    loss = _pick(draw, ["ce", "classes", "mse"])
+    return Program(
+        model=model,
+        windows=draw(_windows(whole=way == "step", loss=loss, model=model)),
+        loss=loss,
+        given=_pick(draw, ["total", "mean", "unit"] if loss == "ce" else ["total", "mean"]),
+        way=way,
+        batch=_pick(draw, ["dict", "tuple"]),
+        style=_pick(draw, ["module", "main", "closure", "class"]),
+        precision=_pick(draw, ["float64", "float32", "bf16"]),
+        execute="compile",
+        seed=draw(st.integers(0, 50)),
+    )
