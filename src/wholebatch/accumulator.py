@@ -216,6 +216,7 @@ class Accumulator(HasWindow):
             scheduler=scheduler,
             memory=_without_budget(memory),
             close=as_close(close),
+            audit=audit,
         )
         models = window.target.models
         self._window = window
@@ -230,7 +231,7 @@ class Accumulator(HasWindow):
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
         self._audits = audit
         self._checks = LoopChecks(models, audit=audit)
-        self._functions: dict[Callable[[Any], Any], RunLoss] = {}
+        self._functions: dict[Any, RunLoss] = {}
         self.epoch = 0
         self.last_step: Step | None = None
         self.last_loss: Loss | None = None
@@ -361,6 +362,11 @@ class Accumulator(HasWindow):
                 "backward() with precision='fp8': fp8 works only where wholebatch runs the "
                 "forward pass. Give the loss function to run(), or leave precision= out"
             )
+        if not torch.is_grad_enabled():
+            raise WindowError(
+                "backward() under torch.no_grad() or torch.inference_mode(), where there are no "
+                "gradients: compute the loss and call backward() outside of them"
+            )
         with self._turn:
             is_last = self._begin_backward(last)
             if self._checks.active and not self._window.now.owners:
@@ -420,7 +426,7 @@ class Accumulator(HasWindow):
             )
         with self._turn:
             is_last = self._begin_backward(last)
-            function = self._functions.get(loss) or self._prepare(loss)
+            function = self._functions.get(_key_of(loss)) or self._prepare(loss)
             if self._beside:
                 self._refuse_moved(lambda: set(map(id, function.modules.parameters())))
             if self._window.now.known is not None:
@@ -456,7 +462,7 @@ class Accumulator(HasWindow):
             audit=self._audits,
             reads=reads,
         )
-        self._functions[loss] = function
+        self._functions[_key_of(loss)] = function
         return function
 
     def _begin_backward(self, last: bool | None) -> bool:
@@ -755,6 +761,15 @@ def _warn_of_open_windows() -> None:
     for one in list(_accumulators):
         one._warn_of_open_window()
         one._turn.failed = True  # nothing more is expected of it
+
+
+def _key_of(loss: object) -> Any:
+    """Return the function itself, or the id of one that has no hash (a dataclass)."""
+    try:
+        hash(loss)
+    except TypeError:
+        return id(loss)
+    return loss
 
 
 def _without_budget(memory: Memory | None) -> Memory:

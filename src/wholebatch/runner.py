@@ -413,8 +413,8 @@ class TwoPassRunner(Runner):
         terms = terms_of(loss)
         units = self._agreed_units(terms)
         window, sync = self._window.begin(known=units), self._window.sync
-        if terms.keys() == {SINGLE}:
-            window.round_seed(terms[SINGLE].total)
+        if window.has_terms:
+            window.fix_seeds(terms)  # all ranks have the same terms
         share = 1.0 / sync.ranks
         seeds = [
             window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
@@ -498,7 +498,7 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         return
     try:
         signature.bind(None, None)
-        takes_both = next(iter(signature.parameters)) not in ("input", "logits")
+        takes_both = getattr(loss, "__module__", None) != "torch.nn.functional"
     except TypeError:
         takes_both = False
     if not takes_both:

@@ -27,7 +27,7 @@ from wholebatch.coupled.normalisation_layers import (
     fixed_statistics,
     uses_batch_statistics,
 )
-from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState, Key, same_random
 from wholebatch.window.precision import SIXTEEN_BIT
@@ -234,7 +234,11 @@ class FirstSamples:
         if not self._seeds:
             self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
         digests = None
-        totals = {name: total for name, (_, total) in made.items() if total.requires_grad}
+        totals = {
+            name: total
+            for name, (_, total) in made.items()
+            if total.requires_grad and not is_nothing(total)
+        }
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals

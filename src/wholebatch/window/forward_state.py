@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -245,12 +245,15 @@ def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) 
         return _kept_tensor(value, whole=whole, results=results)
     if type(value) is torch.Generator:
         return Kept(value, value.get_state())
-    if isinstance(value, set) or _is_array(value):
+    if isinstance(value, set):
+        return Kept(value, set(value))
+    if _is_array(value):
         return Kept(value, value.copy())
     if isinstance(value, _CONTAINERS):
-        values = value.values() if isinstance(value, dict) else value
+        values = dict.values(value) if isinstance(value, dict) else value
         if _IMMUTABLE.issuperset(map(type, values)):
-            return Kept(value, dict(value) if isinstance(value, dict) else list(value), True, True)
+            copy = dict(_pairs(value)) if isinstance(value, dict) else list(value)
+            return Kept(value, copy, True, True)
         deep = depth > 0 and len(value) <= _MANY
         held = _pairs(value)
         return Kept(value, {k: _kept(v, depth - 1) if deep else Kept(v, None) for k, v in held})
@@ -258,7 +261,7 @@ def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) 
 
 
 def _pairs(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if isinstance(container, dict) else enumerate(container)
+    return dict.items(container) if isinstance(container, dict) else enumerate(container)
 
 
 def _kept_tensor(value: Tensor, *, whole: bool, results: bool) -> Kept:
@@ -331,17 +334,40 @@ def _restored(kept: Kept) -> Any:
     elif _is_array(found):
         found[...] = copy
     elif isinstance(found, set):
-        found.clear()
-        found.update(copy)
+        if set(found) != copy:
+            set.clear(found)
+            set.update(found, copy)
     elif isinstance(found, _CONTAINERS):
         values = {key: _restored(value) for key, value in kept.entries().items()}
-        if isinstance(found, dict):
-            found.clear()
-            found.update(values)
-        elif not isinstance(found, tuple):
-            found.clear()
-            found.extend(values.values())
+        if not _holds(found, values):
+            _refill(found, values)
     return found
+
+
+def _holds(container: Any, values: dict[Any, Any]) -> bool:
+    """True if a container holds these very objects, in this order."""
+    now = list(_pairs(container))
+    return len(now) == len(values) and all(
+        key == other and value is was
+        for (key, value), (other, was) in zip(now, values.items(), strict=True)
+    )
+
+
+def _refill(container: Any, values: dict[Any, Any]) -> None:
+    """Write into a container of the user's by its base type: its own methods may do more."""
+    if isinstance(container, OrderedDict):
+        OrderedDict.clear(container)
+        for key, value in values.items():
+            OrderedDict.__setitem__(container, key, value)
+    elif isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, values)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, values.values())
+    elif isinstance(container, list):
+        list.clear(container)
+        list.extend(container, values.values())
 
 
 @contextmanager
