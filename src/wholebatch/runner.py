@@ -102,6 +102,8 @@ class Runner:
         # Of the micro-step that runs now, for its eager code:
         self._is_last = False  # its backward reduces
         self._counts = True  # False if it only takes part in the other ranks' collectives
+        self.extras: list[Mapping[str, Tensor]] = []
+        """The tensors beside the loss of each micro-batch of the window."""
         self._window = window
         self._precision = precision
         self._device = window.target.device
@@ -207,6 +209,7 @@ class Runner:
         if before is None:
             before = ForwardState(*(norm for _, norm in self._norms if norm.training), every=False)
         self._before = before
+        self.extras = []
 
     def _before_code(self) -> None:
         """Copy the attributes of the model before its Python runs; a recorded graph runs none."""
@@ -293,7 +296,9 @@ class Runner:
         if self._window.sync.ranks > 1 and self.is_undivided():
             self._eager_step(micro)  # with collectives in every BatchNorm
         else:
-            self.executor.micro_step(micro)
+            extras = self.executor.micro_step(micro).extras
+            if extras and self._counts:
+                self.extras.append(extras)
 
     def forward(self, micro: Any, loss_function: LossFunction | None = None) -> Loss | Terms:
         """Return the loss of a micro-batch, in the window's precision and on its device."""
@@ -306,6 +311,8 @@ class Runner:
         is_eager = self._is_plain or self.executor.is_eager
         with self._guarded() if is_eager else nullcontext():
             self._window.add_loss(loss, last=self._is_last, counts=self._counts)
+        if self._is_plain and self._counts and isinstance(loss, Loss) and loss.extras:
+            self.extras.append(loss.extras)
         return loss
 
     def _guarded(self) -> AbstractContextManager[None]:

@@ -239,3 +239,44 @@ def test_what_a_killed_writer_left_is_not_read_and_is_cleaned(tmp_path: Path) ->
     assert loaded.path == good
     checkpoints.clean(loaded)
     assert list(tmp_path.iterdir()) == [good]
+
+
+def test_the_same_window_damaged_twice_keeps_both(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, ALONE)
+    good = checkpoints.save(state(1), windows=1)
+    for value in (2, 3, 4):
+        bad = checkpoints.save(state(value), windows=2)
+        (bad / "state.pt").write_bytes(b"damaged")
+        loaded = checkpoints.load()
+        assert loaded is not None
+        assert loaded.path == good
+        checkpoints.clean(loaded)
+    names = ["window-00000002.damaged", "window-00000002.damaged2", "window-00000002.damaged3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [good.name, *names]
+
+
+@pytest.mark.parametrize("windows", [1, 3], ids=["the same window again", "one too many"])
+def test_an_interrupted_removal_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, windows: int
+) -> None:
+    """A process that is killed while it removes files: what has a checkpoint's name is whole."""
+    checkpoints = Checkpoints(tmp_path, ALONE, keep=1)
+    checkpoints.save(state(1), windows=1)
+    remove = shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if (path / "state.pt").exists():
+            (path / "state.pt").unlink()
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(state(2), windows=windows)
+    monkeypatch.undo()
+    for path in checkpoints.paths():
+        assert checkpoints._problem_of(path) is None
+    checkpoints.save(state(3), windows=windows)
+    loaded = checkpoints.load()
+    assert loaded is not None
+    assert_same_bits(loaded.state["model"], state(3)["model"])

@@ -61,6 +61,16 @@ def test_goyal_2017_as_json(command: Command) -> None:
     assert found["betas"]["scaled"][1] == pytest.approx(0.999**32)
 
 
+def test_the_three_rules_for_the_warm_up(command: Command) -> None:
+    options = ("--batch-size", 1024, "--micro-batch", 32, "--base-batch", 128, "--warmup", 500)
+    found = json.loads(command("scale", *options, "--json").out)["warmup"]
+    assert found == {"base": 500, "same_samples": 63, "same_updates": 500, "times_k": 4000}
+    said = command("scale", *options).out
+    assert "63 over the same samples" in said
+    assert "500 over the same updates" in said
+    assert "4,000, times 8 like the batch" in said
+
+
 def test_any_from_the_others(command: Command) -> None:
     for options, expected in (
         (("--micro-batch", 8, "--steps", 4, "--ranks", 2), (64, 8, 4, 2)),

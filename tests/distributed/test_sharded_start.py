@@ -2,58 +2,151 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from wholebatch.cli.sharded_start import _Recorder
+from wholebatch.cli.recipes.recipe import load_recipe
+from wholebatch.cli.sharded_start import build_sharded
 from wholebatch.errors import RecipeError
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def first_values(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, Tensor]:
+    model, initialise = build_sharded(build, seed=seed, device=torch.device("cpu"), ranks=1)
+    before = dict(model.named_parameters())
+    initialise()
+    after = dict(model.named_parameters())
+    assert all(after[name] is tensor for name, tensor in before.items())  # FSDP2 knows them
+    found = {**after, **dict(model.named_buffers())}
+    return {
+        name: tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in found.items()
+    }
 
 
 class Own(nn.Module):
-    """First values of many kinds: a constructor's, a loop's afterwards, constants, a tied one."""
+    """Tensors of its own, and modules of torch; one weight is tied."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(6, 4, padding_idx=2)
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 6))
-        self.scale = nn.Parameter(torch.full((4,), 0.5) * torch.arange(4))
-        self.register_buffer("mask", torch.ones(3, 3).tril())
-        self.turn = nn.Parameter(nn.init.orthogonal_(torch.empty(4, 4)))
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.constant_(module.bias, 0.25)
+        self.scale = nn.Parameter(torch.empty(4))
+        self.register_buffer("mask", torch.empty(3, 3), persistent=False)
+        self.register_buffer("places", torch.empty(5, dtype=torch.long))
+        self.reset_parameters()
         self.layers[2].weight = self.embedding.weight
         self.double()
 
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale.copy_(torch.arange(4) / 2)
+            self.mask.copy_(torch.ones(3, 3).tril())
+            self.places.copy_(torch.arange(5))
 
-def test_operations_of_a_constructor_are_run_again() -> None:
-    recorder = _Recorder()
-    with recorder.watching():
-        meta = Own()
-    found = {}
-    for name, tensor in [*meta.named_parameters(), *meta.named_buffers()]:
-        assert tensor.is_meta
-        found[name] = recorder.replay(tensor.detach(), name)
-        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+
+class Tuned(Own):
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.constant_(module.bias, 0.25)
+
+
+def test_modules_give_their_first_values() -> None:
+    found = first_values(Own)
+    assert all(tensor.dtype in (torch.float64, torch.long) for tensor in found.values())
     assert found["scale"].tolist() == [0.0, 0.5, 1.0, 1.5]
     assert torch.equal(found["mask"], torch.ones(3, 3).tril().double())
-    assert found["layers.0.bias"].tolist() == [0.25] * 4
-    assert 0 < float(found["layers.0.weight"].std()) < 0.05
-    turn = found["turn"]
-    assert torch.allclose(turn @ turn.T, torch.eye(4).double(), atol=1e-6)
+    assert found["places"].tolist() == [0, 1, 2, 3, 4]
     assert found["layers.1.num_batches_tracked"].item() == 0
     assert found["layers.1.running_var"].tolist() == [1.0] * 4
     assert found["embedding.weight"][2].abs().sum() == 0  # the row of the padding
     assert float(found["embedding.weight"].std()) > 0.3
+    assert "layers.2.weight" not in found  # it is tied
+    bound = 0.5  # of nn.Linear(4, ...): 1 / sqrt(4)
+    assert 0 < float(found["layers.0.weight"].abs().max()) <= bound
+    again = first_values(Own)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    other = first_values(Own, seed=4)
+    assert not torch.equal(found["layers.0.weight"], other["layers.0.weight"])
 
 
-def test_values_from_a_list_are_refused() -> None:
-    recorder = _Recorder()
-    with recorder, torch.device("meta"):
-        value = torch.tensor([1.0, 2.0])  # without _Constants, as an array would be
-    with pytest.raises(
-        RecipeError, match=r"the initial values of mean are not known.*torch.arange"
-    ):
-        recorder.replay(value, "mean")
+def test_the_model_initialises_modules_as_those_of_hugging_face_do() -> None:
+    found = first_values(Tuned)
+    assert found["layers.0.bias"].tolist() == [0.25] * 4
+    assert 0 < float(found["layers.0.weight"].std()) < 0.05
+    assert found["layers.1.weight"].tolist() == [1.0] * 4  # BatchNorm's own
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    found = first_values(lambda: transformers.LlamaForCausalLM(config))
+    want = dict(transformers.LlamaForCausalLM(config).named_buffers())
+    assert want
+    for name, tensor in want.items():
+        assert torch.equal(found[name], tensor), name
+    assert float(found["model.layers.0.self_attn.q_proj.weight"].std()) == pytest.approx(
+        0.02, rel=0.2
+    )
+    assert found["model.norm.weight"].tolist() == [1.0] * 32
+
+
+def test_the_embedded_gpt() -> None:
+    found = first_values(load_recipe("bytes-gpt").build_model)
+    assert float(found["head.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(found["byte.weight"].std()) == pytest.approx(0.3, rel=0.05)
+    assert found["blocks.0.down.bias"].abs().max() == 0
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.token = nn.Parameter(torch.zeros(2))
+
+
+class Forgets(NoReset):
+    def reset_parameters(self) -> None:
+        pass
+
+
+class ForgetsPlaces(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("places", torch.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: nn.Sequential(NoReset()),
+            r"gives 0\.token its first values.*give 0 a reset",
+        ),
+        (Forgets, r"gives token its first values.*give it a reset_parameters"),
+        (ForgetsPlaces, r"gives places its first values"),
+        (lambda: nn.Linear(int(torch.ones(1)), 2), "cannot be built on the meta device"),
+    ],
+)
+def test_what_has_no_first_values_is_refused(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        first_values(build)

@@ -205,3 +205,17 @@ def test_a_window_that_is_not_finite_makes_no_update() -> None:
     inner = optax.adamw(0.1, weight_decay=0.1)
     whole, _ = inner.update({"w": jnp.full(3, 2.5)}, inner.init(params), params)
     assert distance({"w": updates["w"]}, {"w": whole["w"]}) <= 1e-12
+
+
+def test_has_updated_is_true_after_an_update_only() -> None:
+    """Not after a window that was skipped, whether it is the first or a later one."""
+    params = jnp.ones(3)
+    for jit in (jax.jit, lambda function: function):
+        tx = multi_steps(optax.sgd(0.1), every_k=2)
+        state, seen, update = tx.init(params), [bool(has_updated(tx.init(params)))], jit(tx.update)
+        for value in (1.0, np.nan, 1.0, 2.0, np.inf, 1.0, 3.0, 3.0):
+            _, state = update(jnp.full(3, value), state, params, units=4)
+            seen.append(bool(has_updated(state)))
+        assert seen == [False, False, False, False, True, False, False, False, True]
+        _, state = flush(tx, state, params)  # no window is open
+        assert not has_updated(state)

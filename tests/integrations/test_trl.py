@@ -349,3 +349,62 @@ def test_inside_a_watch(
     with wb.watch(trainer.model) as watch:
         trained(trainer)
     assert found_in(watch.verdict) == found, str(watch.verdict)
+
+
+NOT_NUMBERS = {"epoch", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+MASKED = {"completion_only_loss": True, "max_length": 9}
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    """Return what a trainer logged, without times."""
+    trained(trainer, updates=3)
+    return [
+        {name: value for name, value in row.items() if name not in NOT_NUMBERS}
+        for row in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_the_log_of_fine_tuning_is_trls_own(loss_type: str) -> None:
+    often: Any = {"logging_strategy": "steps", "logging_steps": 1, "num_train_epochs": 3}
+    often |= {"learning_rate": 0.1, "loss_type": loss_type, **MASKED}
+    own = logs(runs.completions(plain, 4, **often))
+    ours = logs(runs.completions(exact, 4, **often))
+    assert [row.keys() for row in ours] == [row.keys() for row in own]
+    assert ours[0]["entropy"] > 0
+    for row, expected in zip(ours, own, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_float64_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runs.llama
+    monkeypatch.setattr(runs, "llama", lambda *given, **more: made(*given, **more).double())
+    monkeypatch.setattr(runs.torch.Tensor, "float", lambda self: self)  # TRL and HF round logits
+    whole = trained(runs.completions(exact, 1, **MASKED))
+    ours = trained(runs.completions(exact, 4, **MASKED))
+    assert off(ours, whole) <= EXACT
+
+
+def test_fine_tuning_evaluates_as_trl_does() -> None:
+    compiled = runs.completions(lambda kind: exact(kind, execute="compile"), 2, **MASKED)
+    assert compiled._needs_trl_loss() is None
+    own = runs.completions(plain, 2, **MASKED)
+    assert own.evaluate(own.train_dataset)["eval_loss"] == pytest.approx(
+        compiled.evaluate(compiled.train_dataset)["eval_loss"], rel=1e-6
+    )
+
+
+def test_a_loss_of_ones_own_replaces_ours() -> None:
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    class Own(SFTTrainer):  # type: ignore[misc]
+        def compute_loss(self, *given: Any, **more: Any) -> Any:
+            return 2 * super().compute_loss(*given, **more)
+
+    def tokens(inputs: Any) -> Tensor:
+        return (inputs["labels"][:, 1:] != -100).sum()
+
+    made = runs.completions(lambda _: exact(Own, units=tokens), 2, **MASKED)
+    assert "Own.compute_loss" in (made._needs_trl_loss() or "")
+    twice = trained(runs.completions(lambda _: Own, 1, **MASKED))
+    assert off(trained(made), twice) <= FLOAT32

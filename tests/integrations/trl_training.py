@@ -111,6 +111,25 @@ def sft(make: Any, batches: int, **more: Any) -> Any:
         )
 
 
+def completions(make: Any, batches: int, **more: Any) -> Any:
+    """Fine-tuning on completions of uneven lengths."""
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    draw = random.Random(4)
+    rows = [
+        {"prompt": text(draw, 1, 12), "completion": " " + text(draw, 1, 9)} for _ in range(SAMPLES)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        given = {**settings(batches, len(rows), folder), **more}
+        return make(SFTTrainer)(
+            model=llama(),
+            args=SFTConfig(**given, train_sampling_strategy="sequential"),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+        )
+
+
 def dpo(make: Any, batches: int, **more: Any) -> Any:
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer

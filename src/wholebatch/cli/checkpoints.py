@@ -88,8 +88,8 @@ class Checkpoints:
                 file.flush()
                 to_disk(file.fileno())
             folder_to_disk(writing)
-            if path.exists():  # of this very window, from a run that was resumed
-                shutil.rmtree(path)
+            if path.exists():  # of this very window
+                _remove(path)
             writing.replace(path)
             folder_to_disk(self.folder)
 
@@ -106,7 +106,8 @@ class Checkpoints:
             raise StateError(f"cannot write checkpoint {path}: {reason(error)}{kept}") from error
         if world.is_first:
             for old in self.paths()[: -self._keep]:
-                shutil.rmtree(old.replace(old.with_suffix(".removing")), ignore_errors=True)
+                with suppress(OSError):  # one too many takes room, and harms nothing else
+                    _remove(old)
         return path
 
     def load(self) -> Loaded | None:
@@ -151,7 +152,18 @@ class Checkpoints:
         for path in self.folder.glob("window-*.*ing"):
             shutil.rmtree(path, ignore_errors=True)
         for path, _ in loaded.damaged if loaded is not None else ():
-            path.replace(path.with_suffix(".damaged"))
+            names = (path.with_suffix(f".damaged{more}") for more in ("", *range(2, 10**6)))
+            try:
+                path.replace(next(name for name in names if not name.exists()))
+            except OSError as error:
+                raise StateError(f"cannot rename {path}: {reason(error)}") from error
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint. It loses its name first: an interrupted removal leaves none half."""
+    aside = path.with_suffix(".removing")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(path.replace(aside), ignore_errors=True)
 
 
 def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor | None]) -> Any:

@@ -216,16 +216,15 @@ def _warmup(amount: tuple[int, bool], samples: int | None, base: int, batch: int
     at_base, in_epochs = amount
     if in_epochs and samples is None:
         raise OptionError(f"--warmup {at_base}ep: give --samples too, those of an epoch")
-    if in_epochs and samples is not None:  # the updates of so many samples
-        same = scaling.scale_warmup(at_base, base_batch=samples, batch=batch)
-        at_base = scaling.scale_warmup(at_base, base_batch=samples, batch=base)
-    else:
-        same = scaling.scale_warmup(at_base, base_batch=base, batch=batch)
+    seen = at_base * (samples if in_epochs and samples is not None else base)
+    at_base, same = -(-seen // base), -(-seen // batch)  # rounded up: never shorter than asked
+    longer = -(-at_base * batch // base)
     line = (
-        f"{at_base:,} updates for {base} → {same:,} for {batch} over the same samples (Goyal et "
-        f"al. 2017); {at_base:,} over the same updates (You et al. 2019)"
+        f"{at_base:,} updates for {base} → for {batch}: {same:,} over the same samples (Goyal et "
+        f"al. 2017); {at_base:,} over the same updates (You et al. 2019); {longer:,}, times "
+        f"{batch / base:.3g} like the batch (the most careful)"
     )
-    value = {"base": at_base, "same_samples": same, "same_updates": at_base}
+    value = {"base": at_base, "same_samples": same, "same_updates": at_base, "times_k": longer}
     return _Follower("warmup", value, "warm-up", line)
 
 

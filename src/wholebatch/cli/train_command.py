@@ -117,7 +117,8 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
             done = run.train.updates
             terminal.note(f"nothing to do: the run has its {done} updates; give --updates for more")
             return 0
-        return _run(run, folder, checkpoints, terminal)
+        written = None if loaded is None else loaded.path
+        return _run(run, folder, checkpoints, terminal, written)
 
 
 def _start(run: TrainingRun, loaded: Loaded | None, given: Given) -> None:
@@ -127,13 +128,15 @@ def _start(run: TrainingRun, loaded: Loaded | None, given: Given) -> None:
             f"--batch-size {given['batch_size']}: the recipe's DataLoader gives batches of "
             f"{run.config.batch_size}; change it there"
         )
+    if run.initialise is not None:
+        run.initialise()  # also before a checkpoint, which lacks buffers that are not persistent
     if loaded is not None:
         run.restore(loaded)
-    elif run.initialise is not None:
-        run.initialise()
 
 
-def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -> int:
+def _run(
+    run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal, written: Path | None
+) -> int:
     from wholebatch.cli.metrics import Metrics
     from wholebatch.cli.stop_signal import StopRequest
     from wholebatch.cli.train_loop import TrainingLoop
@@ -153,7 +156,7 @@ def _run(run: TrainingRun, folder: Path, checkpoints: Any, terminal: Terminal) -
         stop = stack.enter_context(StopRequest(told=world.is_first))
         terminal.begin(done=run.train.updates, total=config.updates)
         stack.callback(terminal.end)
-        loop = TrainingLoop(run, checkpoints, metrics, terminal, stop)
+        loop = TrainingLoop(run, checkpoints, metrics, terminal, stop, checkpoint=written)
         began = time.perf_counter()
         loop.updates()
         taken = time.perf_counter() - began

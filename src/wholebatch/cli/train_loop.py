@@ -37,6 +37,7 @@ class TrainingLoop:
     finished: bool = False
     """True if it made all updates; else it was asked to stop."""
     checkpoint: Path | None = None
+    """The newest one: written by this loop, or resumed from."""
     first_loss: float | None = None
     last_loss: float | None = None
     validation_loss: float | None = None

@@ -36,17 +36,38 @@ HEADS = 4
 CORPUS_BYTES = 8_000_000
 
 
+class Linear(nn.Linear):
+    """A linear layer; `std` is the standard deviation of its first weights."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float, bias: bool = False) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=bias)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding with smaller first values than torch's."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.3)
+
+
 class Block(nn.Module):
     """Attention, then a multilayer perceptron, each with a LayerNorm before and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.qkv = Linear(WIDTH, 3 * WIDTH, std=WIDTH**-0.5)
+        # Every branch adds to the residual stream: start with small additions.
+        self.mix = Linear(WIDTH, WIDTH, std=0.02 / math.sqrt(2 * LAYERS))
         self.norm_2 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up = Linear(WIDTH, 4 * WIDTH, std=WIDTH**-0.5, bias=True)
+        self.down = Linear(4 * WIDTH, WIDTH, std=0.02 / math.sqrt(2 * LAYERS), bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -63,23 +84,11 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.byte = nn.Embedding(256, WIDTH)
-        self.place = nn.Embedding(CONTEXT, WIDTH)
+        self.byte = Embedding(256, WIDTH)
+        self.place = Embedding(CONTEXT, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.3)
-        # Every branch adds to the residual stream: start with small additions and flat logits.
-        for name, weight in self.named_parameters():
-            if name.endswith(("mix.weight", "down.weight")):
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS))
-        nn.init.normal_(self.head.weight, std=0.02)
+        self.head = Linear(WIDTH, 256, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)

@@ -122,7 +122,10 @@ def console_of(*, stderr: bool = False) -> Console:
     """Return the console of this process: only the first of several ranks speaks."""
     if os.environ.get("RANK", "0") != "0":
         return Console(quiet=True, force_terminal=False)
-    return Console(stderr=stderr)
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 10_000  # rows are wrapped on a terminal only
+    return console
 
 
 def say(console: Console, text: str | Text, *, style: str = "", indent: int = 0) -> None:

@@ -35,6 +35,8 @@ class WindowState(NamedTuple):
     inner: Any
     skipped: Any
     """Windows that made no update because their gradient was not finite."""
+    updated: Any
+    """True if the last micro-batch closed its window with an update."""
 
 
 def multi_steps(
@@ -96,7 +98,8 @@ class _Windows:
         # Three zeros, not one thrice: a buffer can be donated only once.
         place, updates, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
         units = jnp.zeros((), widest)
-        return WindowState(place, units, total, updates, self.inner.init(params), skipped)
+        inner, updated = self.inner.init(params), jnp.zeros((), bool)
+        return WindowState(place, units, total, updates, inner, skipped, updated)
 
     def update(
         self,
@@ -149,6 +152,7 @@ class _Windows:
             updates=state.updates + makes,
             inner=inner_state,
             skipped=state.skipped + (closes & ~finite),
+            updated=makes,
         )
 
     def _added(self, total: Any, updates: Any, units: Any) -> Any:
@@ -189,8 +193,11 @@ def flush(
 
 
 def has_updated(state: WindowState) -> Any:
-    """Return True (an array) if the last `update` closed a window."""
-    return (state.place == 0) & (state.updates > 0)
+    """Return True (an array) if the last `update` closed a window and made its update.
+
+    A window that was skipped made none.
+    """
+    return state.updated
 
 
 def _no_narrower(leaf: Any, other: Any) -> Any:

@@ -2,6 +2,7 @@
 
 | trainer | mean over | what its windows need |
 |---|---|---|
+| SFTTrainer | tokens | metrics that stay on the device until they are logged |
 | DPOTrainer, RewardTrainer | pairs | pairs that stay together when a batch is cut |
 | KTOTrainer | samples | the KL estimate of the whole window, from a pass before it |
 | GRPOTrainer, RLOOTrainer | tokens or sequences | all completions, before the first forward |
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from wholebatch.compile import Execute
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.integrations.transformers.exact_sft import ExactSFT
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactTrainerMixin,
     UnitsFunction,
@@ -223,6 +225,7 @@ def _refuse_vision(trainer: Any) -> None:
 
 
 _OF_TRL: dict[str, type[ExactTrainerMixin]] = {
+    "SFTTrainer": ExactSFT,
     "DPOTrainer": ExactPairs,
     "RewardTrainer": ExactPairs,
     "KTOTrainer": ExactKTO,

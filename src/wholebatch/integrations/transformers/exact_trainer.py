@@ -191,9 +191,7 @@ class ExactTrainerMixin(_Trainer):
         execute = self.execute
         if execute == "auto" and self.args.torch_compile:
             execute = "graph" if self.args.device.type == "cuda" else "compile"
-        options: dict[str, Any] = {"loss": self.coupled}
-        if self.coupled is None:
-            options = trainer_loss(self)
+        options = {"loss": self.coupled} if self.coupled is not None else self._loss_options()
         own = "model's bf16" if self.accelerator.mixed_precision == "bf16" else "full"
         return GivenWindows(
             model,
@@ -208,6 +206,10 @@ class ExactTrainerMixin(_Trainer):
             close=self.window_close,
             **options,
         )
+
+    def _loss_options(self) -> dict[str, Any]:
+        """Return the loss and units functions of the windows."""
+        return trainer_loss(self)
 
     def _run_window(self, whole: GivenWindows, model: nn.Module) -> Sequence[Tensor]:
         """Make the gradient of the open window."""

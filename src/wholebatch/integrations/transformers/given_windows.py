@@ -50,6 +50,8 @@ class GivenWindows(WholeBatch):
             self._counted, self._count = self._count, self._known  # type: ignore[assignment]
         self._batches = 0
         self._shares = torch.zeros(0)
+        self.extras: dict[str, Tensor] = {}
+        """The tensors beside the losses (`wb.Loss(extras=)`), summed over each batch's samples."""
         self._watch = Watch(self._window.target.optimizers)
 
     def make_gradient(
@@ -88,13 +90,20 @@ class GivenWindows(WholeBatch):
         window, device = self._window.current, self._window.target.device
         totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
         sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
+        self.extras = {}
         dtype = torch.float32
         is_one = self._runner.is_coupled or not totals  # one loss of the whole batch
         if not is_one:  # before the close, which waits for the device
             added = torch.stack([torch.as_tensor(total, device=device) for total in totals])
             batch_of = self._fitting.batch_of_each()
-            places = torch.tensor([batch_of[owner] for owner in owners])
-            sums.index_add_(0, places.to(device, non_blocking=True), added.double())
+            places = torch.tensor([batch_of[owner] for owner in owners]).to(
+                device, non_blocking=True
+            )
+            sums.index_add_(0, places, added.double())
+            for name in self._runner.extras[0] if self._runner.extras else ():
+                values = torch.stack([extras[name] for extras in self._runner.extras])
+                by_batch = torch.zeros_like(sums, dtype=values.dtype)
+                self.extras[name] = by_batch.index_add_(0, places, values)
             dtype = added.dtype
         step = super()._close(micros, steps)
         if is_one:

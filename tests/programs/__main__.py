@@ -1,0 +1,70 @@
+"""`make programs`: write programs, run them, and print the smallest of each kind that fails.
+
+python -m tests.programs --seconds 600 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from multiprocessing import get_context
+
+from tests.programs.judge import KINDS
+from tests.programs.search import work
+
+
+def line(counts: Counter[str], started: float, seconds: float) -> str:
+    """Return the progress line."""
+    spent = max(time.monotonic() - started, 1e-3)
+    total = sum(counts.values())
+    left = max(0.0, seconds - spent)
+    told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
+    return f"{total} programs, {total / spent:.1f}/s, {left:.0f} s left: {told}"
+
+
+def main() -> int:
+    """Run the machine for a while; the exit status is 1 if a program failed."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 100000)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    context = get_context("spawn")
+    tell = context.SimpleQueue()
+    workers = [
+        context.Process(target=work, args=(number, arguments.seed, arguments.seconds, tell))
+        for number in range(arguments.jobs)
+    ]
+    for worker in workers:
+        worker.start()
+    print(f"seed {arguments.seed}, {arguments.jobs} processes", flush=True)
+    counts: Counter[str] = Counter()
+    failures: dict[str, str] = {}
+    started, shown, open_ = time.monotonic(), 0.0, len(workers)
+    while open_:
+        _, kind, failure = tell.get()
+        if kind == "done":
+            open_ -= 1
+        elif kind is not None:
+            counts[kind] += 1
+        else:
+            text, source, found = failure
+            if found.signature not in failures:
+                failures[found.signature] = text
+                told = found.detail.strip()[-1500:]
+                print(f"\n{'=' * 80}\n{found.signature}\n{text}\n{told}\n{'-' * 80}\n{source}")
+        if time.monotonic() - shown > (1.0 if sys.stdout.isatty() else 20.0):
+            shown = time.monotonic()
+            end = "\r" if sys.stdout.isatty() else "\n"
+            print(line(counts, started, arguments.seconds), end=end, flush=True)
+    print(line(counts, started, arguments.seconds))
+    for signature, text in failures.items():
+        print(f"FAILED {signature}\n       {text}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""A training program as a value: what the grammar draws; script and oracle are made of it.
+
+The first value of every field is the plainest one, so a failure shrinks towards it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+Labels = Literal["all", "some", "one", "none"]
+"""How many labels of a micro-batch count."""
+
+WHOLE_BATCH = ("step", "over", "gradient")
+"""The ways in that are given a whole batch."""
+LOOPS = ("backward", "more", "announce")
+"""The ways in whose loop runs the forward pass itself."""
+TOKEN_MODELS = ("tokens", "attention", "lstm", "causal")
+"""The models that read sequences of token ids, with padding."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch: its samples, and how many of their labels count."""
+
+    rows: int
+    labels: Labels = "all"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program; `windows` holds the micro-batches of each update."""
+
+    model: str = "linear"
+    windows: tuple[tuple[Micro, ...], ...] = ((Micro(2), Micro(2)),)
+    loss: str = "ce"
+    given: str = "total"
+    way: str = "step"
+    batch: str = "dict"
+    loop: str = "over"
+    """How the loop of an accumulator says where a window ends."""
+    style: str = "module"
+    names: str = "short"
+    """The names of the batch's fields, and of globals beside them."""
+    optimizer: str = "sgd"
+    scheduler: str = "none"
+    clip: str = "none"
+    close: tuple[str, ...] = ()
+    """Further fields of `wb.Close` that are given."""
+    memory: str = "none"
+    counts: bool = False
+    """True if `units=` counts the units before the first backward."""
+    precision: str = "float64"
+    execute: str = "eager"
+    event: str = "none"
+    at: int = 0
+    """The window that the event belongs to."""
+    ranks: int = 1
+    mistake: str = "none"
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, with the fields that are not the plainest."""
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"Program({', '.join(given)})"
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the program gives whole batches."""
+        return self.way in WHOLE_BATCH
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if a sample is a sequence of tokens."""
+        return self.model in TOKEN_MODELS
+
+    @property
+    def micro_batch(self) -> int:
+        """The rows of the largest micro-batch: the size that a whole batch is split into."""
+        return max(micro.rows for window in self.windows for micro in window)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a batch, in their order."""
+        names = ["x", "mask"] if self.has_tokens else ["x"]
+        names += ["y"]
+        names += ["weight"] if self.loss == "weighted" else []
+        names += ["target"] if self.loss == "mse" else []
+        return tuple(names)

@@ -1,0 +1,183 @@
+"""The truth: plain torch on the undivided batch of every window, in float64.
+
+It imports nothing of wholebatch. The text of the model and of the data is the script's; loss,
+normalisation, clipping and the order of events are written here a second time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.programs.description import Program
+from tests.programs.models import data_seed, data_text, model_text
+
+Window = dict[str, Any]
+
+
+def truth(program: Program) -> list[Window]:
+    """Return what each window must report, and the parameters after it."""
+    scope = _scope(program)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return _train(program, scope["Net"]().double(), _batches(program, scope["make_data"]))
+
+
+def _scope(program: Program) -> dict[str, Any]:
+    """Return the classes and functions of the user's own text."""
+    from torch.utils.checkpoint import checkpoint
+
+    scope = {"torch": torch, "nn": nn, "F": F, "dtype": torch.float64, "checkpoint": checkpoint}
+    exec(model_text(program) + "\n\n" + data_text(program), scope)
+    return scope
+
+
+def _batches(program: Program, make_data: Any) -> list[dict[str, Tensor]]:
+    """Return the undivided batch of every window, by field."""
+    batches = []
+    for number, window in enumerate(program.windows):
+        drawn = [
+            make_data(data_seed(program, number, place), micro.rows, micro.labels)
+            for place, micro in enumerate(window)
+        ]
+        joined = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        batches.append(dict(zip(program.fields, joined, strict=True)))
+    return batches
+
+
+def _mean_and_units(program: Program, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """Return the loss of a batch and its units."""
+    inputs = [batch["x"], batch["mask"]] if program.has_tokens else [batch["x"]]
+    logits = model(*inputs).reshape(-1, 3)
+    y = batch["y"].reshape(-1)
+    counts = (y != -100).double()
+    if program.loss == "coupled":
+        scores = (logits @ logits.T).log_softmax(1)
+        return -scores.diagonal().mean(), float(len(scores))
+    chances = logits.log_softmax(1)
+    losses = -chances.gather(1, y.clamp(min=0)[:, None])[:, 0]
+    weights = counts
+    if program.loss == "classes":
+        weights = counts * torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)[y.clamp(min=0)]
+    if program.loss == "smooth":
+        losses = 0.9 * losses - 0.1 * chances.mean(1)
+    if program.loss == "mse":
+        losses = (logits - batch["target"].reshape(-1, 3)).square().mean(1)
+        weights = counts * 3
+    if program.loss == "weighted":
+        per_row = batch["weight"][:, None].expand(len(batch["weight"]), batch["y"][0].numel())
+        weights = counts * per_row.reshape(-1)
+    units = float(weights.sum())
+    mean = (losses * weights).sum() / units
+    if program.way == "more":
+        mean = mean + (logits.square().sum(1) * counts).sum() / units
+    if program.loss == "terms":
+        mean = mean + 0.5 * 0.1 * logits.square().sum() / len(logits)
+        units = None  # several terms: no single number
+    return mean, units
+
+
+_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "decay": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"eps": 0.01}),
+    "adamw fused": (torch.optim.AdamW, {"eps": 0.01}),
+    "adam foreach": (torch.optim.Adam, {"eps": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"eps": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"eps": 0.01}),
+    "groups": (torch.optim.SGD, {}),
+}
+
+
+def _optimizer(program: Program, model: nn.Module) -> torch.optim.Optimizer:
+    trained: Any = [p for p in model.parameters() if p.requires_grad]
+    if program.optimizer == "groups":
+        trained = [{"params": trained[:1], "lr": 0.05}, {"params": trained[1:]}]
+    kind, options = _OPTIMIZERS[program.optimizer]
+    return kind(trained, lr=0.1, **options)
+
+
+def _scheduler(program: Program, optimizer: torch.optim.Optimizer) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    if program.scheduler == "exponential":
+        return schedulers.ExponentialLR(optimizer, 0.5)
+    if program.scheduler == "step":
+        return schedulers.StepLR(optimizer, 2, 0.5)
+    if program.scheduler == "lambda":
+        return schedulers.LambdaLR(optimizer, lambda update: 1 / (1 + update))
+    if program.scheduler == "plateau":
+        return schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    return None
+
+
+def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:
+    limits = {"norm": [0.1], "both": [0.1], "groups": [0.02, 0.1]}.get(program.clip, [])
+    parts = groups if program.clip == "groups" else [[p for group in groups for p in group]]
+    for limit, part in zip(limits, parts, strict=bool(limits)):
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in part if p.grad is not None))
+        for p in part:
+            if p.grad is not None:
+                p.grad *= min(1.0, limit / (norm + 1e-6))
+    if program.clip in ("value", "both"):
+        for p in (p for group in groups for p in group if p.grad is not None):
+            p.grad.clamp_(-0.01, 0.01)
+
+
+def _train(program: Program, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Window]:
+    if program.model == "batchnorm" and not program.is_whole:
+        model.eval()  # batchnorm="freeze"
+    optimizer = _optimizer(program, model)
+    scheduler = _scheduler(program, optimizer)
+    record: list[Window] = []
+    updates = 0
+    for number, batch in enumerate(batches):
+        if number == program.at and number > 0:
+            _event(program, model, optimizer)
+        window: Window = {"skipped": program.event == "nan" and number == program.at}
+        if not window["skipped"]:
+            updates += 1
+            window.update(_update(program, model, optimizer, batch))
+            if scheduler is not None:
+                scheduler.step(*([window["loss"]] if program.scheduler == "plateau" else []))
+        window["update"] = updates
+        window["rate"] = [group["lr"] for group in optimizer.param_groups]
+        window["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        record.append(window)
+    return record
+
+
+def _update(
+    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+) -> Window:
+    optimizer.zero_grad()
+    mean, units = _mean_and_units(program, model, batch)
+    mean.backward()
+    groups = [group["params"] for group in optimizer.param_groups]
+    trained = [p for group in groups for p in group if p.grad is not None]
+    for p in trained:
+        p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        if "on_gradient" in program.close:
+            p.grad *= 0.5
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in trained if p.grad is not None))
+    _clip(program, groups)
+    optimizer.step()
+    return {"loss": float(mean.detach()), "units": units, "norm": norm}
+
+
+def _event(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if program.event == "rate":
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    if program.event == "freeze":
+        optimizer.zero_grad()
+        next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
+    if program.event == "load":
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                if value.is_floating_point():
+                    value *= 0.5

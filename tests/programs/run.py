@@ -1,0 +1,136 @@
+"""Run the text of a program in a process of its own, forked from one that has imported torch.
+
+A fork costs a hundredth of an import. Nothing that a program leaves behind (hooks, warnings that
+were given once, random numbers) reaches the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT = 60.0
+"""Seconds after which a program is said to hang."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did: the windows it reports, what it was told, and the error that ended it."""
+
+    windows: list[dict[str, Any]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """Warnings, by `warnings` and by logging."""
+    error: str | None = None
+    refused: bool = False
+    """True if the error is one that wholebatch raises on purpose."""
+    traceback: str = ""
+
+
+def warm_up(*texts: str) -> None:
+    """Import what these programs import, so that every later fork has it already."""
+    import torch
+
+    torch.set_num_threads(1)
+    for text in texts:
+        listed = "\nimport sys\nprint(json.dumps([{'modules': [*sys.modules]}]))\n"
+        for name in run(text + listed).windows[0]["modules"]:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+class _Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run(text: str, limit: float = LIMIT) -> Outcome:
+    """Return what the program does; one that does not end is killed."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reads)
+        status = 1
+        try:
+            with os.fdopen(writes, "wb") as answer:
+                pickle.dump(_execute(text), answer)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writes)
+    answer = _read(reads, child, limit)
+    _, status = os.waitpid(child, 0)
+    if answer is None:
+        return Outcome(error=f"hangs: did not end within {limit:.0f} s")
+    if not answer:
+        return Outcome(error=f"the process died with status {status}")
+    return pickle.loads(answer)  # type: ignore[no-any-return]
+
+
+def _read(reads: int, child: int, limit: float) -> bytes | None:
+    """Read until the child closes the pipe; None if it had to be killed."""
+    ends, parts = time.monotonic() + limit, []
+    try:
+        while True:
+            ready, _, _ = select.select([reads], [], [], max(0.0, ends - time.monotonic()))
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+                return None
+            part = os.read(reads, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+    finally:
+        os.close(reads)
+
+
+def _execute(text: str) -> Outcome:
+    """Execute the text as `python program.py` would, in this process."""
+    path = Path(tempfile.gettempdir()) / f"wholebatch_program_{os.getpid()}.py"
+    path.write_text(text, encoding="utf-8")  # a real file: torch and others read the source
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    sys.modules["__main__"] = module
+    sys.argv = [str(path)]
+    logged, printed = _Logged(), io.StringIO()
+    logging.getLogger("wholebatch").addHandler(logged)
+    logging.getLogger("wholebatch").propagate = False
+    error, refused, where = None, False, ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+                exec(compile(text, str(path), "exec"), module.__dict__)
+                module.__dict__.clear()  # the end of a script: an open window is warned of
+                gc.collect()
+        except BaseException as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            refused = any(kind.__name__ == "WholebatchError" for kind in type(failure).__mro__)
+            where = traceback.format_exc()
+    path.unlink()
+    said = [*logged.lines, *(str(warning.message) for warning in caught)]
+    lines = printed.getvalue().strip().splitlines()
+    windows = json.loads(lines[-1]) if lines and error is None else []
+    return Outcome(windows, said, error, refused, where)

@@ -1,0 +1,526 @@
+"""The text of a program: a complete script, which prints a line of JSON with what each window did.
+
+text = script(Program(way="run", loss="mse"))
+exec(compile(text, "program.py", "exec"))
+"""
+
+from __future__ import annotations
+
+from textwrap import indent
+
+from tests.programs import mistakes
+from tests.programs.description import Program
+from tests.programs.models import data_seed, data_text, model_text
+
+LONG = {
+    "x": "input_ids",
+    "mask": "attention_mask",
+    "y": "labels",
+    "weight": "sample_weight",
+    "target": "targets",
+}
+STRANGE = {"x": "units", "mask": "static", "y": "total", "weight": "loss", "target": "input"}
+NAMES = {
+    "short": {name: name for name in LONG},
+    "long": LONG,
+    "strange": STRANGE,
+    "globals": {name: name for name in LONG},
+}
+_HEAD = """import copy
+import json
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+"""
+_DTYPES = {"float64": "float64", "float32": "float32", "bf16": "float32", "fp16": "float32"}
+_OPTIMIZERS = {
+    "sgd": "torch.optim.SGD(PARAMETERS, lr=0.1)",
+    "momentum": "torch.optim.SGD(PARAMETERS, lr=0.1, momentum=0.9, nesterov=True)",
+    "decay": "torch.optim.SGD(PARAMETERS, lr=0.1, weight_decay=0.1)",
+    "adamw": "torch.optim.AdamW(PARAMETERS, lr=0.1, eps=0.01)",
+    "adamw fused": "torch.optim.AdamW(PARAMETERS, lr=0.1, eps=0.01, fused=True)",
+    "adam foreach": "torch.optim.Adam(PARAMETERS, lr=0.1, eps=0.01, foreach=True)",
+    "adagrad": "torch.optim.Adagrad(PARAMETERS, lr=0.1, eps=0.01)",
+    "rmsprop": "torch.optim.RMSprop(PARAMETERS, lr=0.1, eps=0.01)",
+    "groups": "torch.optim.SGD(GROUPS, lr=0.1)",
+}
+GROUPS = "[{'params': PARAMETERS[:1], 'lr': 0.05}, {'params': PARAMETERS[1:]}]"
+SCHEDULERS = {
+    "exponential": "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)",
+    "step": "torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)",
+    "lambda": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))",
+    "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
+}
+_NOTE = """def note(step):
+    parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    record.append(
+        {
+            "update": step.update,
+            "loss": step.loss,
+            "units": step.units,
+            "norm": step.grad_norm,
+            "skipped": step.skipped is not None,
+            "rate": [group["lr"] for group in optimizer.param_groups],
+            "parameters": parameters.tolist(),
+        }
+    )"""
+
+
+def optimizer_text(program: Program) -> str:
+    """Return the call that makes the optimizer."""
+    trained = "[p for p in model.parameters() if p.requires_grad]"
+    text = _OPTIMIZERS[program.optimizer].replace("GROUPS", GROUPS)
+    return text.replace("PARAMETERS", trained)
+
+
+def script(program: Program) -> str:
+    """Return the text of the program."""
+    parts = [_HEAD + f"\ndtype = torch.{_DTYPES[program.precision]}\nrecord = []"]
+    parts += [model_text(program), data_text(program), *_containers(program), _data(program)]
+    parts += [*_globals(program), *_loss(program), _NOTE, *_build(program), _loop(program)]
+    parts += ["print(json.dumps(record))"]
+    if program.style == "main":
+        start = len(parts) - len(_loss(program)) - len(_build(program)) - 3
+        body = indent("\n\n".join(parts[start:]), "    ")
+        parts = [*parts[:start], f"def main():\n{body}", 'if __name__ == "__main__":\n    main()']
+    return "\n\n".join(parts) + "\n"
+
+
+# ------------------------------------------------------------------ the data
+
+
+def _containers(program: Program) -> list[str]:
+    """Return the class of a batch, if it has one."""
+    names = NAMES[program.names]
+    lines = [f"    {names[field]}: torch.Tensor" for field in program.fields]
+    if program.batch == "dataclass":
+        return ["\n".join(["@dataclass\nclass Batch:", *lines])]
+    if program.batch == "namedtuple":
+        return ["\n".join(["class Batch(NamedTuple):", *lines])]
+    if program.batch == "object":
+        given = ", ".join(names[field] for field in program.fields)
+        kept = [f"        self.{names[f]} = {names[f]}" for f in program.fields]
+        return ["\n".join([f"class Batch:\n    def __init__(self, {given}):", *kept])]
+    return []
+
+
+def _batch_of(program: Program, values: str) -> str:
+    """Return the call that makes a batch of a tuple of its fields."""
+    if program.batch == "tuple":
+        return values
+    if program.batch == "dict":
+        names = [NAMES[program.names][field] for field in program.fields]
+        return f"dict(zip({names!r}, {values}))"
+    return f"Batch(*{values})"
+
+
+def field(program: Program, name: str) -> str:
+    """Return the expression that reads a field of a micro-batch."""
+    if program.batch == "tuple":
+        return f"micro[{program.fields.index(name)}]"
+    key = NAMES[program.names][name]
+    return f'micro["{key}"]' if program.batch == "dict" else f"micro.{key}"
+
+
+def _data(program: Program) -> str:
+    """Return the lines that make `batches` or, for a loop, `windows` of micro-batches."""
+    drawn = [
+        [
+            f"make_data({data_seed(program, number, place)}, {micro.rows}, {micro.labels!r})"
+            for place, micro in enumerate(window)
+        ]
+        for number, window in enumerate(program.windows)
+    ]
+    rows = ",\n    ".join(f"[{', '.join(window)}]" for window in drawn)
+    text = f"drawn = [\n    {rows},\n]\n"
+    for line in mistakes.DATA.get(program.mistake, ()):
+        text += line + "\n"
+    if program.event == "nan":
+        text += f"drawn[{program.at}][0][0][0, 0] = float('nan')\n"
+    if program.is_whole:
+        joined = "tuple(torch.cat(fields) for fields in zip(*window))"
+        return text + f"batches = [{_batch_of(program, joined)} for window in drawn]"
+    one = _batch_of(program, "fields")
+    return text + f"windows = [[{one} for fields in window] for window in drawn]"
+
+
+def _globals(program: Program) -> list[str]:
+    """Return globals with the names of keys, and others that the loss reads."""
+    lines = []
+    if program.names == "globals":
+        lines += [f"{name} = torch.zeros(3)" for name in program.fields]
+    if program.loss == "classes":
+        lines += ["class_weights = torch.tensor([0.5, 1.0, 2.0], dtype=dtype)"]
+    if program.event == "raise":
+        lines += ["failing = [True]"]
+    return ["\n".join(lines)] if lines else []
+
+
+# ------------------------------------------------------------------ the loss
+
+
+def forward_lines(program: Program) -> list[str]:
+    """Return the lines from a micro-batch to `logits`, `y` and `counted`."""
+    inputs = [field(program, "x")] + ([field(program, "mask")] if program.has_tokens else [])
+    lines = [f"logits = model({', '.join(inputs)})", f"y = {field(program, 'y')}"]
+    if program.has_tokens:
+        lines = [lines[0] + ".flatten(0, 1)", lines[1] + ".flatten()"]
+    lines += ["counted = y != -100"]
+    if program.loss == "mse":
+        flat = ".flatten(0, 1)" if program.has_tokens else ""
+        lines += [f"errors = (logits - {field(program, 'target')}{flat}).square()[counted]"]
+    if program.loss == "weighted":
+        weight = field(program, "weight")
+        flat = "[:, None].expand(-1, 5).flatten()" if program.has_tokens else ""
+        lines += [
+            f"weight = {weight}{flat} * counted",
+            'losses = F.cross_entropy(logits, y, reduction="none") * weight',
+        ]
+    return [*lines, *mistakes.FORWARD.get(program.mistake, ())]
+
+
+def _cross_entropy(program: Program, reduction: str) -> str:
+    options = [f'reduction="{reduction}"'] if reduction != "mean" else []
+    options += ["weight=class_weights"] if program.loss == "classes" else []
+    options += ["label_smoothing=0.1"] if program.loss == "smooth" else []
+    return f"F.cross_entropy({', '.join(['logits', 'y', *options])})"
+
+
+def values(program: Program) -> dict[str, str]:
+    """Return the expressions of the loss as a total, a mean, per unit, and of its units."""
+    if program.loss == "mse":
+        return {
+            "total": "errors.sum()",
+            "mean": "errors.mean()",
+            "unit": "errors",
+            "units": "errors.numel()",
+        }
+    if program.loss == "weighted":
+        units = "weight.sum()"
+        return {"total": "losses.sum()", "mean": "losses.sum() / weight.sum()", "units": units}
+    units = "counted.sum()"
+    if program.loss == "classes":
+        units = "class_weights[y[counted]].sum()"
+    helper = _cross_entropy(program, "mean").replace("F.", "wb.", 1)
+    return {
+        "total": _cross_entropy(program, "sum"),
+        "mean": _cross_entropy(program, "mean"),
+        "unit": _cross_entropy(program, "none") + "[counted]",
+        "helper": helper,
+        "units": units,
+    }
+
+
+def given_values(program: Program) -> dict[str, str]:
+    """Return the same expressions, with a planted mistake in them."""
+    return mistakes.in_values(program, values(program))
+
+
+def loss_value(program: Program) -> str:
+    """Return the expression of what a loss function returns."""
+    value = given_values(program)
+    if program.loss == "terms":
+        second = "(0.1 * logits.square().sum(), len(logits), 0.5)"
+        first = f"wb.Loss({value['total']}, {value['units']})"
+        if program.given == "mean":
+            first = f"wb.mean_loss({value['mean']}, {value['units']})"
+        return f'wb.Loss.terms({{"ce": {first}, "size": {second}}})'
+    if program.given == "mean":
+        return f"wb.mean_loss({value['mean']}, {value['units']})"
+    if program.given in ("unit", "helper"):
+        return value[program.given]
+    return f"wb.Loss({value['total']}, {value['units']})"
+
+
+def _loss(program: Program) -> list[str]:
+    """Return the loss function, and the one that counts units; a loop has its loss inside."""
+    parts = []
+    if program.loss == "coupled":
+        lines = [*forward_lines(program)[:1], "return logits"]
+        parts += [_function("def encode(model, micro):", lines)]
+        lines = [
+            "scores = logits @ logits.T",
+            "mean = F.cross_entropy(scores, torch.arange(len(scores)))",
+            "return wb.mean_loss(mean, len(scores))",
+        ]
+        return [
+            *parts,
+            _function("def compare(logits):", lines),
+            "loss = wb.Coupled(encode, compare)",
+        ]
+    if program.is_whole or program.way == "run":
+        arguments = "model, micro" if program.is_whole else "micro"
+        lines = [*_failing(program), *forward_lines(program), f"return {loss_value(program)}"]
+        parts += _in_style(program, f"def loss({arguments}):", lines)
+    if program.counts:
+        lines = [f"y = {field(program, 'y')}", "counted = y != -100"]
+        units = values(program)["units"]
+        if program.loss == "mse":
+            units = "counted.sum() * 3"
+        if program.loss == "weighted":
+            weight = field(program, "weight") + ("[:, None]" if program.has_tokens else "")
+            units = f"({weight} * counted).sum()"
+        if program.loss == "terms":
+            units = f'{{"ce": {units}, "size": y.numel()}}'
+        parts += [_function("def count(micro):", [*lines, f"return {units}"])]
+    return parts
+
+
+def _failing(program: Program) -> list[str]:
+    if program.event != "raise":
+        return []
+    seed = "failing and model.training" if program.is_whole else "failing"
+    return [f"if {seed} and len(record) == {program.at}:", "    failing.clear()", _RAISE]
+
+
+_RAISE = '    raise RuntimeError("a sample could not be read")'
+
+
+def _inner(lines: list[str]) -> list[str]:
+    """Return lines one level further in."""
+    return indent("\n".join(lines), "    ").split("\n")
+
+
+def _function(head: str, lines: list[str]) -> str:
+    return "\n".join([head, *_inner(lines)])
+
+
+def _in_style(program: Program, head: str, lines: list[str]) -> list[str]:
+    """Return the loss function as people write it."""
+    if program.style == "closure":
+        lines = [line.replace("-100", "ignored") for line in lines]
+        inner = indent(_function(head, lines), "    ")
+        return [f"def make_loss(ignored):\n{inner}\n\n    return loss", "loss = make_loss(-100)"]
+    if program.style == "class":
+        lines = [line.replace("-100", "self.ignored") for line in lines]
+        inner = indent(_function(head.replace("(", "(self, "), lines), "    ")
+        ignored = "    @property\n    def ignored(self):\n        return -100\n\n"
+        return [f"class Task:\n{ignored}{inner}", "loss = Task().loss"]
+    return [_function(head, lines)]
+
+
+# ------------------------------------------------------------- the trainer
+
+
+def _options(program: Program) -> list[str]:
+    options = []
+    if program.clip in ("norm", "both"):
+        options += ["clip_norm=0.1"]
+    if program.clip == "groups":
+        options += ["clip_norm=[0.02, 0.1]"]
+    if program.scheduler != "none" and program.way != "gradient":
+        options += ["scheduler=scheduler"]
+    close = ["clip_value=0.01"] if program.clip in ("value", "both") else []
+    if program.event == "nan":
+        close += ['nonfinite="skip"']
+    close += [CLOSE[name] for name in program.close]
+    if close:
+        options += [f"close=wb.Close({', '.join(close)})"]
+    if program.memory != "none":
+        options += [MEMORY[program.memory]]
+    if program.model == "batchnorm" and not program.is_whole:
+        options += ['batchnorm="freeze"']
+    if program.is_whole or program.way == "run":
+        options += [f'execute="{program.execute}"']
+    return options
+
+
+CLOSE = {
+    "zero_units": 'zero_units="skip"',
+    "nonfinite": 'nonfinite="skip"',
+    "sync": 'sync="none"',
+    "on_gradient": "on_gradient=halve",
+    "ema": "ema=ema",
+}
+MEMORY = {
+    "host": 'memory=wb.Memory(optimizer_state="host")',
+    "budget": 'memory="4GiB"',
+}
+
+
+def _build(program: Program) -> list[str]:
+    """Return the lines that make model, optimizer, scheduler and what trains them."""
+    lines = ["torch.manual_seed(3)", "model = Net().to(dtype)"]
+    lines += [f"optimizer = {optimizer_text(program)}"]
+    if program.scheduler != "none":
+        lines += [f"scheduler = {SCHEDULERS[program.scheduler]}"]
+    before = []
+    if "on_gradient" in program.close:
+        halving = ["for name, parameter in named:", "    parameter.grad.mul_(0.5)"]
+        before += [_function("def halve(named):", halving)]
+    if "ema" in program.close:
+        lines += ["ema = torch.optim.swa_utils.AveragedModel(model)"]
+    options = _options(program)
+    if program.is_whole:
+        options = ["loss=loss", f"micro_batch={program.micro_batch}", *options]
+        options += ["units=count"] if program.counts else []
+        options += ['precision="bf16"'] if program.precision == "bf16" else []
+        made = "train = wb.WholeBatch"
+    else:
+        options = [f"steps={_steps(program)}", *options]
+        made = "train = wb.Accumulator"
+    optimizer = "None" if program.way == "gradient" else "optimizer"
+    lines += [f"{made}(model, {optimizer}, {', '.join(options)})"]
+    if program.event != "resume":
+        return [*before, "\n".join(lines)]
+    names = "model, optimizer, train" + (", scheduler" if program.scheduler != "none" else "")
+    return [
+        *before,
+        _function("def build():", [*lines, f"return {names}"]),
+        f"{names} = build()",
+    ]
+
+
+def _steps(program: Program) -> str:
+    """Return `steps=`: a number, or a schedule where windows differ before the last."""
+    lengths = [len(window) for window in program.windows]
+    if len(set(lengths[:-1])) <= 1 and lengths[-1] <= lengths[0]:
+        return str(lengths[0])
+    return str(dict(enumerate(lengths)))
+
+
+# ---------------------------------------------------------------- the loop
+
+EVENTS = {
+    "rate": ['for group in optimizer.param_groups:\n    group["lr"] *= 0.5'],
+    "freeze": ["next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)"],
+    "evaluate": [
+        "model.eval()",
+        "with torch.no_grad():\n    model(*example)",
+        "model.train()",
+    ],
+    "load": [
+        "model.load_state_dict({name: value * 0.5 if value.is_floating_point() else value\n"
+        "                       for name, value in model.state_dict().items()})"
+    ],
+}
+
+
+def _event(program: Program) -> str:
+    """Return the lines that stand between two windows; empty without an event."""
+    if program.event == "resume":
+        names = "model, optimizer, train" + (", scheduler" if program.scheduler != "none" else "")
+        order = "model, optimizer, scheduler, train" if "sched" in names else names
+        return (
+            f"saved = copy.deepcopy([one.state_dict() for one in ({order})])\n"
+            f"{names} = build()\n"
+            f"for one, state in zip(({order}), saved):\n"
+            "    one.load_state_dict(state)"
+        )
+    if program.event == "evaluate":
+        inputs = "drawn[0][0][:2]" if program.has_tokens else "drawn[0][0][:1]"
+        return "\n".join([f"example = {inputs}", *EVENTS["evaluate"]])
+    return "\n".join(EVENTS.get(program.event, []))
+
+
+def _loop(program: Program) -> str:
+    if program.is_whole:
+        return _whole_batch_loop(program)
+    if program.loop == "over":
+        return _over_loop(program)
+    return _counted_loop(program)
+
+
+def _whole_batch_loop(program: Program) -> str:
+    batches = "train.over(batches)" if program.way == "over" else "batches"
+    lines = [f"for number, batch in enumerate({batches}):"]
+    if event := _event(program):
+        lines += [f"    if number == {program.at}:", indent(event, "        ")]
+    call = "train.gradient(batch)" if program.way == "gradient" else "train.step(batch)"
+    if program.event == "raise":
+        again = f"    except RuntimeError:\n        step = {call}"
+        lines += [f"    try:\n        step = {call}", again]
+    else:
+        lines += [f"    step = {call}"]
+    if program.way == "gradient":
+        lines += ["    if step.skipped is None:\n        optimizer.step()"]
+        if program.scheduler != "none":
+            given = "step.loss" if program.scheduler == "plateau" else ""
+            lines += [f"        scheduler.step({given})"]
+        lines += ["    optimizer.zero_grad()"]
+    return "\n".join([*lines, "    note(step)"])
+
+
+def body_lines(program: Program, last: str = "") -> list[str]:
+    """Return the lines of a loop's body, from a micro-batch to `step`."""
+    if program.way == "run":
+        lines = [f"step = train.run(loss, micro{last})"]
+    else:
+        lines = [*_failing(program), *forward_lines(program), *_backward(program, last)]
+    if program.precision == "bf16":
+        lines = ['with torch.autocast("cpu", dtype=torch.bfloat16):', *_inner(lines)]
+    left = mistakes.AFTER.get(program.mistake, ())
+    return [*lines, *(line.replace("FORWARD", forward_lines(program)[0]) for line in left)]
+
+
+def _backward(program: Program, last: str) -> list[str]:
+    value = given_values(program)
+    if program.way == "announce":
+        return [f"step = train.backward({loss_value(program)}{last})"]
+    if program.way == "more":
+        mean = program.given == "mean"
+        first = f"mean={value['mean']}" if mean else value["total"]
+        square = "logits.square()[counted]"
+        second = f"mean={square}.sum() / {value['units']}" if mean else f"{square}.sum()"
+        units = f"units={value['units']}"
+        return [
+            f"train.backward({first}, {units}, more=True{last})",
+            forward_lines(program)[0],
+            f"step = train.backward({second}, {units}{last})",
+        ]
+    if program.given == "mean":
+        return [f"step = train.backward(mean={value['mean']}, units={value['units']}{last})"]
+    if program.given == "total":
+        return [f"step = train.backward({value['total']}, units={value['units']}{last})"]
+    given = loss_value(program.__class__(**{**program.__dict__, "given": "mean"}))
+    given = value["helper"] if program.given == "helper" else given
+    return [f"step = train.backward({given}{last})"]
+
+
+def _after_step(program: Program) -> list[str]:
+    lines = ["if step is not None:", "    note(step)"]
+    if event := _event(program):
+        lines += [f"    if len(record) == {program.at}:", indent(event, "        ")]
+    return lines
+
+
+def _over_loop(program: Program) -> str:
+    lines = ["loader = [micro for window in windows for micro in window]"]
+    body = [*body_lines(program), *_after_step(program)]
+    if program.event == "resume":
+        body += [f"    if len(record) == {program.at}:\n        break"]
+        more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
+        return "\n".join([*lines, _function("for micro in train.over(loader):", body), more])
+    return "\n".join([*lines, _function("for micro in train.over(loader):", body)])
+
+
+def _plain_note() -> list[str]:
+    return ["if step is not None:", "    note(step)"]
+
+
+def _counted_loop(program: Program) -> str:
+    last = ", last=place == len(window) - 1" if program.loop == "last" else ""
+    inner = ["for place, micro in enumerate(window):"]
+    inner += _inner(body_lines(program, last))
+    if program.event == "raise":
+        again = _inner(inner)
+        inner = ["try:", *again, "except RuntimeError:", "    train.discard()", *again]
+    start = []
+    if program.event == "discard":
+        start = [f"if len(record) == {program.at}:", "    micro = window[0]"]
+        start += [*_inner(body_lines(program, ", last=False")), "    train.discard()"]
+    if program.way == "announce":
+        y = field(program, "y")
+        counted = f"sum(({y} != -100).sum() for micro in window)"
+        if program.loss != "terms":
+            raise ValueError("announce() is written for terms only")
+        every = f"sum({y}.numel() for micro in window)"
+        start += [f'train.announce({{"ce": {counted}, "size": {every}}})']
+    flush = ["if step is None:", "    step = train.flush()"] if program.loop == "flush" else []
+    return _function("for window in windows:", [*start, *inner, *flush, *_after_step(program)])

@@ -1,0 +1,78 @@
+"""Draw programs until the time is up, and let Hypothesis shrink each one that fails."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+
+from tests.programs.description import Program
+from tests.programs.grammar import programs
+from tests.programs.judge import Verdict, judge
+from tests.programs.run import warm_up
+from tests.programs.script import script
+
+
+class Failed(Exception):
+    """A program fails; Hypothesis looks for a smaller one that fails alike."""
+
+
+@dataclass
+class Search:
+    """The programs of one process: it draws them until its time is up, and shrinks each failure."""
+
+    number: int
+    seconds: float
+    tell: Any
+    """A queue for (process, kind, failure)."""
+    known: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.ends = time.monotonic() + self.seconds
+        self.target: str | None = None
+        self.smallest: tuple[Program, Verdict] | None = None
+
+    def run(self, first_seed: int, many: int = 100) -> None:
+        """Draw `many` programs after the other, each lot with a seed of its own."""
+        lot = first_seed
+        while time.monotonic() < self.ends:
+            self.target, self.smallest = None, None
+            test = settings(
+                max_examples=many,
+                deadline=None,
+                database=None,
+                phases=(Phase.generate, Phase.shrink),
+                suppress_health_check=list(HealthCheck),
+                verbosity=Verbosity.quiet,
+                report_multiple_bugs=False,
+            )(seed(lot)(given(programs())(self._test)))
+            try:
+                test()
+            except Exception as problem:
+                if self.smallest is None:
+                    raise problem
+                program, found = self.smallest
+                self.tell.put((self.number, None, (repr(program), script(program), found)))
+            lot += 1000
+
+    def _test(self, program: Program) -> None:
+        if time.monotonic() > self.ends + (30 if self.target else 0):
+            return
+        found = judge(program)
+        if self.target is None:
+            self.tell.put((self.number, found.kind, None))
+            if not found.failed or found.signature in self.known:
+                return
+            self.target = found.signature
+            self.known.add(found.signature)
+        if found.failed and found.signature == self.target:
+            self.smallest = (program, found)
+            raise Failed(found.signature)
+
+
+def work(number: int, first_seed: int, seconds: float, tell: Any) -> None:
+    warm_up(script(Program()), script(Program(way="run")))
+    Search(number, seconds, tell).run(first_seed + number)
+    tell.put((number, "done", None))
