@@ -46,7 +46,15 @@ from wholebatch.coupled.two_pass import (
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
-from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
+from wholebatch.losses.loss import (
+    Loss,
+    Term,
+    Terms,
+    as_loss,
+    cross_entropy,
+    refuse_in_parts,
+    terms_of,
+)
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
@@ -505,7 +513,8 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         return
     try:
         signature.bind(None, None)
-        takes_both = getattr(loss, "__module__", None) != "torch.nn.functional"
+        is_of_torch = getattr(loss, "__module__", None) == "torch.nn.functional"
+        takes_both = loss is not cross_entropy and not is_of_torch  # which take logits
     except TypeError:
         takes_both = False
     if not takes_both:

@@ -29,7 +29,8 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState, Key, same_random
+from wholebatch.window.forward_state import ForwardState, Key
+from wholebatch.window.own_generators import own_generators
 from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import graph_nodes, refuse_reentrant
 
@@ -133,7 +134,8 @@ class FirstSamples:
         self.named = {n: p for n, p in model.named_parameters() if _is_plain(p)}
         self.parameters = [(n, p) for n, p in self.named.items() if p.requires_grad]
         self._data = [(p, p.data) for p in self.named.values()]
-        self.start = ForwardState(model, results=True)
+        self._generators = own_generators(model, run)
+        self.start = ForwardState(model, results=True, generators=self._generators)
         self.weights = self.weight_norms()
         self.draws = HeldDraws()
         self._draws_nothing = self._changes_nothing = self._may_have_drawn = False
@@ -245,8 +247,10 @@ class FirstSamples:
         if self._changes_nothing:  # Reading the state takes longer than a small forward.
             self._is_clean, self._may_have_drawn = True, False
             return SampleRun(terms, digests, self.start)
-        after = ForwardState(self.model, results=True)
-        self._may_have_drawn = not same_random(self.start.random, after.random)
+        after = ForwardState(self.model, results=True, generators=self._generators)
+        self._may_have_drawn = not (
+            self.start.draws_same(after, host=True) and self.start.draws_same(after, host=False)
+        )
         return SampleRun(terms, digests, after)
 
     def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:

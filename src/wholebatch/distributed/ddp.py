@@ -1,11 +1,11 @@
 """DistributedDataParallel: every rank holds the whole model.
 
-The model is kept in `no_sync` as long as its window exists, and the window makes its one reduction itself, in buckets,
-while the last backward still runs. DDP's own reducer must see every parameter in its one reducing
-backward, has buckets that change after the first, and waits for ranks that have no backward to
-make. Here the layout is fixed (the same bits after a restart), buckets go out in one fixed order on
-every rank, and what the last backward did not touch is sent when it is over: gradients from earlier
-micro-batches, or zeros. Nothing is averaged, so nothing is undone.
+The model is kept in `no_sync` as long as its window exists, and the window makes its one reduction
+itself, in buckets, while the last backward still runs. DDP's own reducer must see every parameter
+in its one reducing backward, has buckets that change after the first, and waits for ranks that have
+no backward to make. Here the layout is fixed (the same bits after a restart), buckets go out in one
+fixed order on every rank, and what the last backward did not touch is sent when it is over:
+gradients from earlier micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Sync(ABC):
     reduced at the close."""
 
     reduces_at_close: bool = False
-    """True if the engine's own reduction is off, so that a backward of the user's reduces nothing."""
+    """True if the engine's own reduction is off, also for a plain backward beside the window."""
 
     same_parameters: bool = True
     """True if all ranks hold the same parameters, whole or in slices."""
