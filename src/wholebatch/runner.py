@@ -30,6 +30,7 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
+from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     refuse_new_norms,
@@ -119,6 +120,7 @@ class Runner:
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
+        self._means = MeanUnits()
         read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
@@ -212,6 +214,7 @@ class Runner:
         self._is_guarded = is_tested_window(self._window.number)
         if self._is_guarded:
             self._untouched.forget()
+            self._means.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
         if before is None:
@@ -335,6 +338,8 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
+        if self._in_parts and self._audits and self._is_guarded and self._counts:
+            self._means.add_loss(loss)
         self._test.read(loss)
         return loss
 

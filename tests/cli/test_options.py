@@ -15,7 +15,6 @@ from wholebatch.cli.app import COMMANDS, load
 from wholebatch.cli.command_options import Command, command
 from wholebatch.cli.run_settings import Config, Given, config_text, read_config, resolve
 from wholebatch.errors import OptionError, StateError
-from wholebatch.lint import command_line
 
 FREE = {"--wandb", "--title", "--out", "--device", "--hourly-price", "--exclude"}
 """Options that take any text but the empty one."""
@@ -26,7 +25,8 @@ def bad_inputs() -> list[tuple[str, str, str]]:
     found = []
     for name in COMMANDS:
         loaded = load(name)
-        parser = loaded.parser() if isinstance(loaded, Command) else command_line._parser()
+        assert isinstance(loaded, Command)
+        parser = loaded.parser()
         for action in parser._actions:
             if not action.option_strings or action.option_strings[0] in ("-h", "--"):
                 continue

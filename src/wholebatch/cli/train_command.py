@@ -144,6 +144,7 @@ def _run(
 
     world, config, metrics = run.world, run.config, None
     again = f"--resume --out {path_from_here(folder)}"
+    again += " --parallel fsdp2" if world.is_sharded else ""
     with ExitStack() as stack:
         if world.is_first:
             random = run.train.state_dict()["random"]  # opening TensorBoard may draw numbers
@@ -165,14 +166,14 @@ def _run(
         terminal.note(
             f"stopped after update {run.train.updates} of {config.updates}; checkpoint {where}"
         )
-        say_command(terminal.console, "Continue with:", _command_line(world, again))
+        say_command(terminal.console, "Continue with:", command_line(world.ranks, again))
         return STOPPED
     if world.is_first:
         many = f"{run.train.updates} update{'' if run.train.updates == 1 else 's'}"
         title = f"{run.recipe.name}: {many}, {short_duration(taken)}"
         terminal.rows(title, summary_rows(run, loop, folder), boxed=True)
         more = f"{again} --updates {2 * run.train.updates}"
-        say_command(terminal.console, "Continue with:", _command_line(world, more))
+        say_command(terminal.console, "Continue with:", command_line(world.ranks, more))
     return 0
 
 
@@ -248,13 +249,12 @@ def _lock(file: Any) -> bool:
     return True
 
 
-def _command_line(world: World, options: str) -> str:
-    """Return the command that continues a run on as many ranks."""
-    if world.ranks == 1:
+def command_line(ranks: int, options: str) -> str:
+    """Return the command that trains with these options on as many ranks."""
+    if ranks == 1:
         return f"wholebatch train {options}"
-    local = os.environ.get("LOCAL_WORLD_SIZE", str(world.ranks))
-    sharded = " --parallel fsdp2" if world.is_sharded else ""
-    return f"torchrun --nproc-per-node {local} -m wholebatch train {options}{sharded}"
+    local = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
+    return f"torchrun --nproc-per-node {local} -m wholebatch train {options}"
 
 
 def _about_here(world: World) -> dict[str, Any]:

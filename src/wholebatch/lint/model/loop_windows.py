@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import Env, Event, Guard, Loop, holds_sync
+from .call_kinds import holds_sync
+from .events import Context, Env, Event, Guard, Loop, PathItem
 from .expressions import (
     dotted,
     is_accumulation_name,
     is_binary,
     is_call,
     keyword,
+    names_in,
     number,
     text,
     without_marks,
@@ -24,6 +26,7 @@ from .file_facts import Facts, gather
 from .function_walk import Walker, walk_file
 from .loss_origin import Chain, Divisor, trace
 from .name_resolution import Resolver, strip_casts
+from .surroundings import Surroundings
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
@@ -31,7 +34,6 @@ _MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I
 _MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
 # A loop is read with the events around it; the limit keeps long files linear.
 _NEAR = 400
-_DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
 # Iterables without an end, and numbers of iterations that are those of an epoch.
 _ENDLESS = ("cycle", "infinite", "repeat", "islice", "count(", "forever", "yield_", "inf_")
 _PER_EPOCH = ("len(", "num_batches", "s_per_epoch", "it_per_epoch")
@@ -57,7 +59,9 @@ class LoopWindow:
     resolver: Resolver
     facts: Facts
     # Its own backwards, not those of a window inside.
-    inner: list[Event] = field(default_factory=list)
+    inner: list[Event]
+    around: Surroundings
+    is_frozen: bool = False  # BatchNorm is frozen before the loop or in it.
     boundary: Boundary | None = None
     every: ast.expr | None = None
     _when: dict[Event, str] = field(default_factory=dict)
@@ -130,7 +134,7 @@ class LoopWindow:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        always_syncs = self.shape == "boundary" and "accumulate" not in self.facts.called
+        always_syncs = self.shape == "boundary" and "accumulate" not in self.around.calls
         for guard in event.guards(self.loop):
             found = self.boundary_of(guard)
             if found is None and self._without_accumulation(guard):
@@ -139,14 +143,18 @@ class LoopWindow:
                 continue
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
-            elif guard.origin == "except" or (guard.origin == "if" and self._may_wait(guard)):
+            elif guard.origin == "except" or (guard.origin == "if" and self.may_wait(guard)):
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
-        # A clip with only the conditions of a backward: whenever there is a gradient.
-        mine = event.conditions(self.loop) if event.kind == "clip" else None
-        beside = mine is not None and any(mine <= b.conditions(self.loop) for b in self.inner)
-        return "sometimes" if sometimes and not beside else "always"
+        if sometimes and event.kind in {"clip", "step"} and self.is_beside_backward(event):
+            return "always"  # Whenever there is a gradient.
+        return "sometimes" if sometimes else "always"
+
+    def is_beside_backward(self, event: Event) -> bool:
+        """True if an event has only the conditions of a backward of this loop."""
+        mine = event.conditions(self.loop)
+        return any(mine <= backward.conditions(self.loop) for backward in self.inner)
 
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
@@ -163,7 +171,7 @@ class LoopWindow:
         )
         return accumulating is not None and accumulating != guard.positive
 
-    def _may_wait(self, guard: Guard) -> bool:
+    def may_wait(self, guard: Guard) -> bool:
         """True if a condition can differ between two micro-batches."""
         return self._varies(guard) or bool(_MAY_WAIT.search(text(guard.expr)))
 
@@ -176,7 +184,8 @@ class LoopWindow:
         over = iterated(self.loop) if self.shape == "nested" else None
         if over is not None and divisor.key == f"len({text(over)})":
             return True  # `for part in parts: (loss / len(parts)).backward()`
-        return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
+        keys = (divisor.key, divisor.whole)
+        return is_accumulation_name(divisor.written) or any(map(self.is_count, keys))
 
     def is_own(self, divisor: Divisor) -> bool:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
@@ -191,6 +200,11 @@ class LoopWindow:
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""
         return (bool(key) and key == self.every_name) or is_accumulation_name(key)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Return the names in the loop itself and in the functions that it calls."""
+        return names_in(*self.facts.reached(self.loop.node))
 
     @cached_property
     def backwards(self) -> list[Event]:
@@ -244,7 +258,9 @@ class LoopWindow:
         if any(word in s.lower() for s in spelled for word in _ENDLESS):
             return False
         ranges = [s for s in spelled if "range(" in s]
-        if any(not any(word in s for word in _PER_EPOCH) for s in ranges):
+        # `range(0, n, bptt)` goes through the data once, in pieces.
+        strides = is_call(inner, "range") and len(inner.args) == 3
+        if not strides and any(not any(word in s for word in _PER_EPOCH) for s in ranges):
             return False
         return not self._left_by_count()
 
@@ -275,11 +291,17 @@ class File:
 
     facts: Facts
     windows: list[LoopWindow]
+    unread: list[LoopWindow]  # Loops with a backward whose windows are not understood.
+    _walk: Walker
 
     @property
     def accumulating(self) -> list[LoopWindow]:
         """Return the windows that accumulate the gradients of several micro-batches."""
         return [w for w in self.windows if w.accumulates]
+
+    def events(self, kind: str) -> list[Event]:
+        """Return the events of a kind, wherever they are."""
+        return [e for e in self._walk.events if e.kind == kind]
 
     def shaped(self, *shapes: str) -> list[LoopWindow]:
         """Return the windows of these shapes."""
@@ -292,18 +314,21 @@ def read(source: str) -> File:
         # Ignore warnings about invalid escapes in the file's strings.
         warnings.simplefilter("ignore")
         tree = ast.parse(source)
-    facts = gather(tree, source)
-    return File(facts, find_windows(walk_file(tree, facts), facts))
+    facts = gather(tree)
+    walker = walk_file(tree, facts)
+    return File(facts, *find_windows(walker, facts), walker)
 
 
-def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
-    """Return every training loop of the file that is understood."""
+def find_windows(walker: Walker, facts: Facts) -> tuple[list[LoopWindow], list[LoopWindow]]:
+    """Return the training loops of the file that are understood, and the others."""
     inside: dict[Loop, list[Event]] = {}
     for event in walker.events:
         for loop in event.loops:
             inside.setdefault(loop, []).append(event)
-    found: list[LoopWindow] = []
-    unread: set[Loop] = set()
+    freezes = [e for e in walker.events if e.kind == "freeze"]
+    surroundings: dict[int, Surroundings] = {}
+    understood: list[LoopWindow] = []
+    unread: dict[Loop, LoopWindow] = {}
     # Inner loops first: a loop inside that is not read as a window is a part of one micro-batch.
     for loop in sorted(walker.loops, key=lambda loop: -len(loop.parents)):
         events = inside.get(loop, [])
@@ -313,33 +338,48 @@ def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
             continue
         first, last = events[0].order, events[-1].order
         root, parents = events[0].root, loop.parents
+        if root not in surroundings:
+            surroundings[root] = Surroundings(walker.roots[root], facts)
         near = walker.events[max(0, first - _NEAR) : first]
         before = [e for e in near if e.loops == parents and e.root == root]
         near = walker.events[last + 1 : last + _NEAR]
         after = [e for e in near if e.root == root]
         if parents:  # After an outer loop too.
             after = [e for e in after if e.loops[: len(parents)] == parents[: len(e.loops)]]
-        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
-        if _decide(window, inner):
-            found.append(window)
+        window = LoopWindow(
+            loop=loop,
+            shape="plain",
+            events=events,
+            before=before,
+            after=after,
+            resolver=walker.resolver,
+            facts=facts,
+            inner=inner,
+            around=surroundings[root],
+            is_frozen=any(e.root == root and e.order <= last for e in freezes),
+        )
+        if _decide(window, inner, {w.loop for w in understood}):
+            understood.append(window)
         else:
-            unread.add(loop)
+            unread[loop] = window
     # A step function whose loop is in this file was read there, with what its caller does.
-    read_in_loops = {id(e.node) for w in found if not w.loop.virtual for e in w.inner}
-    kept = [w for w in found if not w.loop.virtual or id(w.inner[0].node) not in read_in_loops]
-    return sorted(kept, key=lambda window: window.events[0].order)
+    read = {id(e.node) for w in understood if not w.loop.virtual for e in w.inner}
+    kept = [w for w in understood if not w.loop.virtual or id(w.inner[0].node) not in read]
+    return sorted(kept, key=lambda window: window.events[0].order), list(unread.values())
 
 
-def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
+def _within(event: Event, loop: Loop, unread: Container[Loop]) -> bool:
     """True if only loops that are no windows lie between a loop and an event."""
     return all(between in unread for between in event.loops[event.loops.index(loop) + 1 :])
 
 
-def _decide(window: LoopWindow, inner: list[Event]) -> bool:
+def _decide(window: LoopWindow, inner: list[Event], read: set[Loop]) -> bool:
     if _accelerate(window, inner) or _deepspeed(window, inner):
         return True
-    steps = window.of("step")
-    if any(e.detail == "closure" for e in steps):
+    # A window inside has steps of its own.
+    steps = [e for e in window.of("step") if read.isdisjoint(e.loops)]
+    # A closure, or a loop inside one micro-batch of Accelerate's.
+    if any(e.detail == "closure" for e in steps) or any(_in_accumulate(e.path) for e in inner):
         return False
     if steps:
         return _boundary(window, steps, inner)
@@ -347,18 +387,21 @@ def _decide(window: LoopWindow, inner: list[Event]) -> bool:
 
 
 def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
-    contexts = [context for e in inner for context in e.contexts(window.loop)]
-    if not any("accumulate(" in context.made for context in contexts):
+    if not any(_in_accumulate(e.inside(window.loop)) for e in inner):
         return False
-    if window.facts.accelerator_divides is False:
+    if window.around.accelerator_divides is False:
         # `accumulate()` of an Accelerator without a number of steps does nothing.
         return all(window.when(e) == "always" for e in window.of("step"))
     window.shape = "accelerate"
-    call = window.facts.accelerator
+    call = window.around.accelerator
     given = keyword(call, "gradient_accumulation_steps") if call is not None else None
     if given is not None:
         window.every = strip_casts(given)
     return True
+
+
+def _in_accumulate(path: tuple[PathItem, ...]) -> bool:
+    return any(isinstance(item, Context) and "accumulate" in item.names for item in path)
 
 
 def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
@@ -369,7 +412,9 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     if any(e.detail in {"tensor", "accelerate"} for e in inner):
         return False
     # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    accumulates = window.facts.mentions(_DEEPSPEED_ACCUMULATES)
+    accumulates = bool(window.around.engine_steps) or any(
+        "gradient_accumulat" in word or word == "gas" for word in window.around.words
+    )
     window.shape = "deepspeed" if accumulates else "plain"
     return accumulates
 
@@ -395,7 +440,10 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
     if any(window.when(e) == "inside" for e in steps):
         return False  # Two optimizers in turn.
     others = [e for e in steps if e not in ends and window.when(e) == "always"]
-    others = [e for e in others if not all(e.excludes(end) for end in ends)]
+    apart = [e for e in others if all(e.excludes(end) for end in ends)]
+    others = [e for e in others if e not in apart]
+    if apart:  # A branch that updates on every micro-batch is no part of the window.
+        window.inner = [b for b in inner if not all(b.excludes(end) for end in ends)]
     return all(
         any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
     )

@@ -1,9 +1,4 @@
-"""The loss that is logged is the divided one, or that of the last micro-batch.
-
-A loss divided by K for the backward is K times too small in the log. A loss logged only at the
-boundary is that of one micro-batch, not of the window. Log the mean of the undivided losses over
-the micro-batches of the window.
-"""
+"""The loss that is logged: that of the whole window, undivided."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from ..model import Event, File, LoopWindow
 from ..model.events import Env
 from ..model.expressions import dotted, is_binary, is_call, last_part, text, values_of
 from ..model.loss_origin import Chain, trace
-from .rule_base import Report, rule
+from .rule_base import LOG, Report, rule
 
 # Functions that show or keep a number, and objects whose methods do.
 _LOGS = re.compile(
@@ -30,9 +25,14 @@ _NO_NUMBER = ("isnan", "isinf", "isfinite")
 _MAX_DEPTH = 5
 
 
-@rule("reported loss")
-def check(file: File) -> Iterator[Report]:
-    """Yield at most one report of each kind per window."""
+@rule("WB115", "reported loss", LOG)
+def reported_loss(file: File) -> Iterator[Report]:
+    """The loss that is logged is the divided one, or that of the last micro-batch.
+
+    A loss divided by K for the backward is K times too small in the log. A loss logged only at the
+    boundary is that of one micro-batch, not of the window. Log the mean of the undivided losses
+    over the micro-batches of the window.
+    """
     for window in file.accumulating:
         bases = _bases(window)
         reported: set[str] = set()
@@ -103,7 +103,8 @@ def _is_log(call: ast.Call, window: LoopWindow) -> bool:
     if not _KEEPS.search(owner.rpartition(".")[2]) or not call.args:
         return False
     # `kept.append(loss)` where `sum(kept)` is used: the sum of a window's shares.
-    is_summed = f"sum({owner})" in window.facts.source
+    sums = window.around.calls.get("sum", ())
+    is_summed = any(text(c.args[0]) == owner for c in sums if c.args)
     return name in {"append", "update", "add", "log"} and not is_summed
 
 
