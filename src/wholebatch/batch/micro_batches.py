@@ -122,11 +122,11 @@ def joined(
     return first.structure.build(values)
 
 
-def _filler(layouts: Sequence[Layout], index: int, by: Tokens) -> float | None:
+def _filler(layouts: Sequence[Layout], index: int, by: Tokens | None) -> float | None:
     """Return the one value of a leaf where the mask is zero; None if there is none, or several."""
     padding = []
     for layout in layouts:
-        real = _real_tokens(_arrays_of(layout), by.mask)
+        real = _real_tokens(_arrays_of(layout), None if by is None else by.mask)
         value = layout.leaves[index].value
         if real is not None and value.shape[:2] == real.shape:
             padding.append(value[~real.to(value.device)].flatten())

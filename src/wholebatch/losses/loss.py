@@ -245,10 +245,11 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     units = check_units(units)
     mean = wide(mean)
     if is_known_to_be_zero(units):
-        value = refuse_lost_mean(mean)
-        if value is None:  # it is being traced
+        number = refuse_lost_mean(mean)
+        if number is None:  # it is being traced
             return Loss(mean.nan_to_num() * 0.0, units)
-        return Loss(mean * 0.0 if value == 0.0 else _Nothing.apply(mean), units)
+        nothing: Any = _Nothing
+        return Loss(mean * 0.0 if number == 0.0 else nothing.apply(mean), units)
     if isinstance(units, Tensor):
         value = mean.detach()
         is_lost = (units == 0) & value.isfinite() & (value != 0)

@@ -37,7 +37,7 @@ def output_layer(
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "base_model"):
         return None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", _none)()
     before, base_before, is_last = _LOOKED_AT.get(model, (None, None, False))
     if (
         head is None
@@ -54,6 +54,10 @@ def output_layer(
         if head is not None:
             _LOOKED_AT[model] = ref(head), ref(model.base_model), is_last
     return head if is_last else None
+
+
+def _none() -> Any:
+    return None
 
 
 def _is_output_layer(model: Any, head: Any, run: Callable[[], Tensor]) -> bool:

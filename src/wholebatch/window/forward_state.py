@@ -382,7 +382,7 @@ def refill(container: Any, values: Any) -> None:
 def _holds(container: Any, values: Any) -> bool:
     """True if a container holds these very objects, in this order."""
     if isinstance(container, set):
-        return set(container) == values
+        return bool(set(container) == values)
     now, before = list(_pairs(container)), list(_pairs(values))
     return len(now) == len(before) and all(
         key == other and value is was
