@@ -555,8 +555,8 @@ class Window:
         window = self.begin(units) if self.open is None else self.open
         if window.has_terms:
             raise LossError(
-                f"units= counts the terms {sorted(window.known or ())}, but the loss has no named terms: "
-                "return wb.Loss.terms({...}) with the same names"
+                f"units= counts the terms {sorted(window.known or ())}, but the loss has no named "
+                "terms: return wb.Loss.terms({...}) with the same names"
             )
         window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
         self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
