@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from wholebatch.lint.command_line import main
+from wholebatch.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["lint", *sys.argv[1:]]))

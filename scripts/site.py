@@ -18,7 +18,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "gradient-accumulation.md",
         "gallery.md",
         "troubleshooting.md",
-        "faq.md",
         "glossary.md",
         "compatibility.md",
     ),
@@ -132,8 +131,8 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
     """The page's text; links to files of the repository that the site does not have become names.
 
     >>> docs = Path("/r/docs")
-    >>> inside("see [it](../examples/two_ranks.py).", docs / "ranks.md", docs)
-    'see it (`examples/two_ranks.py` in the repository).'
+    >>> inside("see [it](../examples/train_ddp.py).", docs / "ranks.md", docs)
+    'see it (`examples/train_ddp.py` in the repository).'
     """
 
     def kept(match: re.Match[str]) -> str:

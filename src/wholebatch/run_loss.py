@@ -18,14 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile import Execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
-from wholebatch.coupled.additivity import AdditivityTest, UnmovedLoss, WindowData
+from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.coupled.loop_checks import unwatched
+from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
 from wholebatch.window.autocast import Full, Precision
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.precision import choose
-from wholebatch.window.window import Window
+from wholebatch.window.window import Window, is_tested_window
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,14 @@ class RunLoss:
         models, sync = window.target.models, window.sync
         self._window, self._precision, self._audits = window, precision, audit
         self._kind = window.target.device.type
-        self._call = _on_micro_batch(loss, models, reads or loss)
+        self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
         self._number = 0  # of the last window with a micro-batch of this function
         self._micro: Any = None  # of the call under way
         self._place: Place
+        self._means = MeanUnits()
+        self._gathered: GatheredSamples | None = None  # as `_unmoved`
         self._unmoved: UnmovedLoss | None = None  # of the window that is open, if it is tested
         # Ranks that may have different numbers of micro-batches test alone.
         self._test = AdditivityTest(
@@ -84,6 +87,7 @@ class RunLoss:
             enabled=audit,
             shares_forwards=sync.counts_must_agree or sync.grows_own_graph,
             loss=self._call,
+            given=nn.ModuleList(models),
         )
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
@@ -124,14 +128,18 @@ class RunLoss:
         self._number = self._window.number
         is_first = place.index == 0 or self._number != before  # of this function
         if is_first:
-            self._unmoved = None
+            self._unmoved = self._gathered = None
+            self._means.begin_window()
         elif self._unmoved is not None and place.last:
             with self._precision.for_audit():
                 self._unmoved.check()
         begins = is_first and place.in_parts
         if begins:
             self._test.begin_window(self.executor.changed())
-        if not self._test.is_due:
+        is_tested, is_alone = self._test.is_due, self._window.sync.ranks == 1
+        if begins and is_tested and is_alone:  # A forward may meet other ranks.
+            self._gathered = GatheredSamples()
+        if not is_tested and self._gathered is None:
             return
         given = self._micro
 
@@ -139,12 +147,15 @@ class RunLoss:
             return self._call(None, {**given, "micro": few})
 
         with self._precision.for_audit():
-            if place.last or place.index >= self._test.turn % max(place.steps, 1):
+            if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
                 data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
                 self._test.test(run, data)
-            # A forward may meet other ranks.
-            if begins and not place.last and self._window.sync.ranks == 1:
+            if begins and is_tested and is_alone and not place.last:
                 self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
+            if self._gathered is not None:
+                self._gathered.add(given["micro"])
+                if place.last:
+                    self._test.test_gathered(run, self._gathered, given["micro"])
 
     def _added(self) -> Loss:
         window = self._window
@@ -167,6 +178,8 @@ class RunLoss:
                 loss = as_loss(function(None, self._micro))
             if place.in_parts and self._audits:
                 refuse_in_parts(loss)
+                if place.counts and is_tested_window(self._window.number):
+                    self._means.add_loss(loss)
             self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
         assert isinstance(loss, Loss)
         return loss
@@ -203,10 +216,9 @@ def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:
 
 
 def _on_micro_batch(
-    loss: Callable[[Any], Any], models: Sequence[nn.Module], reads: Callable[..., Any]
+    loss: Callable[[Any], Any], models: Sequence[nn.Module], reads: Callable[..., Any], kind: str
 ) -> Callable[..., Any]:
     """Return the function as one of `(model, micro)`, under the autocast it was called with."""
-    kind = next(models[0].parameters()).device.type
     replicas = [
         m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
     ]

@@ -30,6 +30,7 @@ from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
+from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     refuse_new_norms,
@@ -46,7 +47,15 @@ from wholebatch.coupled.two_pass import (
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
-from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
+from wholebatch.losses.loss import (
+    Loss,
+    Term,
+    Terms,
+    as_loss,
+    cross_entropy,
+    refuse_in_parts,
+    terms_of,
+)
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
@@ -111,6 +120,7 @@ class Runner:
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._is_guarded = True  # writes by the loss function are looked for in this window
         self._untouched = Untouched(window, by="the loss function")
+        self._means = MeanUnits()
         read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
@@ -204,6 +214,7 @@ class Runner:
         self._is_guarded = is_tested_window(self._window.number)
         if self._is_guarded:
             self._untouched.forget()
+            self._means.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
         if before is None:
@@ -327,6 +338,8 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
+        if self._in_parts and self._audits and self._is_guarded and self._counts:
+            self._means.add_loss(loss)
         self._test.read(loss)
         return loss
 
@@ -420,8 +433,8 @@ class TwoPassRunner(Runner):
         terms = terms_of(loss)
         units = self._agreed_units(terms)
         window, sync = self._window.begin(known=units), self._window.sync
-        if terms.keys() == {SINGLE}:
-            window.round_seed(terms[SINGLE].total)
+        if window.has_terms:
+            window.fix_seeds(terms)  # all ranks have the same terms
         share = 1.0 / sync.ranks
         seeds = [
             window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
@@ -505,7 +518,8 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         return
     try:
         signature.bind(None, None)
-        takes_both = next(iter(signature.parameters)) not in ("input", "logits")
+        is_of_torch = getattr(loss, "__module__", None) == "torch.nn.functional"
+        takes_both = loss is not cross_entropy and not is_of_torch  # which take logits
     except TypeError:
         takes_both = False
     if not takes_both:

@@ -56,7 +56,7 @@ def assert_right_loop(loop: Callable[[Any, Any, Any], object], **options: Any) -
     ...     optimizer.step()
     >>> assert_right_loop(loop, case="mlp")
     Traceback (most recent call last):
-    AssertionError: DIFFERENT update: not divided: ...
+    AssertionError: Wrong: not divided: ...
     """
     __tracebackhide__ = True
     verdict = verify_loop(loop, **options)

@@ -17,15 +17,17 @@ from tests.browser.chromium import Tab
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    "index.html", "speed.html", "verify.html", "choose.html", "faq.html", "troubleshooting.html",
+    "index.html", "speed.html", "verify.html", "choose.html", "troubleshooting.html",
     "integrations/transformers.html", "compatibility.html", "reference/training.html",
     "lint/index.html", "install.html", "architecture.html", "integrations/own-loop.html",
 )  # fmt: skip
 # What people type -> the page that answers.
 QUESTIONS = {
-    "effective batch size": "faq.html", "OOM": "faq.html", "Hugging Face": "faq.html",
-    "BatchNorm": "batchnorm.html", "LoRA": "faq.html", "torch.compile": "faq.html",
-    "resume": "train.html", "no_sync": "faq.html", "learning rate": "faq.html", "GAN": "faq.html",
+    "effective batch size": "gradient-accumulation.html", "OOM": "memory.html",
+    "Hugging Face": "transformers.html", "LoRA": "transformers.html",
+    "BatchNorm": "batchnorm.html", "torch.compile": "speed.html", "resume": "train.html",
+    "no_sync": "gradient-accumulation.html", "learning rate": "scaling.html",
+    "GAN": "own-loop.html",
     "gradient checkpointing": "gradient-accumulation.html",
     "num_items_in_batch": "transformers.html",
     "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",

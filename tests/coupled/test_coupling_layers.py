@@ -13,7 +13,7 @@ from wholebatch.batch.samples import readable_layout
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import layers_by_type, layers_that_couple
 from wholebatch.coupled.normalisation_layers import batchnorms
-from wholebatch.coupled.sample_runs import FirstSamples
+from wholebatch.coupled.sample_runs import ChosenSamples
 
 
 class Own(nn.BatchNorm1d):
@@ -34,7 +34,7 @@ def findings(model: nn.Module, batch: Any, run: Any = None) -> list[AuditFinding
         return by_type
     known = {one.name for one in by_type if one.kind != "running"}
     count = min(layout.size, 8)
-    samples = FirstSamples(model, run or model, layout, count, graph=False)
+    samples = ChosenSamples(model, run or model, layout, count, graph=False)
     with samples.testing():
         changed = layers_that_couple(samples, count)
     return by_type + [one for one in changed if one.name not in known]

@@ -77,13 +77,16 @@ class Teacher:
 MISTAKES: dict[str, tuple[Callable[[], LossOf], str]] = {
     "a token mean with the samples as units": (
         lambda: token_mean,
-        "the units may count something else",
+        "the units may count something else|but their units= are",
     ),
     "a term of a rare class": (
         lambda: rare_class,
-        "compares samples|the units may count something else",
+        "compares samples|the units may count something else|but their units= are",
     ),
-    "flooding": (lambda: flooding, "compares samples|the units may count something else"),
+    "flooding": (
+        lambda: flooding,
+        "compares samples|the units may count something else|but their units= are",
+    ),
     "a teacher moved by every micro-batch": (Teacher, "something outside of the model changes"),
 }
 

@@ -74,7 +74,6 @@ def initialized(stage: int, make: Any, *, model: nn.Module | None = None, **conf
     zero = {
         "stage": stage,
         "reduce_bucket_size": 300,  # several buckets, also for a model this small
-        "stage3_param_persistence_threshold": 0,
         **config.pop("zero_optimization", {}),
     }
     settings = {
@@ -176,7 +175,9 @@ def by_accumulator(
 
 
 def by_whole_batch(stage: int, case: str, make: Any, clip: float | None, known: bool) -> Any:
-    engine = initialized(stage, make)
+    # One case with every parameter partitioned; the others with DeepSpeed's own threshold.
+    config = {"stage3_param_persistence_threshold": 0} if known else {}
+    engine = initialized(stage, make, zero_optimization=config)
     train = wb.WholeBatch(
         engine,
         engine.optimizer,

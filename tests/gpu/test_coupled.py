@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.coupling_layers import layers_that_couple
-from wholebatch.coupled.sample_runs import FirstSamples
+from wholebatch.coupled.sample_runs import ChosenSamples
 from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
@@ -121,7 +121,7 @@ def test_the_probe_finds_what_couples_and_leaves_no_trace() -> None:
     model = Centred().cuda()
     before = torch.cuda.get_rng_state()
     images = batch(dtype=torch.float32)["image"]
-    samples = FirstSamples(model, lambda few: model(few.cuda()), layout_of(images), 8, graph=False)
+    samples = ChosenSamples(model, lambda few: model(few.cuda()), layout_of(images), 8, graph=False)
     with samples.testing():
         found = layers_that_couple(samples, 8)
     assert [finding.kind for finding in found] == ["probe"]

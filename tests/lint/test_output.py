@@ -37,7 +37,7 @@ def test_json() -> None:
     assert rows[0] == {
         "code": "WB101",
         "name": "loss not divided",
-        "level": "warning",
+        "level": "wrong update",
         "message": FINDINGS[0].message,
         "path": "dir/train.py",
         "cell": None,
@@ -50,7 +50,7 @@ def test_json() -> None:
 
 def test_github() -> None:
     first = FORMATS["github"](FINDINGS).splitlines()[0]
-    assert first.startswith("::warning title=wholebatch WB101,file=dir/train.py,line=4,col=5::")
+    assert first.startswith("::error title=wholebatch WB101,file=dir/train.py,line=4,col=5::")
     odd = lint_source(SOURCE, path="a,b:100%.py")
     assert "file=a%2Cb%3A100%25.py," in FORMATS["github"](odd)
 

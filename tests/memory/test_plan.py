@@ -160,6 +160,105 @@ def test_command_refuses_bad_options() -> None:
             assert "no GPU here" in str(refused("digits-cnn", "--gpu-memory", share))
 
 
+def test_the_gpu_by_name_and_its_price() -> None:
+    for name in ("RTX 4090", "rtx4090", "24"):
+        if name == "24":
+            assert "--gpu 24: must be one of T4, L4, RTX 3090" in str(refused("--gpu", name))
+            continue
+        result = command("digits-cnn", "--batch-size", "64", "--gpu", name, "--price", "0.35")
+        assert "1 × RTX 4090 with 23.6 GiB" in result.output
+        assert "an epoch: 1,797 samples" in result.output
+        assert "undivided, it needs" in result.output
+    assert "--price: also give --gpu" in str(refused("digits-cnn", "--price", "1"))
+    assert "--price 0: must be one or two prices" in str(refused("--price", "0", "--gpu", "T4"))
+    assert "give one of them" in str(refused("--gpu", "T4", "--gpu-memory", "1GiB"))
+
+
+def test_the_price_beside_that_of_a_larger_gpu() -> None:
+    """A CNN of digits has about 6 × 30 million operations for an image, in fp32."""
+    found = json.loads(
+        command(
+            "digits-cnn", "--batch-size", "300000", "--gpu", "T4", "--price", "0.3,2", "--json"
+        ).output
+    )
+    assert found["micro_batch"] < 300_000
+    assert found["undivided"] > 14.7 * 2**30
+    cost, beside = found["cost"]
+    seconds = 1797 * found["operations"] / (0.4 * 8.1e12)
+    assert f"{seconds / 3600 * 0.3:.3g} at 0.3 each" in cost
+    assert "GPU hours, cheaper below" in beside
+    assert beside.endswith("at 2 each")
+
+
+DEEP = """
+import torch
+from torch import nn
+import wholebatch as wb
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+def data():
+    return torch.utils.data.TensorDataset(torch.randn(8, 64, 256))
+
+def loss(model, micro):
+    return wb.mean_loss(model(micro[0]).square().mean(), len(micro[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--gpus", "2", "--parallel", "fsdp2", "--gpu-memory", "95MiB"],
+        ["--gpu-memory", "100MiB"],
+        ["--gpu-memory", "1MiB"],
+    ],
+    ids=["sharded", "one", "hopeless"],
+)
+def test_each_advice_is_accepted_when_it_is_followed(tmp_path: Path, options: list[str]) -> None:
+    """The options of every row are given to the same command; a row that "fits" then does."""
+    name = str(tmp_path / "mine.py")
+    Path(name).write_text(DEEP, encoding="utf-8")
+    told = command(name, *options)
+    assert told.exit_code == 1
+    assert "host" not in told.output
+    rows = [line for line in told.output.splitlines() if line.startswith("--")]
+    assert rows
+    for row in rows:
+        words = row.split("  ")[0].split()
+        followed = command(name, *options, *words)
+        assert (followed.exit_code == 0) == ("fits" in row), followed.output
+    if "1MiB" in options:
+        assert "nothing here is enough: take a smaller model" in told.output
+        return
+    [fewest] = [row for row in rows if "the fewest GPUs" in row]
+    words = fewest.split("  ")[0].split()
+    place = words.index("--gpus") + 1
+    if int(words[place]) > 2:
+        words[place] = str(int(words[place]) - 1)
+        assert command(name, *options, *words).exit_code == 1  # one less does not fit
+
+
+def test_the_largest_of_a_family() -> None:
+    pytest.importorskip("transformers")
+    small = command("--largest", "vit", "--gpu-memory", "300MiB", "--batch-size", "4")
+    assert "vit of width 256 and depth 4 (vit)" in small.output
+    assert small.exit_code == 0
+    assert "none of width 256 or more fits" in str(
+        refused("--largest", "gpt", "--gpu-memory", "80MiB")
+    )
+    assert "takes the place of digits-cnn" in str(refused("digits-cnn", "--largest", "gpt"))
+
+
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,

@@ -31,12 +31,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     context = get_context("spawn")
     tell = context.SimpleQueue()
+    given = (arguments.seed, arguments.seconds, arguments.device, tell)
     workers = [
-        context.Process(target=work, args=(number, arguments.seed, arguments.seconds, tell))
-        for number in range(arguments.jobs)
+        context.Process(target=work, args=(number, *given)) for number in range(arguments.jobs)
     ]
     for worker in workers:
         worker.start()

@@ -52,10 +52,12 @@ class Program:
     """True if `units=` counts the units before the first backward."""
     precision: str = "float64"
     execute: str = "eager"
+    device: str = "cpu"
     event: str = "none"
     at: int = 0
     """The window that the event belongs to."""
     ranks: int = 1
+    """Processes with DDP; each gets every `ranks`-th micro-batch of a window."""
     mistake: str = "none"
     seed: int = 0
 

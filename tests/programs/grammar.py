@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,10 +16,19 @@ VECTOR_MODELS = tuple(name for name in MODELS if name not in TOKEN_MODELS)
 
 
 @st.composite
-def programs(draw: Any, planted: bool | None = None) -> Program:
+def programs(draw: Any, device: str = "cpu") -> Program:
     """Draw a program; one of three has a planted mistake."""
-    wrong = draw(st.integers(0, 2)) == 2 if planted is None else planted
-    return draw(_wrong() if wrong else _right())  # type: ignore[no-any-return]
+    share = draw(st.integers(0, 99))
+    if device == "cuda":
+        kind = _wrong() if share < 25 else _compiled() if share < 35 else _right()
+        return replace(draw(kind), device=device)
+    if share < 3:
+        return draw(_on_ranks())  # type: ignore[no-any-return]
+    if share < 6:
+        return draw(_in_host())  # type: ignore[no-any-return]
+    if share < 7:
+        return draw(_compiled())  # type: ignore[no-any-return]
+    return draw(_wrong() if share < 40 else _right())  # type: ignore[no-any-return]
 
 
 def _pick(draw: Any, values: Sequence[Any], plain: int = 1) -> Any:
@@ -44,6 +54,8 @@ def _right(draw: Any) -> Program:
     batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object"])
     if batch == "object" and way in WHOLE_BATCH:
         batch = "dict"  # refused with advice: WholeBatch cannot split an unknown class
+    if event == "oom" and loss == "coupled":
+        event = "none"
     optimizer = "sgd" if model == "sparse" else _optimizer(draw, model)
     return Program(
         model=model,
@@ -57,11 +69,11 @@ def _right(draw: Any) -> Program:
         names=_pick(draw, ["short", "long", "strange", "globals"]),
         optimizer=optimizer,
         scheduler=_scheduler(draw, event),
-        clip=_clip(draw, model, optimizer),
-        close=_close(draw, way, model),
+        clip=_clip(draw, way, model, optimizer),
+        close=_close(draw, way, model, event),
         memory=_pick(draw, ["none", "host"], 6) if way not in ("gradient",) else "none",
         counts=counts,
-        precision=_pick(draw, ["float64", "float32", "bf16"], 3),
+        precision=_pick(draw, ["float64", "float32", "bf16", "fp16"], 4),
         event=event,
         at=at,
         seed=draw(st.integers(0, 50)),
@@ -136,6 +148,8 @@ def _loop(draw: Any, way: str, event: str) -> str:
 def _event(draw: Any, way: str, model: str) -> str:
     events = ["none", "rate", "freeze", "evaluate", "load", "raise", "resume"]
     events += ["nan"] if model not in TOKEN_MODELS and model != "batchnorm" else []
+    events += ["group"] if model == "frozen" else []
+    events += ["oom"] if way in ("step", "over") and model != "batchnorm" else []
     events += ["discard"] if way in (*LOOPS, "run") and way != "announce" else []
     if way in ("announce", "gradient"):
         events = [event for event in events if event not in ("raise", "resume", "discard")]
@@ -158,17 +172,18 @@ def _scheduler(draw: Any, event: str) -> str:
     return _pick(draw, [*kinds, "plateau"] if event == "none" else kinds, 3)  # type: ignore[no-any-return]
 
 
-def _clip(draw: Any, model: str, optimizer: str) -> str:
+def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:
     if model == "sparse":
         return "none"
-    kinds = ["none", "norm", "value"] + (["groups"] if optimizer == "groups" else [])
+    grouped = optimizer == "groups" and way != "gradient"
+    kinds = ["none", "norm", "value"] + (["groups"] if grouped else [])
     return _pick(draw, kinds, 2)  # type: ignore[no-any-return]
 
 
-def _close(draw: Any, way: str, model: str) -> tuple[str, ...]:
+def _close(draw: Any, way: str, model: str, event: str) -> tuple[str, ...]:
     if model == "sparse":
         return ()
-    kinds = ["zero_units", "nonfinite", "sync", "on_gradient"]
+    kinds = ["zero_units", "sync", "on_gradient"] + (["nonfinite"] if event != "nan" else [])
     kinds += ["ema"] if way != "gradient" else []
     return tuple(kind for kind in kinds if draw(st.integers(0, 5)) == 5)
 
@@ -182,6 +197,9 @@ def _wrong(draw: Any) -> Program:
     model = _pick(draw, [name for name in MODELS if name not in ("batchnorm", "sparse")])
     loss = _pick(draw, list(plan.losses))
     windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model, least=2))
+    if mistake == "divided by steps":
+        windows = tuple(window[: len(windows[0])] for window in windows)
+        windows = tuple(window for window in windows if len(window) == len(windows[0]))
     return Program(
         model=model,
         windows=windows,
@@ -194,5 +212,104 @@ def _wrong(draw: Any) -> Program:
         names=_pick(draw, ["short", "long"]),
         optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
         mistake=mistake,
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+def _full(draw: Any, windows: Any, many: int) -> Any:
+    """Return windows of `many` micro-batches each; only the last may be shorter."""
+    full = []
+    for window in windows[:-1]:
+        more = tuple(Micro(draw(st.integers(1, 3))) for _ in range(many - len(window)))
+        full.append((*window, *more)[:many])
+    return (*full, windows[-1][:many])
+
+
+def _labelled(windows: Any) -> Any:
+    """Give each window a label that counts."""
+    return tuple(
+        window
+        if any(micro.labels != "none" for micro in window)
+        else (Micro(window[0].rows), *window[1:])
+        for window in windows
+    )
+
+
+@st.composite
+def _on_ranks(draw: Any) -> Program:
+    """Draw a program on 2 or 3 ranks, of which some have fewer micro-batches at the end."""
+    ranks = draw(st.integers(2, 3))
+    way = _pick(draw, ["over", "backward", "run"])
+    model = _pick(draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora")])
+    loss = _pick(draw, ["ce", "smooth", "classes", "mse"])
+    whole = way == "over"
+    windows = draw(_windows(whole=whole, loss=loss, model=model))
+    windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
+    if whole:
+        size = windows[0][0].rows
+        windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
+    return Program(
+        model=model,
+        windows=windows,
+        loss=loss,
+        given=_pick(draw, ["total", "mean"]),
+        way=way,
+        batch=_pick(draw, ["dict", "tuple", "dataclass", "namedtuple"]),
+        names=_pick(draw, ["short", "long"]),
+        optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
+        scheduler=_pick(draw, ["none", "exponential"]),
+        clip=_pick(draw, ["none", "norm"]),
+        ranks=ranks,
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def _in_host(draw: Any) -> Program:
+    """Draw a program whose loop another library owns."""
+    way = _pick(draw, ["accelerate", "fabric", "lightning", "trainer", "keras", "jax"])
+    whole = way in ("keras", "jax")
+    model = "linear" if whole else _pick(draw, [name for name in MODELS if name != "batchnorm"])
+    loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])
+    windows = draw(_windows(whole=whole, loss=loss, model=model))
+    windows = _labelled(_full(draw, windows, draw(st.integers(1, 3))))
+    if loss == "weighted":
+        windows = tuple((Micro(window[0].rows), *window[1:]) for window in windows)
+    if whole:
+        size = windows[0][0].rows
+        windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
+    means = way in ("lightning", "trainer")
+    clips = not whole and model != "sparse"
+    return Program(
+        model=model,
+        windows=windows,
+        loss=loss,
+        given="mean" if means else _pick(draw, ["total", "mean"]),
+        way=way,
+        batch=_pick(draw, ["dict"] if way in ("trainer", "keras", "jax") else ["dict", "tuple"]),
+        names=_pick(draw, ["short", "long"]),
+        optimizer="sgd" if whole or model == "sparse" else _pick(draw, ["sgd", "adamw"]),
+        clip=_pick(draw, ["none", "norm"]) if clips else "none",
+        precision="float32" if way == "keras" else "float64",  # Keras's rate is a float32
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def _compiled(draw: Any) -> Program:
+    """Draw a program whose micro-steps are compiled."""
+    way = _pick(draw, ["step", "run"])
+    model = _pick(draw, [name for name in MODELS if name != "batchnorm"])
+    loss = _pick(draw, ["ce", "classes", "mse"])
+    return Program(
+        model=model,
+        windows=draw(_windows(whole=way == "step", loss=loss, model=model)),
+        loss=loss,
+        given=_pick(draw, ["total", "mean", "unit"] if loss == "ce" else ["total", "mean"]),
+        way=way,
+        batch=_pick(draw, ["dict", "tuple"]),
+        style=_pick(draw, ["module", "main", "closure", "class"]),
+        precision=_pick(draw, ["float64", "float32", "bf16"]),
+        execute="compile",
         seed=draw(st.integers(0, 50)),
     )

@@ -22,7 +22,7 @@ Window = dict[str, Any]
 def truth(program: Program) -> list[Window]:
     """Return what each window must report, and the parameters after it."""
     scope = _scope(program)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # a fork of a process with CUDA has none
         torch.manual_seed(3)
         return _train(program, scope["Net"]().double(), _batches(program, scope["make_data"]))
 
@@ -176,6 +176,9 @@ def _event(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer)
     if program.event == "freeze":
         optimizer.zero_grad()
         next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
+    if program.event == "group":
+        added = [*model.base.requires_grad_(True).parameters()]  # type: ignore[union-attr, operator]
+        optimizer.add_param_group({"params": added, "lr": 0.05})
     if program.event == "load":
         with torch.no_grad():
             for value in model.state_dict().values():

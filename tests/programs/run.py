@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import select
 import signal
 import sys
@@ -22,6 +23,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,12 @@ class _Logged(logging.Handler):
 
 def run(text: str, limit: float = LIMIT) -> Outcome:
     """Return what the program does; one that does not end is killed."""
+    answer = in_fork(lambda: _execute(text), limit)
+    return answer if isinstance(answer, Outcome) else Outcome(error=answer)
+
+
+def in_fork(function: Callable[[], Any], limit: float = LIMIT) -> Any:
+    """Return the function's result, computed in a fork; or a sentence, if the fork has none."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -75,7 +83,7 @@ def run(text: str, limit: float = LIMIT) -> Outcome:
         status = 1
         try:
             with os.fdopen(writes, "wb") as answer:
-                pickle.dump(_execute(text), answer)
+                pickle.dump(function(), answer)
             status = 0
         finally:
             os._exit(status)
@@ -83,10 +91,8 @@ def run(text: str, limit: float = LIMIT) -> Outcome:
     answer = _read(reads, child, limit)
     _, status = os.waitpid(child, 0)
     if answer is None:
-        return Outcome(error=f"hangs: did not end within {limit:.0f} s")
-    if not answer:
-        return Outcome(error=f"the process died with status {status}")
-    return pickle.loads(answer)  # type: ignore[no-any-return]
+        return f"hangs: did not end within {limit:.0f} s"
+    return pickle.loads(answer) if answer else f"the process died with status {status}"
 
 
 def _read(reads: int, child: int, limit: float) -> bytes | None:
@@ -129,6 +135,8 @@ def _execute(text: str) -> Outcome:
             error = f"{type(failure).__name__}: {failure}"
             refused = any(kind.__name__ == "WholebatchError" for kind in type(failure).__mro__)
             where = traceback.format_exc()
+            if of_rank := re.search(r"^wholebatch\.errors\.(\w+: .*)", str(failure), re.M | re.S):
+                error, refused = of_rank[1], True  # torch tells it as the text of a traceback
     path.unlink()
     said = [*logged.lines, *(str(warning.message) for warning in caught)]
     lines = printed.getvalue().strip().splitlines()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from textwrap import indent
 
-from tests.programs import mistakes
+from tests.programs import hosts, mistakes
 from tests.programs.description import Program
 from tests.programs.models import data_seed, data_text, model_text
 
@@ -58,7 +58,7 @@ SCHEDULERS = {
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
 }
 _NOTE = """def note(step):
-    parameters = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    parameters = torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
     record.append(
         {
             "update": step.update,
@@ -81,15 +81,55 @@ def optimizer_text(program: Program) -> str:
 
 def script(program: Program) -> str:
     """Return the text of the program."""
-    parts = [_HEAD + f"\ndtype = torch.{_DTYPES[program.precision]}\nrecord = []"]
+    head = _HEAD + hosts.IMPORTS.get(program.way, "") + (_RANKS_HEAD if program.ranks > 1 else "")
+    parts = [head.strip() + f"\n\ndtype = torch.{_DTYPES[program.precision]}\nrecord = []"]
     parts += [model_text(program), data_text(program), *_containers(program), _data(program)]
     parts += [*_globals(program), *_loss(program), _NOTE, *_build(program), _loop(program)]
+    if program.ranks > 1:
+        return "\n\n".join(_on_ranks(program, parts)) + "\n"
     parts += ["print(json.dumps(record))"]
     if program.style == "main":
         start = len(parts) - len(_loss(program)) - len(_build(program)) - 3
         body = indent("\n\n".join(parts[start:]), "    ")
         parts = [*parts[:start], f"def main():\n{body}", 'if __name__ == "__main__":\n    main()']
     return "\n\n".join(parts) + "\n"
+
+
+_RANKS_HEAD = """import tempfile
+
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+"""
+_RANKS_MAIN = """def main():
+    meeting = tempfile.mktemp()
+    answers = multiprocessing.get_context("fork").SimpleQueue()
+    multiprocessing.start_processes(
+        train_on, args=(meeting, answers), nprocs=RANKS, start_method="fork"
+    )
+    print(answers.get())
+
+
+if __name__ == "__main__":
+    main()"""
+
+
+def _on_ranks(program: Program, parts: list[str]) -> list[str]:
+    """Return the program with everything from the loss on in a function that each rank runs."""
+    start = len(parts) - len(_loss(program)) - len(_build(program)) - 2
+    ranks = program.ranks
+    dealt = [f"drawn_here = [window[rank::{ranks}] for window in drawn]"]
+    data = _data(program).rsplit("\n", 1)[1].replace("in drawn]", "in drawn_here if window]")
+    begins = (
+        f'dist.init_process_group("gloo", f"file://{{meeting}}", rank=rank, world_size={ranks})'
+    )
+    ends = "if rank == 0:\n    answers.put(json.dumps(record))\ndist.destroy_process_group()"
+    body = "\n\n".join([begins, *dealt, data, *parts[start:], ends])
+    return [
+        *parts[:start],
+        "def train_on(rank, meeting, answers):\n" + indent(body, "    "),
+        _RANKS_MAIN.replace("RANKS", str(ranks)),
+    ]
 
 
 # ------------------------------------------------------------------ the data
@@ -147,6 +187,8 @@ def _data(program: Program) -> str:
         joined = "tuple(torch.cat(fields) for fields in zip(*window))"
         return text + f"batches = [{_batch_of(program, joined)} for window in drawn]"
     one = _batch_of(program, "fields")
+    if program.device != "cpu":
+        one = _batch_of(program, f'tuple(one.to("{program.device}") for one in fields)')
     return text + f"windows = [[{one} for fields in window] for window in drawn]"
 
 
@@ -156,8 +198,9 @@ def _globals(program: Program) -> list[str]:
     if program.names == "globals":
         lines += [f"{name} = torch.zeros(3)" for name in program.fields]
     if program.loss == "classes":
-        lines += ["class_weights = torch.tensor([0.5, 1.0, 2.0], dtype=dtype)"]
-    if program.event == "raise":
+        on = f', device="{program.device}"' if program.device != "cpu" else ""
+        lines += [f"class_weights = torch.tensor([0.5, 1.0, 2.0], dtype=dtype{on})"]
+    if program.event in ("raise", "oom"):
         lines += ["failing = [True]"]
     return ["\n".join(lines)] if lines else []
 
@@ -246,7 +289,7 @@ def _loss(program: Program) -> list[str]:
         parts += [_function("def encode(model, micro):", lines)]
         lines = [
             "scores = logits @ logits.T",
-            "mean = F.cross_entropy(scores, torch.arange(len(scores)))",
+            "mean = F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))",
             "return wb.mean_loss(mean, len(scores))",
         ]
         return [
@@ -273,12 +316,19 @@ def _loss(program: Program) -> list[str]:
 
 
 def _failing(program: Program) -> list[str]:
+    if program.event == "oom":
+        rows = f"len({field(program, 'x')})"
+        return [f"if failing and {rows} > 1 and len(record) == {program.at}:", *_MEMORY]
     if program.event != "raise":
         return []
     seed = "failing and model.training" if program.is_whole else "failing"
     return [f"if {seed} and len(record) == {program.at}:", "    failing.clear()", _RAISE]
 
 
+_MEMORY = [
+    "    failing.clear()",
+    '    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")',
+]
 _RAISE = '    raise RuntimeError("a sample could not be read")'
 
 
@@ -320,6 +370,8 @@ def _options(program: Program) -> list[str]:
     if program.event == "nan":
         close += ['nonfinite="skip"']
     close += [CLOSE[name] for name in program.close]
+    if program.precision == "fp16" and not program.is_whole:
+        close += [f'scaler=torch.amp.GradScaler("{program.device}", init_scale=256.0)']
     if close:
         options += [f"close=wb.Close({', '.join(close)})"]
     if program.memory != "none":
@@ -346,7 +398,15 @@ MEMORY = {
 
 def _build(program: Program) -> list[str]:
     """Return the lines that make model, optimizer, scheduler and what trains them."""
-    lines = ["torch.manual_seed(3)", "model = Net().to(dtype)"]
+    place = f', "{program.device}"' if program.device != "cpu" else ""
+    lines = [
+        "torch.manual_seed(3)",
+        f"model = Net().to(dtype=dtype{place.replace(', ', ', device=')})",
+    ]
+    if program.way in hosts.HOSTS:
+        return ["\n".join([*lines, f"optimizer = {optimizer_text(program)}"])]
+    if program.ranks > 1:
+        lines += ["model = DistributedDataParallel(model)"]
     lines += [f"optimizer = {optimizer_text(program)}"]
     if program.scheduler != "none":
         lines += [f"scheduler = {SCHEDULERS[program.scheduler]}"]
@@ -360,7 +420,8 @@ def _build(program: Program) -> list[str]:
     if program.is_whole:
         options = ["loss=loss", f"micro_batch={program.micro_batch}", *options]
         options += ["units=count"] if program.counts else []
-        options += ['precision="bf16"'] if program.precision == "bf16" else []
+        if program.precision in ("bf16", "fp16"):
+            options += [f'precision="{program.precision}"']
         made = "train = wb.WholeBatch"
     else:
         options = [f"steps={_steps(program)}", *options]
@@ -379,7 +440,7 @@ def _build(program: Program) -> list[str]:
 
 def _steps(program: Program) -> str:
     """Return `steps=`: a number, or a schedule where windows differ before the last."""
-    lengths = [len(window) for window in program.windows]
+    lengths = [-(-len(window) // program.ranks) for window in program.windows]
     if len(set(lengths[:-1])) <= 1 and lengths[-1] <= lengths[0]:
         return str(lengths[0])
     return str(dict(enumerate(lengths)))
@@ -394,6 +455,10 @@ EVENTS = {
         "model.eval()",
         "with torch.no_grad():\n    model(*example)",
         "model.train()",
+    ],
+    "group": [
+        "added = [*model.base.requires_grad_(True).parameters()]",
+        'optimizer.add_param_group({"params": added, "lr": 0.05})',
     ],
     "load": [
         "model.load_state_dict({name: value * 0.5 if value.is_floating_point() else value\n"
@@ -415,11 +480,15 @@ def _event(program: Program) -> str:
         )
     if program.event == "evaluate":
         inputs = "drawn[0][0][:2]" if program.has_tokens else "drawn[0][0][:1]"
+        if program.device != "cpu":
+            inputs = f'[one.to("{program.device}") for one in {inputs}]'
         return "\n".join([f"example = {inputs}", *EVENTS["evaluate"]])
     return "\n".join(EVENTS.get(program.event, []))
 
 
 def _loop(program: Program) -> str:
+    if program.way in hosts.HOSTS:
+        return hosts.loop_text(program, forward_lines(program), given_values(program))
     if program.is_whole:
         return _whole_batch_loop(program)
     if program.loop == "over":
@@ -453,8 +522,9 @@ def body_lines(program: Program, last: str = "") -> list[str]:
         lines = [f"step = train.run(loss, micro{last})"]
     else:
         lines = [*_failing(program), *forward_lines(program), *_backward(program, last)]
-    if program.precision == "bf16":
-        lines = ['with torch.autocast("cpu", dtype=torch.bfloat16):', *_inner(lines)]
+    if program.precision in ("bf16", "fp16"):
+        kind = {"bf16": "bfloat16", "fp16": "float16"}[program.precision]
+        lines = [f'with torch.autocast("{program.device}", dtype=torch.{kind}):', *_inner(lines)]
     left = mistakes.AFTER.get(program.mistake, ())
     return [*lines, *(line.replace("FORWARD", forward_lines(program)[0]) for line in left)]
 

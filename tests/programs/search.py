@@ -27,11 +27,13 @@ class Search:
     seconds: float
     tell: Any
     """A queue for (process, kind, failure)."""
+    device: str = "cpu"
     known: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ends = time.monotonic() + self.seconds
         self.target: str | None = None
+        self.shrinks_until = self.ends
         self.smallest: tuple[Program, Verdict] | None = None
 
     def run(self, first_seed: int, many: int = 100) -> None:
@@ -47,7 +49,7 @@ class Search:
                 suppress_health_check=list(HealthCheck),
                 verbosity=Verbosity.quiet,
                 report_multiple_bugs=False,
-            )(seed(lot)(given(programs())(self._test)))
+            )(seed(lot)(given(programs(device=self.device))(self._test)))
             try:
                 test()
             except Exception as problem:
@@ -60,19 +62,22 @@ class Search:
     def _test(self, program: Program) -> None:
         if time.monotonic() > self.ends + (30 if self.target else 0):
             return
+        if self.target is not None and time.monotonic() > self.shrinks_until:
+            return
         found = judge(program)
         if self.target is None:
             self.tell.put((self.number, found.kind, None))
             if not found.failed or found.signature in self.known:
                 return
             self.target = found.signature
+            self.shrinks_until = time.monotonic() + 25
             self.known.add(found.signature)
         if found.failed and found.signature == self.target:
             self.smallest = (program, found)
             raise Failed(found.signature)
 
 
-def work(number: int, first_seed: int, seconds: float, tell: Any) -> None:
+def work(number: int, first_seed: int, seconds: float, device: str, tell: Any) -> None:
     warm_up(script(Program()), script(Program(way="run")))
-    Search(number, seconds, tell).run(first_seed + number)
+    Search(number, seconds, tell, device).run(first_seed + number)
     tell.put((number, "done", None))

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import loss
 from wholebatch.cli.app import COMMANDS
-from wholebatch.cli.command_options import Command
 
 SOURCE = Path(wb.__file__).parent
 
@@ -119,9 +118,6 @@ PARTS = {
 def flags_of(name: str) -> set[str]:
     """The flags of a command of the command line."""
     command = getattr(import_module(f"wholebatch.cli.{name}_command"), name)
-    if not isinstance(command, Command):  # lint has a parser of its own
-        command = import_module("wholebatch.lint.command_line")
-        return set(re.findall(r"--[a-z][a-z-]+", inspect.getsource(command)))
     return {flag for action in command.parser()._actions for flag in action.option_strings}
 
 

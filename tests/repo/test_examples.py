@@ -50,7 +50,7 @@ def test_all_are_listed() -> None:
         assert f"[{path.name}]({path.name})" in text
 
 
-@pytest.mark.parametrize("name", ["hand_written_loop", "resume", "gan", "dpo", "lora", "muon"])
+@pytest.mark.parametrize("name", ["dpo", "muon"])
 def test_before_and_after(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch.optim.Muon came with torch 2.9")
@@ -60,11 +60,10 @@ def test_before_and_after(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert len(before) == len(after) > 0
     assert max(after) <= EXACT
     assert min(before) > 0.1
-    assert errors.get("frozen weights moved", 0.0) == 0.0
     assert_listed(name, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", ["two_ranks", "deepspeed_zero", "pipeline_stages"])
+@pytest.mark.parametrize("name", ["deepspeed_zero", "pipeline_stages"])
 def test_one_process_says_how_to_start_it(name: str) -> None:
     if name == "deepspeed_zero":
         pytest.importorskip("deepspeed")
@@ -103,16 +102,6 @@ def test_llama_of_real_size_runs_in_small(capsys: pytest.CaptureFixture[str]) ->
     found = example("llama_gpu").main(layers=1, width=64, batch=3, micro_batch=2, seconds=0.0)
     assert found.keys() == {"usual loop", "wb.WholeBatch"}
     assert capsys.readouterr().out.splitlines()[-1].startswith("Shown: an update takes 1 / ")
-
-
-@pytest.mark.distributed
-def test_two_ranks() -> None:
-    printed = torchrun(FOLDER / "two_ranks.py", 2).stdout
-    found = re.search(r"off by (\d+)% in the usual loop, by (\S+) with", printed)
-    assert found is not None
-    assert float(found[1]) > 10
-    assert float(found[2]) <= EXACT
-    assert_listed("two_ranks", printed)
 
 
 # DeepSpeed would compile a faster all-reduce at the first start, for a minute: gloo will do.
@@ -156,14 +145,6 @@ def test_resnet_batchnorm(capsys: pytest.CaptureFixture[str]) -> None:
     assert statistics > 0.1
     assert peak < 0.5 * rows["undivided"][2]
     assert_listed("resnet_batchnorm", capsys.readouterr().out)
-
-
-def test_clip_contrastive(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = example("clip_contrastive").main(updates=2)
-    assert rows["wb.Coupled"][0] <= EXACT
-    assert rows["plain accumulation"][0] > 0.1
-    assert rows["wb.Coupled"][1] < 0.8 * rows["undivided"][1]
-    assert_listed("clip_contrastive", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["moe_load_balance", "normalised_advantage"])

@@ -344,7 +344,7 @@ def test_windows_of_wholebatch_are_read_from_their_ledger() -> None:
     for backward in (mean, loss, policy):
         verdict = exact_loop(backward)
         assert verdict.same, str(verdict)
-        assert {trial.observed_by for trial in verdict.trials} == {"ledger, with units as given"}
+        assert {trial.source for trial in verdict.trials} == {"ledger, with units as given"}
         assert [trial.micro_batches for trial in verdict.trials] == [4, 2]
 
 
@@ -353,10 +353,11 @@ def test_a_verdict_says_that_units_of_the_loop_are_not_judged() -> None:
         acc.backward(F.cross_entropy(model(x), y, reduction="sum"), units=len(x))
 
     verdict = exact_loop(samples_as_units)  # labels are masked: these units are wrong
-    assert verdict.line.startswith("same update, if its units are right: the loop over 2 windows")
-    assert "were taken as given and are not judged: test them with wb.verify" in verdict.line
-    assert "from the undivided batch" not in str(verdict)
-    assert "✓ right for the units given" in str(verdict)
+    said = "same update by construction, if its units are right: the loop over 2 windows"
+    assert verdict.line.startswith(said)
+    assert "Not measured: the units (wb.verify does)" in verdict.line
+    assert "off by" not in str(verdict)
+    assert "✓ by construction" in str(verdict)
 
     def mean_of_labels(acc: Any, model: Any, x: Any, y: Any) -> None:
         acc.backward(mean=F.cross_entropy(model(x), y), units=len(x))
@@ -371,7 +372,8 @@ def test_a_verdict_says_that_units_of_the_loop_are_not_judged() -> None:
 
     losses: dict[int, Any] = {}
     verdict = exact_loop(tested)
-    assert verdict.line.startswith("same update: the loop over 2 windows of wholebatch")
+    assert verdict.line.startswith("same update by construction: the loop over 2 windows of")
+    assert "Measured: no micro-batch is left over" in verdict.line
 
 
 @pytest.mark.parametrize("per_micro_batch", [False, True])

@@ -34,12 +34,12 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
@@ -88,16 +88,23 @@ def flatten(
 
 
 def _visit(
-    name: str, node: Any, is_leaf: Callable[[str, Any], bool] | None, leaves: list[Leaf]
+    name: str,
+    node: Any,
+    is_leaf: Callable[[str, Any], bool] | None,
+    leaves: list[Leaf],
+    objects: bool = False,
 ) -> Structure:
     # Not a nested function of `flatten`: a recursive closure is a reference cycle, which would keep
     # the batch's tensors alive until garbage collection.
     inner = children(node)
+    if inner is None and objects:
+        inner = _attributes(node)
     if inner is None or (is_leaf is not None and is_leaf(name, node)):
         leaves.append(Leaf(name, node))
         return _LEAF
     return Structure(
-        node, tuple([_visit(join(name, key), value, is_leaf, leaves) for key, value in inner])
+        node,
+        tuple([_visit(join(name, key), value, is_leaf, leaves, objects) for key, value in inner]),
     )
 
 
@@ -176,9 +183,10 @@ def _rebuild(node: Any, values: list[Any]) -> Any:
 
 
 def _rebuild_dataclass(node: Any, values: list[Any]) -> Any:
+    names = _field_names(node) if _is_dataclass(node) else list(vars(node))
     changed = [
         (name, new)
-        for name, new in zip(_field_names(node), values, strict=True)
+        for name, new in zip(names, values, strict=True)
         if getattr(node, name) is not new
     ]
     if not changed:
@@ -333,17 +341,51 @@ def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout
     """Return the layout of a batch that need not follow the contract; None if it has no samples.
 
     The first tensor then gives the number of samples, and leaves with other row counts are not
-    split.
+    split. Objects of other classes are taken apart by their attributes, if all tensors in the batch
+    have the same number of rows.
     """
+    if batch_size is None and not static and _holds_objects(batch):
+        return _layout_of_objects(batch)
     try:
         return layout_of(batch, batch_size=batch_size, static=static)
     except SplitError:
-        rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
+        if isinstance(batch, list) and batch and all(type(item) is tuple for item in batch):
+            rows = [len(batch)]  # a list of samples, each a tuple of its parts
+        else:
+            rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
         if not any(rows[:1]):
             return None
         with suppress(SplitError):  # a list that may be samples or not
             return layout_of(batch, batch_size=rows[0], static=static, strict=False)
         return None
+
+
+def _attributes(node: Any) -> list[tuple[str, Any]] | None:
+    """Return the attributes of an object of another class that holds tensors; else None."""
+    held = getattr(node, "__dict__", None)
+    if isinstance(node, (Tensor, type, nn.Module)) or not isinstance(held, dict):
+        return None
+    return list(held.items()) if any(map(tensors_of, held.values())) else None
+
+
+def _holds_objects(batch: Any) -> bool:
+    return any(_attributes(leaf.value) is not None for leaf in flatten(batch)[0])
+
+
+def _layout_of_objects(batch: Any) -> Layout | None:
+    leaves: list[Leaf] = []
+    structure = _visit("", batch, None, leaves, objects=True)
+    arrays = [leaf.value for leaf in leaves if is_array(leaf.value) and leaf.value.ndim]
+    sizes = {len(array) for array in arrays}
+    if len(sizes) != 1 or 0 in sizes:
+        return None
+    [size] = sizes
+    batched = tuple(replace(leaf, batched=_has_rows(leaf.value, size)) for leaf in leaves)
+    return Layout(size, batched, structure)
+
+
+def _has_rows(value: Any, size: int) -> bool:
+    return bool(is_array(value) and value.ndim and len(value) == size)
 
 
 def check_layout(batch_size: object, static: object) -> None:
@@ -404,6 +446,11 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
         raise SplitError(
             f"the batch is a {type(batch).__name__}, and step() takes one batch: "
             "for batch in loader: train.step(batch)"
+        )
+    if children(batch) is None and _attributes(batch) is not None:
+        raise SplitError(
+            f"the batch is a {type(batch).__name__}, which cannot be taken apart: give a dict, a "
+            "tuple, a named tuple or a dataclass of tensors"
         )
     raise SplitError(
         f"the number of samples is not known: the batch (a {type(batch).__name__}) has no tensor "

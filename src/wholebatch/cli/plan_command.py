@@ -6,7 +6,7 @@ A plan is made of a recipe, or of a Hugging Face model from its configuration al
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,32 @@ from wholebatch.cli.command_options import (
     command,
     must_be,
     option,
+    positive_number,
     recipe_argument,
     switch,
     whole_number,
+    with_commas,
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
 from wholebatch.cli.run_settings import like_train, precision_of
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+from wholebatch.memory.gpus import GPUS, Gpu, find_gpu
 from wholebatch.plain_files import load_json
 from wholebatch.readable_sizes import bytes_said
 
 if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
+
+
+def _gpu(text: str, label: str) -> Gpu:
+    try:
+        return find_gpu(text)
+    except OptionError as error:
+        raise OptionError(f"{label} {error}") from None
+
+
+def _price(text: str) -> float:
+    return positive_number(float(text), "")
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,13 @@ class PlanOptions:
     )
     batch_size: int | None = option(
         None, "N", "Samples per update, over all GPUs.", check=whole_number()
+    )
+    gpu: Gpu | None = option(
+        None,
+        "NAME",
+        f"The GPU by name: {', '.join(gpu.name for gpu in GPUS)}. Its memory is known.",
+        typed=str | None,
+        check=_gpu,
     )
     gpu_memory: str | None = like_train(
         "memory",
@@ -68,6 +89,20 @@ class PlanOptions:
         "Precision of the computation.",
         check=precision_of("full", "fp32", "bf16", "fp16"),
     )
+    checkpointing: bool = switch("Gradient checkpointing of the model's repeated blocks.")
+    largest: str | None = choice(
+        "gpt|llama|vit",
+        "Instead of a RECIPE: the largest model of this family, by width and depth, that fits.",
+        default=None,
+    )
+    price: list[float] | None = option(
+        None,
+        "PRICE[,LARGER]",
+        "Price of a GPU hour: shows the cost of an epoch, and beside it that of the undivided "
+        "batch on a larger GPU (whose price may follow). Needs --gpu.",
+        typed=str | None,
+        check=with_commas(_price, "one or two prices above 0, such as 0.35 or 0.35,2.50"),
+    )
     seq: int | None = option(
         None,
         "TOKENS",
@@ -79,20 +114,19 @@ class PlanOptions:
 
 @command(
     PlanOptions,
-    "wholebatch plan my_recipe.py --batch-size 512 --gpu-memory 24GiB",
+    'wholebatch plan my_recipe.py --batch-size 512 --gpu "RTX 4090"',
     "wholebatch plan hf:config.json --gpus 8 --parallel fsdp2 --gpu-memory 80GiB",
+    'wholebatch plan --largest llama --gpu "A100 80" --checkpointing',
 )
 def plan(options: PlanOptions) -> int:
     """Predict peak memory and recommend a micro-batch. Nothing is trained.
 
     Exit status: 0 if a micro-batch fits, 1 if none does.
     """
-    _check_sharding(options)
+    _check(options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
         made = _planned(options, doing)
-    if not options.as_json:
-        _show(doing.console, made)
     return 0 if made.micro_batch is not None else 1
 
 
@@ -102,10 +136,11 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     from wholebatch.memory.plan import make_plan
 
     gpus, sync = options.gpus, options.sync
+    device, budget, where = _budget(options)
     doing("building the model without its weights")
-    subject = _subject(options)
-    device, budget, where = _budget(options.gpu_memory)
-    size = options.batch_size or subject.batch_size
+    with collection_paused():
+        subject = _subject(options, device, budget, doing)
+    size = options.batch_size or max(subject.batch_size, gpus)
     if size < gpus:
         raise OptionError(
             f"--gpus {gpus}: a batch of {size} samples leaves some of them without a sample; "
@@ -120,7 +155,6 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
         about = f": {subject.parameters:,} parameters, {subject.sample}; {gpus} × {where}{over}"
         say(doing.console, Text.assemble((subject.name, "bold"), about))
     doing("predicting the memory of each micro-batch")
-    precision = options.precision or subject.precision
     with collection_paused():
         made = make_plan(
             subject.model,
@@ -130,17 +164,26 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             budget=budget,
             ranks=gpus,
             optimizer=subject.optimizer,
-            precision="full" if precision == "fp32" else precision,
+            precision=subject.precision,
             device=device,
             sharding=sharding,
+            checkpoints=options.checkpointing,
+            beside_undivided=options.price is not None,
         )
+    cost = _cost(options, subject, made)
     if options.as_json:
         described = {"subject": subject.name, "parameters": subject.parameters, "device": device}
-        print(json.dumps({**described, **asdict(made)}, indent=2))
+        print(json.dumps({**described, **asdict(made), "cost": cost}, indent=2))
+    else:
+        doing.stop()
+        _show(doing.console, made)
+        for line in cost:
+            say(doing.console, line)
     return made
 
 
-def _check_sharding(options: PlanOptions) -> None:
+def _check(options: PlanOptions) -> None:
+    """Refuse options that do not go together."""
     parallel, sync = options.parallel, options.sync
     if sync is not None and parallel != "fsdp2":
         raise OptionError(f"--sync {sync}: belongs to --parallel fsdp2")
@@ -148,22 +191,32 @@ def _check_sharding(options: PlanOptions) -> None:
         raise OptionError(
             f"--parallel {parallel} with --gpus {options.gpus}: give the number of GPUs, from 2"
         )
+    if options.gpu is not None and options.gpu_memory is not None:
+        raise OptionError("--gpu and --gpu-memory: give one of them")
+    if options.largest is not None and options.recipe is not None:
+        raise OptionError(f"--largest {options.largest}: takes the place of {options.recipe}")
+    if options.price is not None and options.gpu is None:
+        raise OptionError("--price: also give --gpu, whose speed is known; tune measures others")
+    if options.price is not None and len(options.price) > 2:
+        raise OptionError("--price: must be one or two prices, such as 0.35 or 0.35,2.50")
 
 
-def _budget(gpu_memory: str | None) -> tuple[str, int, str]:
+def _budget(options: PlanOptions) -> tuple[str, int, str]:
     """Return the device to predict for, its bytes, and its description."""
     import torch
 
     from wholebatch.memory.budget import device_memory, parse_memory
 
-    if gpu_memory is not None:
-        budget = parse_memory(gpu_memory, device="cuda")
+    if options.gpu is not None:
+        return "cuda", options.gpu.memory, f"{options.gpu.name} with {options.gpu.gib:g} GiB"
+    if options.gpu_memory is not None:
+        budget = parse_memory(options.gpu_memory, device="cuda")
         return "cuda", budget, f"{bytes_said(budget)} of GPU memory"
     if torch.cuda.is_available():
         budget = device_memory("cuda")
         return "cuda", budget, f"{torch.cuda.get_device_name()} with {bytes_said(budget)}"
     budget = device_memory("cpu")
-    return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu-memory)"
+    return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu)"
 
 
 # ------------------------------------------------------------------------------ what is planned
@@ -183,19 +236,82 @@ class _Planned:
     batch: Any
     batch_size: int
     precision: str
+    epoch: int | None = None
+    """The samples of an epoch, where they are known."""
 
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def _subject(options: PlanOptions) -> _Planned:
-    recipe, seq = options.recipe, options.seq
-    if recipe is not None and recipe.startswith("hf:"):
-        return _from_configuration(Path(recipe[3:]), seq, wide=options.parallel == "fsdp2")
-    if seq is not None:
+def _subject(options: PlanOptions, device: str, budget: int, doing: Spinner) -> _Planned:
+    recipe, seq, wide = options.recipe, options.seq, options.parallel == "fsdp2"
+    if options.largest is not None:
+        found = _largest_of(options, device, budget, doing)
+    elif recipe is not None and recipe.startswith("hf:"):
+        path = Path(recipe[3:])
+        path = path / "config.json" if path.is_dir() else path  # of a model's repository
+        name = path.parent.name if path.stem == "config" else path.stem
+        stored = load_json(path, RecipeError, f"hf:{path}")
+        found = _from_configuration(stored, name, seq, label=f"hf:{path}", wide=wide)
+    elif seq is not None:
         raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
-    return _from_recipe(recipe)
+    else:
+        found = _from_recipe(recipe)
+    asked = {"fp32": "full", None: found.precision}.get(options.precision, options.precision)
+    return replace(found, precision=str(asked))
+
+
+_SHAPES = (
+    (256, 4), (384, 6), (512, 8), (768, 12), (1024, 16), (1024, 24), (1280, 36), (1600, 48),
+    (2048, 24), (2560, 32), (3072, 28), (4096, 32), (5120, 40), (6144, 48), (8192, 80), (12288, 96),
+)  # fmt: skip
+"""Widths and depths of published models."""
+_BYTES_PER_PARAMETER = 16  # with its gradient and Adam's two moments, in float32
+
+
+def _configuration(family: str, width: int, depth: int, seq: int) -> dict[str, Any]:
+    """Return the configuration of a model of this family, as Hugging Face names its parts."""
+    if family == "gpt":
+        sizes = {"n_embd": width, "n_layer": depth, "n_head": width // 64, "n_positions": seq}
+        return {"model_type": "gpt2", **sizes}
+    common = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": width // 64}
+    if family == "vit":
+        return {"model_type": "vit", **common, "intermediate_size": 4 * width}
+    inner = -(-8 * width // 3 // 256) * 256
+    more = {"intermediate_size": inner, "max_position_embeddings": seq, "vocab_size": 32_000}
+    return {"model_type": "llama", **common, **more}
+
+
+def _largest_of(options: PlanOptions, device: str, budget: int, doing: Spinner) -> _Planned:
+    """Return the largest model of a family of which one sample fits."""
+    from wholebatch.memory.choose_micro_batch import resize_batch
+    from wholebatch.memory.fsdp_sharding import Sharding
+    from wholebatch.memory.predict import simulating
+
+    family, wide = str(options.largest), options.parallel == "fsdp2"
+    seq = None if family == "vit" else options.seq or 1024
+    sharding = Sharding(options.gpus, "every") if wide else None
+    for width, depth in reversed(_SHAPES):
+        least = 12 * depth * width**2 * _BYTES_PER_PARAMETER / (options.gpus if wide else 1)
+        if least > budget:
+            continue
+        name = f"{family} of width {width} and depth {depth}"
+        doing(f"trying a {name}")
+        stored = _configuration(family, width, depth, seq or 0)
+        found = _from_configuration(stored, name, seq, label=name, wide=wide)
+        precision = {"fp32": "full", None: found.precision}.get(
+            options.precision, options.precision
+        )
+        how: dict[str, Any] = {"optimizer": found.optimizer, "device": device}
+        with simulating(found.model, found.loss, sharding=sharding, **how) as simulation:
+            sample = resize_batch(found.batch, 1)
+            made = simulation.predict(
+                sample, precision=str(precision), checkpoints=options.checkpointing
+            )
+        if made.needed(simulation.device) <= budget:
+            return found
+    raise OptionError(f"--largest {family}: none of width {_SHAPES[0][0]} or more fits")
 
 
 def _from_recipe(name: str | None) -> _Planned:
@@ -217,11 +333,13 @@ def _from_recipe(name: str | None) -> _Planned:
         model = model.to(torch.bfloat16)
         precision = "full"
     batch_size = recipe.defaults.get("batch_size", 32)
-    batch = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0).peek()
+    batches = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0)
+    batch = batches.peek()
     batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))
     return _Planned(
         name=recipe.name,
         sample=f"samples like those of {recipe.path.name}",
+        epoch=batches.length,
         model=model,
         optimizer=recipe.build_optimizer(model, lr=None),
         loss=recipe.loss,
@@ -231,7 +349,9 @@ def _from_recipe(name: str | None) -> _Planned:
     )
 
 
-def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
+def _from_configuration(
+    stored: Any, name: str, seq: int | None, *, label: str, wide: bool
+) -> _Planned:
     """Return a Hugging Face model: its shapes are in the configuration, no weights.
 
     Encoders with a decoder (T5) are planned with sequences of the same length for both, other
@@ -241,13 +361,8 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
     """
     import torch
 
-    if path.is_dir():  # of a model's repository
-        path = path / "config.json"
-    stored = load_json(path, RecipeError, f"hf:{path}")
     if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
-        raise RecipeError(
-            f"hf:{path}: has no model_type, so it is not a Hugging Face configuration"
-        )
+        raise RecipeError(f"{label}: has no model_type, so it is not a Hugging Face configuration")
     try:
         from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
         from transformers.models.auto import modeling_auto  # type: ignore[import-not-found, unused-ignore]
@@ -260,7 +375,7 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
         purpose = _purpose(config, modeling_auto)
         if purpose is None:
             raise RecipeError(
-                f"hf:{path}: {stored['model_type']} is neither a language model nor an image "
+                f"{label}: {stored['model_type']} is neither a language model nor an image "
                 "classifier: write a recipe with its model, loss and data"
             )
         if wide:
@@ -271,14 +386,14 @@ def _from_configuration(path: Path, seq: int | None, *, wide: bool) -> _Planned:
         raise
     except Exception as error:  # a configuration may be wrong in any way, and so says its class
         reason = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
-        raise RecipeError(f"hf:{path}: no model can be built: {reason}") from error
+        raise RecipeError(f"{label}: no model can be built: {reason}") from error
     model.train()
     if purpose == "ImageClassification":
         sample, batch, loss = _images(config, seq)
     else:
         sample, batch, loss = _sequences(config, seq, purpose)
     return _Planned(
-        name=f"{path.parent.name if path.stem == 'config' else path.stem} ({stored['model_type']})",
+        name=f"{name} ({stored['model_type']})",
         sample=sample,
         model=model,
         optimizer=torch.optim.AdamW(model.parameters()),
@@ -353,6 +468,39 @@ def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
     return f"images of {height} × {width}", batch, loss
 
 
+# ------------------------------------------------------------------------------ what it costs
+
+_SHARE_OF_PEAK = 0.4  # of the peak speed that large models reach; tune measures yours
+
+
+def _cost(options: PlanOptions, subject: _Planned, plan: Plan) -> list[str]:
+    """Return what an epoch costs by its floating-point operations, here and undivided."""
+    if options.price is None or options.gpu is None or plan.micro_batch is None:
+        return []
+    gpu, (price, *larger), need = options.gpu, options.price, plan.undivided or 0
+    samples = subject.epoch or 1000 * plan.batch_size
+    operations = samples * (plan.operations or 0) * (4 / 3 if plan.checkpointing else 1)
+
+    def hours(on: Gpu) -> float:
+        tflops = on.tflops_32 if plan.precision == "full" else on.tflops_16
+        return operations / (_SHARE_OF_PEAK * 1e12 * tflops) / 3600
+
+    what = "an epoch" if subject.epoch else "1,000 updates"
+    cost = (
+        f"{what}: {samples:,} samples, {operations:.2g} operations, {hours(gpu):.3g} GPU hours at "
+        f"{_SHARE_OF_PEAK:.0%} of the {gpu.name}'s peak: {hours(gpu) * price:.3g} at {price:g} each"
+    )
+    other = next((it for it in GPUS if it.memory >= need), None)
+    if need <= gpu.memory or other is None:
+        fits = "fits, too" if need <= gpu.memory else "fits on none of these GPUs"
+        return [cost, f"undivided, it needs {bytes_said(need)} and {fits}"]
+    beside = (
+        f"undivided, it needs {bytes_said(need)}, as the {other.name} has: {hours(other):.3g} GPU "
+        f"hours, cheaper below {hours(gpu) * price / hours(other):.3g} an hour"
+    )
+    return [cost, beside + "".join(f"; {hours(other) * one:.3g} at {one:g} each" for one in larger)]
+
+
 # ------------------------------------------------------------------------------ on the screen
 
 _COLORS = {
@@ -378,23 +526,64 @@ def _show(console: Console, plan: Plan) -> None:
         table.add_row(
             Text(("▶ " if chosen else "") + str(point.micro_batch), style),
             Text(bytes_said(point.peak), style),
-            Text(f"{100 * point.peak / plan.budget:.0f}%", style if point.fits else "red"),
+            Text(f"{100 * point.needed / plan.budget:.0f}%", style if point.fits else "red"),
             *([_bar(point.by_category, scale, limit=round(plan.budget / scale))] * has_bars),
         )
     console.print(table)
     if has_bars:
         console.print(*_legend(plan), sep="  ", highlight=False)
+    if any(point.needed != point.peak for point in plan.points):
+        say(console, "used: the peak, and the room that CUDA's allocator needs beside it")
     if plan.micro_batch is None:
-        from wholebatch.memory.make_it_fit import refusal
-
         console.print()
-        say(console, refusal(list(plan.rungs), plan.budget), style="red")
+        _show_ways(console, plan)
     else:
         larger = ""
         if plan.largest != plan.micro_batch:
             larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
         console.print()
         say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
+
+
+def _show_ways(console: Console, plan: Plan) -> None:
+    """Print that nothing fits, what each way to save memory comes to, and what does fit."""
+    first, *others = plan.rungs
+    best = min(plan.rungs, key=lambda rung: rung.peak)
+    need, room = bytes_said(first.peak), bytes_said(plan.budget)
+    say(console, f"a micro-batch of one sample needs {need} of {room}", style="red")
+    table = plain_table("with", ">peak", "", padding=(0, 2, 0, 0))
+    for rung in others:
+        table.add_row(_options(rung.options), bytes_said(rung.peak), "fits" if rung.fits else "")
+    if plan.fewest_ranks is not None:
+        count = plan.fewest_ranks
+        size = "" if plan.batch_size >= count else f" --batch-size {count}"
+        words = f"--parallel fsdp2 --sync every --gpus {count}{size} {_options(best.options)}"
+        table.add_row(words.strip(), "", "fits: the fewest GPUs of this size")
+    if table.row_count:
+        console.print(table, highlight=False)
+    ranks = plan.ranks if plan.sync is not None else 1
+    parts = plan.points[0].by_category
+    lines = [
+        f"an optimizer with 16-bit state saves about {bytes_said(parts['optimizer state'] / 2)}"
+    ]
+    if plan.sync is not None:
+        whole = plan.parameter_bytes * (ranks - 1) // ranks
+        lines += [
+            f"gradients kept whole until the end of a window (--sync hold) take {bytes_said(whole)}"
+            f'; parameters kept gathered (wb.Close(sync="gathered")) as much again'
+        ]
+    if plan.fewest_ranks is None and not any(rung.fits for rung in plan.rungs):
+        lines.append(
+            "nothing here is enough: take a smaller model, shorter samples or a larger GPU"
+        )
+    for line in lines:
+        say(console, line, indent=2)
+
+
+def _options(how: dict[str, Any]) -> str:
+    """Return the options of `plan`, and of `train`, that ask for this."""
+    words = [f"--precision {how['precision']}"] if how["precision"] not in ("full", "fp32") else []
+    return " ".join([*words, *(["--checkpointing"] if how["checkpoints"] else [])])
 
 
 def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:

@@ -189,13 +189,22 @@ def _tune(
     doing: Spinner,
 ) -> None:
     """Measure the settings, and print the recommendation."""
+    from wholebatch.cli.train_command import command_line
+    from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import tune as tuned_by
+    from wholebatch.tune.bottleneck import find_bottleneck
 
     is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
         also = ("bf16",) if where.type == "cuda" and not is_pure else ()
         precisions = tuple(dict.fromkeys((config.autocast, *also)))
     task = _task_of(recipe, config, where, rank)
+    doing("measuring where the time goes")
+    size = recipe.defaults.get("micro_batch")
+    size = (options.micro_batch or [size if isinstance(size, int) else config.batch_size])[0]
+    window = find_bottleneck(task, micro_batch=size, precision=precisions[0])
+    for text in window.lines:
+        say(doing.console, text)
     doing("measuring")
 
     def watch(trial: Trial, left: int) -> None:
@@ -222,14 +231,15 @@ def _tune(
     if is_pure:
         settings["precision"] = "bf16-pure"
     if options.as_json:
-        about = {"recipe": recipe.known_as, "settings": settings}
+        parts = {"bottleneck": window.name, "parts": window.seconds, "reduced": window.reduced}
+        about = {"recipe": recipe.known_as, "settings": settings, "window": parts}
         print(json.dumps({**tuned.to_dict(), **about}, indent=1))
         return
     _show(doing.console, tuned, recipe.name)
     switch_on = {"checkpointing": settings.pop("checkpointing")}
     words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     words += [f"--{name}" for name, value in switch_on.items() if value]
-    line = f"wholebatch train {options.recipe or recipe.name} {' '.join(words)}"
+    line = command_line(world_size(), f"{options.recipe or recipe.name} {' '.join(words)}")
     say_command(doing.console, "Train with these settings:", line)
 
 
@@ -238,6 +248,8 @@ def _show(console: Console, tuned: Tuned, name: str) -> None:
     say(console, f"{name}: batch of {tuned.batch_size} on {tuned.device}", style="bold")
     table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "")
     for trial in tuned.trials:
+        if trial.status == "not reached":
+            continue
         measured = trial.seconds is not None
         table.add_row(
             str(trial.setting),

@@ -11,9 +11,8 @@ import inspect
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from wholebatch.cli.command_options import (
     whole_number,
 )
 from wholebatch.cli.recipes.recipe_files import EMBEDDED
-from wholebatch.cli.report.terminal_output import Spinner, console_of
+from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
 _BATCH, _LOOP = "Batch", "A function or script of your own"
 _NOT_JUDGED = 3
+_KINDS = ("model", "loop", "script")
 _BUILT_IN = (
     'each micro-batch is a dict with "x" (inputs) and "y" (labels, -100 where none counts), and '
     "the model returns logits of x with the classes in the last dimension"
@@ -56,13 +56,14 @@ _loop = partial(option, panel=_LOOP)
 class VerifyOptions:
     """The options of `wholebatch verify`; those of a recipe do not go with a function."""
 
-    what: str | None = argument(
+    what: list[str] | None = argument(
         None,
         "WHAT",
         "A recipe (a Python file with model(), data() and loss(model, micro), or an embedded one: "
         "bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, optimizer, "
         "micro_batches) that trains one window; or SCRIPT.py, a training script. If FILE.py has no "
-        f"model(), {_BUILT_IN}.",
+        f"model(), {_BUILT_IN}. A file with model() and loss() is a recipe; the word model, loop "
+        "or script before it decides otherwise.",
     )
     batch_size: int | None = _like_recipes("batch_size", "Samples per update.", metavar="N")
     micro_batch: str | None = _like_recipes(
@@ -106,10 +107,19 @@ class VerifyOptions:
     arguments: tuple[str, ...] = _loop(
         (), "...", "Arguments of the script: all that follow.", flag="--", takes_rest=True
     )
+    in_place: bool = switch(
+        "Run a script in its own folder, where it may overwrite its files. Default: in a copy.",
+        _LOOP,
+    )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
     device: str = option("auto", "auto|cpu|cuda", "Device.", _BATCH)
-    as_json: bool = switch("Print JSON.", "Output", flag="--json")
+    as_json: bool = switch(
+        "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
+    )
+    quiet: bool = switch(
+        "Print the verdict's line and nothing else; what a script prints goes to stderr.", "Output"
+    )
 
 
 @command(
@@ -118,6 +128,7 @@ class VerifyOptions:
     "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
     "wholebatch verify train.py:one_window",
     "wholebatch verify train.py -- --lr 3e-4",
+    "wholebatch verify script train.py",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -125,14 +136,15 @@ def verify(options: VerifyOptions) -> int:
     If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
     usage, 3 it could not be judged.
     """
-    kind = _kind_of(options.what)
-    _check_partners(options, kind)
-    if kind == "script":
-        return _watch_script(Path(str(options.what)), options)
-    with Spinner(console_of(stderr=options.as_json)) as doing:
+    target = _target_of(options.what or [])
+    _check_partners(options, target)
+    if target.kind == "script":
+        return _watch_script(Path(str(target.name)), options)
+    console = Console(quiet=True) if options.quiet else console_of(stderr=options.as_json)
+    with Spinner(console) as doing:
         doing("importing torch")
         with _shown_parts(doing):
-            return _verify(options, kind, doing)
+            return _verify(options, target, doing)
 
 
 @contextmanager
@@ -158,25 +170,47 @@ def _shown_parts(doing: Spinner) -> Iterator[None]:
         log.level, log.propagate = before
 
 
-def _kind_of(what: str | None) -> str:
-    """Return the kind of the target: a recipe, a function or a script.
+@dataclass(frozen=True)
+class _Target:
+    """What is verified: a model (of a recipe), a loop (a function) or a script."""
 
-    A Python file is a recipe if it has `model()` and `loss()`, and a script otherwise.
-    """
-    if what is None or what.startswith("hf:"):
-        return "recipe"
-    if ".py:" in what:
-        return "function"
-    path = Path(what)
+    kind: str
+    name: str | None
+
+
+def _target_of(words: list[str]) -> _Target:
+    """Return the target of `[model|loop|script] WHAT`; without the word, the file tells."""
+    if len(words) > 2 or (len(words) == 2 and words[0] not in _KINDS):
+        raise OptionError(
+            f"{' '.join(words)}: give one target, after one of the words {', '.join(_KINDS)}"
+        )
+    if words and words[0] in _KINDS:
+        kind, name = words[0], words[1] if len(words) == 2 else None
+        if name is None and kind != "model":
+            raise OptionError(f"{kind}: give a {'FILE.py:FUNCTION' if kind == 'loop' else 'file'}")
+        if kind == "script" and not Path(str(name)).is_file():
+            raise OptionError(f"{name}: there is no such file")
+        return _Target(kind, name)
+    name = words[0] if words else None
+    return _Target(_kind_of(name), name)
+
+
+def _kind_of(name: str | None) -> str:
+    """Return the kind of a target: a Python file with `model()` and `loss()` is a recipe."""
+    if name is None or name.startswith("hf:"):
+        return "model"
+    if ".py:" in name:
+        return "loop"
+    path = Path(name)
     if path.suffix != ".py":
-        return "recipe"
+        return "model"
     if not path.is_file():
         known = ", ".join(EMBEDDED)
-        raise OptionError(f"{what}: there is no such file; the embedded recipes are: {known}")
+        raise OptionError(f"{name}: there is no such file; the embedded recipes are: {known}")
     try:
         body = ast.parse(path.read_bytes()).body
     except SyntaxError as error:
-        raise RecipeError(f"{what}:{error.lineno}: {error.msg}") from None
+        raise RecipeError(f"{name}:{error.lineno}: {error.msg}") from None
     names = {one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
     names |= {
         alias.asname or alias.name
@@ -184,24 +218,24 @@ def _kind_of(what: str | None) -> str:
         for alias in getattr(one, "names", ())
         if isinstance(one, ast.ImportFrom)
     }
-    return "recipe" if {"model", "loss"} <= names else "script"
+    return "model" if {"model", "loss"} <= names else "script"
 
 
-def _verify(options: VerifyOptions, kind: str, doing: Spinner) -> int:
+def _verify(options: VerifyOptions, target: _Target, doing: Spinner) -> int:
     import torch
 
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
     with process_group(options.device) as (rank, where):
-        doing(f"comparing {options.what or 'bytes-gpt'} with the undivided batch")
-        if kind == "recipe":
-            verdict = _verify_recipe(options, where=where, rank=rank)
+        doing(f"comparing {target.name or 'bytes-gpt'} with the undivided batch")
+        if target.kind == "model":
+            verdict = _verify_recipe(target.name, options, where=where, rank=rank)
         else:
-            verdict = _verify_loop(str(options.what), options, where)
+            verdict = _verify_loop(str(target.name), options, where)
         doing.stop()
         if rank == 0:
-            _show(verdict, as_json=options.as_json)
+            _show(verdict, options)
             sys.stdout.flush()
         if torch.distributed.is_initialized():
             # torchrun ends all ranks once one exits with 1: not before the first has printed.
@@ -209,25 +243,29 @@ def _verify(options: VerifyOptions, kind: str, doing: Spinner) -> int:
     return verdict.exit_status
 
 
-def _check_partners(options: VerifyOptions, kind: str) -> None:
+def _check_partners(options: VerifyOptions, target: _Target) -> None:
     """Refuse an option that belongs to another kind of what is verified."""
-    if kind != "function" and (
-        options.steps is not None or options.equal or options.model != "all"
-    ):
+    kind = target.kind
+    if kind != "loop" and (options.steps is not None or options.equal or options.model != "all"):
         raise OptionError("--steps, --equal and --model belong to FILE.py:FUNCTION")
-    if kind != "script" and (options.windows is not None or options.arguments):
-        raise OptionError("--windows and arguments after -- belong to a script, SCRIPT.py")
+    is_scripts = options.windows is not None or options.arguments or options.in_place
+    if kind != "script" and is_scripts:
+        raise OptionError(
+            "--windows, --in-place and arguments after -- belong to a script, SCRIPT.py"
+        )
     for one in fields(options):
         is_given = getattr(options, one.name) != one.default
-        if kind != "recipe" and is_given and one.metadata.get("of_recipes"):
+        if kind != "model" and is_given and one.metadata.get("of_recipes"):
             raise OptionError(
-                f"{flag_of(one)}: belongs to a recipe; {options.what} has its own way to train"
+                f"{flag_of(one)}: belongs to a recipe; {target.name} has its own way to train"
             )
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 
 
-def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) -> Verdict:
+def _verify_recipe(
+    name: str | None, options: VerifyOptions, *, where: torch.device, rank: int
+) -> Verdict:
     """Return the proof on the first batch of a recipe, with its own optimizer."""
     import torch
 
@@ -235,7 +273,7 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
     from wholebatch.verification import verify as prove
 
-    recipe = load_recipe(options.what)
+    recipe = load_recipe(name)
     names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
     given = {name: getattr(options, name) for name in names}
     config = resolve(given, recipe.defaults, stored=None)
@@ -267,50 +305,32 @@ def _verify_recipe(options: VerifyOptions, *, where: torch.device, rank: int) ->
 
 
 def _watch_script(script: Path, options: VerifyOptions) -> int:
-    """Run a training script as it is, and show the verdict on its first epoch.
+    """Run a training script, and show the verdict on its first epoch.
 
     Status 3 if the script itself fails, unless a mistake was found before. On several ranks, only
     the first one reports: torchrun ends all ranks when one exits with a status other than 0.
     """
-    import runpy
+    from wholebatch.cli.watched_script import output_to_stderr, run_script
 
-    from wholebatch.verification.watch_loop import Watch, WatchIsOver
-
-    watched = Watch(name=script.name, windows=options.windows, logs=False)
-    before, failed = (sys.argv, sys.path[:]), False
-    sys.argv, sys.path[0] = [str(script), *options.arguments], str(script.resolve().parent)
-    try:
-        with watched:
-            runpy.run_path(os.path.abspath(script), run_name="__main__")
-    except WatchIsOver:
-        pass
-    except SystemExit as ended:
-        failed = bool(ended.code)
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        if watched.verdict.judged:
-            _show(watched.verdict, as_json=options.as_json)
-        raise
-    except Exception as error:
-        failed = True
-        _show_traceback(error, script)
-    finally:
-        sys.argv, sys.path[:] = before
-    status = watched.verdict.exit_status
+    is_alone = options.as_json or options.quiet
+    with output_to_stderr() if is_alone else nullcontext():
+        done = run_script(
+            script,
+            options.arguments,
+            windows=options.windows,
+            in_place=options.in_place,
+            quiet=options.quiet,
+        )
+    if done.interrupted:
+        if done.verdict.judged:
+            _show(done.verdict, options)
+        raise KeyboardInterrupt
+    status = done.verdict.exit_status
     is_first = int(os.environ.get("RANK", "0")) == 0
     if is_first:
-        _show(watched.verdict, as_json=options.as_json)
+        _show(done.verdict, options)
         sys.stdout.flush()
-    return _NOT_JUDGED if failed and status == 0 else status if is_first or failed else 0
-
-
-def _show_traceback(error: Exception, script: Path) -> None:
-    """Print the traceback of a script as Python does, without the frames that ran it."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename != os.path.abspath(script):
-        frame = frame.tb_next
-    traceback.print_exception(type(error), error, frame)
+    return _NOT_JUDGED if done.failed and status == 0 else status if is_first or done.failed else 0
 
 
 # ------------------------------------------------------------------------- a loop out of a file
@@ -408,16 +428,17 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] 
 # ------------------------------------------------------------------------------- on the screen
 
 
-def _show(verdict: Verdict | LoopVerdict, *, as_json: bool) -> None:
+def _show(verdict: Verdict | LoopVerdict, options: VerifyOptions) -> None:
     """Print a verdict as it is written (`str(verdict)`), with a colour for each kind of line."""
-    if as_json:
+    if options.as_json:
         print(verdict.to_json())
         return
     console = Console(file=sys.stdout, highlight=False)
     is_green = verdict.same and verdict.line.startswith("same update")  # else an error ended it
     colour = "green" if is_green else "red" if verdict.exit_status == 1 else "yellow"
     starts = {"note: ": "yellow", "instead: ": "green", "cause: ": "red"}
-    for number, line in enumerate(str(verdict).splitlines()):
+    lines = [verdict.line] if options.quiet else str(verdict).splitlines()
+    for number, line in enumerate(lines):
         style = next((one for start, one in starts.items() if line.startswith(start)), "")
         style = f"bold {colour}" if number == 0 else style
-        console.print(Text(line, style))
+        say(console, Text(line, style))

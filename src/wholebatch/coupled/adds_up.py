@@ -48,7 +48,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.coupled.sample_runs import (
     SCALE,
-    FirstSamples,
+    ChosenSamples,
     SampleRun,
     Uncheckable,
 )
@@ -59,6 +59,8 @@ _log = logging.getLogger("wholebatch")
 
 SAMPLES = 8
 """How many samples the first test takes, with their gradient."""
+UNTESTED = ("untested", "unrunnable")
+"""The kinds of findings of a loss that has no value for a part of the samples, or cannot run."""
 _MISTAKES = ("mean", "sum", "added", "units", "divided", "compared")
 _ADVICE = (
     "Change it once per update, outside of the forward pass, reset it in each forward, or freeze "
@@ -96,12 +98,14 @@ def check_adds_up(
     run: Callable[[Any], Any],
     layout: Layout | None,
     *,
+    count: int = 0,
     gradients: bool = True,
     outputs: bool = False,
     names_layers: bool = True,
     name: str = "the loss function",
     micro_sizes: Collection[int] = (),
     batch: Layout | None = None,
+    given: nn.Module | None = None,
 ) -> AdditivityResult:
     """Compare the samples of `layout` with their two parts.
 
@@ -110,21 +114,25 @@ def check_adds_up(
     `outputs=True` a structure of tensors that have a row for each sample). `name` is how findings
     call it.
 
-    With `gradients`, the gradients of up to 8 samples are compared too. Without, all samples run
-    under `torch.no_grad()`. `names_layers=False` makes no run beside the four: a forward that meets
-    other ranks must run equally often on all of them. Neighbours that belong together (pairs) may
-    be coupled if the micro-batches hold them whole: `micro_sizes` are the numbers of samples of all
-    micro-batches of `batch` but the last.
+    `count` samples are run, spread over `layout`. With `gradients`, their gradients are compared
+    too (of up to 8, if no `count` is given). Without, they run under `torch.no_grad()`.
+    `names_layers=False` makes no run beside the four: a forward that meets other ranks must run
+    equally often on all of them. Neighbours that belong together (pairs) may be coupled if the
+    micro-batches hold them whole: `micro_sizes` are the numbers of samples of all micro-batches of
+    `batch` but the last.
 
-    `model` holds all modules that are trained. It is left as found: parameters, gradients, buffers,
-    attributes and random generators.
+    `model` holds all modules that `run` is known to use, and `given` those that the user gave (by
+    default all): a BatchNorm elsewhere is refused in training mode. `model` is left
+    as found: parameters, gradients, buffers, attributes and random generators.
     """
     if layout is None or layout.size < 2:
         return AdditivityResult(conclusive=False)
-    count = min(layout.size, SAMPLES) if gradients else layout.size
+    count = min(layout.size, count or (SAMPLES if gradients else layout.size))
 
-    def samples_of(layout: Layout, count: int, graph: bool) -> FirstSamples:
-        return FirstSamples(model, run, layout, count, graph=graph, outputs=outputs, name=name)
+    def samples_of(layout: Layout, count: int, graph: bool) -> ChosenSamples:
+        return ChosenSamples(
+            model, run, layout, count, graph=graph, outputs=outputs, name=name, given=given
+        )
 
     try:
         # Without a graph, a function that takes gradients itself cannot run.
@@ -140,7 +148,7 @@ def check_adds_up(
                 raise
             except Exception as error:
                 problem = error
-        couples = any(found.kind in ("loss", "probe", "untested") for found in result.findings)
+        couples = any(found.kind in ("loss", "probe", *UNTESTED) for found in result.findings)
         if names_layers and (couples or problem is not None):
             groups = samples_of(layout if batch is None else batch, 0, graph=False)
             if _adds_up_in_groups(groups, math.gcd(*micro_sizes)):
@@ -162,7 +170,7 @@ def free_memory_of_test() -> None:
         torch.cuda.empty_cache()
 
 
-def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
+def _adds_up_in_groups(samples: ChosenSamples, micro: int) -> bool:
     """True if neighbouring samples belong together (pairs), and whole groups of them add up.
 
     Micro-batches that hold groups whole are exact then: `micro` divides their numbers of samples.
@@ -171,6 +179,7 @@ def _adds_up_in_groups(samples: FirstSamples, micro: int) -> bool:
     mean of the hardest half of the samples).
     """
     samples.count = min(2 * micro or samples.layout.size, samples.layout.size)
+    samples.rows = list(range(samples.count))  # neighbours
     within = math.gcd(micro, samples.count)
     try:
         with samples.testing():
@@ -196,13 +205,13 @@ def audit(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[Audit
     returns a loss.
     """
     found = check_adds_up(model, run, readable_layout(batch, None, ())).findings
-    return layers_by_type(model) + [one for one in found if one.kind != "untested"]
+    return layers_by_type(model) + [one for one in found if one.kind not in UNTESTED]
 
 
 class _Test:
     """Four runs of some samples, and the causes where they do not add up."""
 
-    def __init__(self, samples: FirstSamples, names_layers: bool) -> None:
+    def __init__(self, samples: ChosenSamples, names_layers: bool) -> None:
         self._samples, self._names_layers = samples, names_layers
         self._tolerance = samples.tolerance
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wholebatch.coupled.sample_runs import SCALE, FirstSamples, SampleRun, Uncheckable
+from wholebatch.coupled.sample_runs import SCALE, ChosenSamples, SampleRun, Uncheckable
 
 _UNITS = (
     "return wb.cross_entropy(logits, labels), or count what the loss is a mean over: "
@@ -60,7 +60,7 @@ def outside_norm(name: str, kind: str, where: str = _LOSS) -> AuditFinding:
     return AuditFinding(where, name, "loss", text)
 
 
-def not_tested(samples: FirstSamples, why: str, *, is_finite: bool) -> AuditFinding:
+def not_tested(samples: ChosenSamples, why: str, *, is_finite: bool) -> AuditFinding:
     """Return the finding of a loss that has no value for parts of the samples."""
     text = (
         f"it has a value for {samples.count} samples, but {why}, so wholebatch cannot test if "
@@ -72,7 +72,8 @@ def not_tested(samples: FirstSamples, why: str, *, is_finite: bool) -> AuditFind
     cures = [coupled, _GROUPS, _STATIC]
     if not is_finite:
         cures.insert(0, f"If all labels of that part are ignored, its mean is 0 / 0: {_UNITS}")
-    return AuditFinding(_LOSS, samples.name, "untested", _listed(text, cures))
+    kind = "unrunnable" if is_finite else "untested"
+    return AuditFinding(_LOSS, samples.name, kind, _listed(text, cures))
 
 
 def _listed(text: str, cures: Sequence[str]) -> str:
@@ -81,7 +82,7 @@ def _listed(text: str, cures: Sequence[str]) -> str:
 
 
 def loss_cause(
-    samples: FirstSamples, runs: Sequence[SampleRun], *, may_run: bool = True
+    samples: ChosenSamples, runs: Sequence[SampleRun], *, may_run: bool = True
 ) -> AuditFinding:
     """Return why the totals of the whole and its parts do not add up, as far as numbers tell.
 
@@ -134,7 +135,7 @@ def loss_cause(
     return AuditFinding(_LOSS, samples.name, kind, text)
 
 
-def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:
+def samples_compared(samples: ChosenSamples, runs: Sequence[SampleRun]) -> AuditFinding:
     """Return the finding that the loss compares its samples."""
     whole, first, second = runs
     mean = whole.total / (whole.units or math.nan)
@@ -159,7 +160,7 @@ def samples_compared(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditF
     return AuditFinding(_LOSS, samples.name, "loss", _listed(seen, cures))
 
 
-def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
+def _is_mean(samples: ChosenSamples, runs: Sequence[SampleRun]) -> bool:
     """True if the total is the mean of the parts' totals, by units or by samples."""
     whole, first, second = runs
     size = max(abs(run.total) for run in runs)
@@ -171,7 +172,7 @@ def _is_mean(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
     return False
 
 
-def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> bool:
+def _is_sum_times_units(samples: ChosenSamples, runs: Sequence[SampleRun]) -> bool:
     """True if what adds up is total / units; a half without a loss tells nothing."""
     if not all(run.units and run.total for run in runs):
         return False
@@ -180,7 +181,7 @@ def _is_sum_times_units(samples: FirstSamples, runs: Sequence[SampleRun]) -> boo
     return samples.tolerance.near(whole, first + second, size, 0.0)
 
 
-def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | None:
+def _added_once(samples: ChosenSamples, runs: Sequence[SampleRun]) -> float | None:
     """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
     half = samples.cut
@@ -198,7 +199,7 @@ def _added_once(samples: FirstSamples, runs: Sequence[SampleRun]) -> float | Non
     return once if same and abs(once) > relative * size else None
 
 
-def gradient_cause(samples: FirstSamples, runs: Sequence[SampleRun]) -> AuditFinding:
+def gradient_cause(samples: ChosenSamples, runs: Sequence[SampleRun]) -> AuditFinding:
     """Return why the gradients do not add up although the totals do."""
     gap = samples.tolerance.gradient_gap(runs[0], runs[1:])
     assert gap is not None

@@ -25,7 +25,7 @@ from wholebatch.coupled.normalisation_layers import (
     tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.coupled.sample_runs import FirstSamples
+from wholebatch.coupled.sample_runs import ChosenSamples
 from wholebatch.errors import LossError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
@@ -127,7 +127,7 @@ _Traced = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 """Digests of inputs and outputs, by the name of a module and the index of its call."""
 
 
-def layers_that_couple(samples: FirstSamples, count: int) -> list[AuditFinding]:
+def layers_that_couple(samples: ChosenSamples, count: int) -> list[AuditFinding]:
     """Return the modules whose output for one sample moves when another sample changes.
 
     A module is named if what it was given for the unchanged samples stayed the same and what it
@@ -135,6 +135,7 @@ def layers_that_couple(samples: FirstSamples, count: int) -> list[AuditFinding]:
     innermost; the function itself, if it is in no module. The first `count` samples run three
     times, without a backward.
     """
+    count = min(count, len(samples.rows))
     found = _origins(samples, count) if count > 1 else []
     if found and count > 2:
         # A dimension that happens to be as long as the samples are many is told by another
@@ -145,7 +146,7 @@ def layers_that_couple(samples: FirstSamples, count: int) -> list[AuditFinding]:
     return [AuditFinding(name, types.get(name, samples.name), "probe", _LAYER) for name in found]
 
 
-def _origins(samples: FirstSamples, count: int) -> list[str]:
+def _origins(samples: ChosenSamples, count: int) -> list[str]:
     def traced(*, graph: bool, change: bool = False) -> _Traced:
         samples.restore()
         with torch.set_grad_enabled(graph):
@@ -174,12 +175,13 @@ def _origins(samples: FirstSamples, count: int) -> list[str]:
     return origins
 
 
-def _trace(samples: FirstSamples, count: int, *, change: bool) -> _Traced:
+def _trace(samples: ChosenSamples, count: int, *, change: bool) -> _Traced:
     """Run the first samples; return for every call of a module the digests of all samples but one.
 
     With `change`, the last sample stands in place of the first too.
     """
-    batch = samples.layout.take([count - 1 if change else 0, *range(1, count)])
+    rows = samples.rows[:count]
+    batch = samples.layout.take([rows[-1] if change else rows[0], *rows[1:]])
     traced: _Traced = {}
     calls: dict[str, int] = {}
     entered: list[list[Tensor]] = []

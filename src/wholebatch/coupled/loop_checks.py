@@ -31,11 +31,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
-from wholebatch.coupled.adds_up import AdditivityResult, check_adds_up
+from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
-from wholebatch.coupled.mean_units import MeanUnits
+from wholebatch.coupled.mean_units import MeanUnits, is_mean_times_units
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.errors import WindowError
@@ -94,14 +94,6 @@ def _is_mean(term: Reduction, units: float) -> bool:
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = by_units and units > 2 and term.count != units * units
     return term.kind == "mean" or (term.kind == "sum" and is_divided)
-
-
-def _is_times(terms: Sequence[Reduction], units: float) -> bool:
-    """True for a mean that is given as a sum, times its units (`wb.mean_loss`)."""
-    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
-    return len(outermost) == len(terms) > 0 and all(
-        scale.operation == "multiplied" and math.isclose(scale.by, units) for scale in outermost
-    )
 
 
 def _over(term: Reduction, units: float) -> str:
@@ -334,7 +326,7 @@ class LoopChecks:
                     reductions, number = last_reductions(loss), float(check_units(of))
                     if self.active:
                         self._check(loss, reductions, check_units(of), mean is not None, steps)
-                    is_mean = mean is not None or _is_times(reductions, number)
+                    is_mean = mean is not None or is_mean_times_units(reductions, number)
                     if is_mean and self.tests_units:
                         self._means.add(reductions, number)
                 except RuntimeError as error:
@@ -485,7 +477,7 @@ def parts_of_call(
     layout = readable_layout((tuple(args), dict(kwargs)), None, ())
     try:
         made = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
-        if any(found.kind == "untested" for found in made.findings):
+        if any(found.kind in UNTESTED for found in made.findings):
             # The first dimension may be another one than that of the samples.
             return AdditivityResult(conclusive=False)
         return made

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wholebatch.coupled.last_reduction import Reduction
+from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.errors import LossError
+from wholebatch.losses.loss import Loss, Terms, terms_of
 from wholebatch.warn_user import warn_user
 
 _CLOSE = 1e-2  # a number of labels may have been rounded to bfloat16
@@ -50,6 +51,14 @@ class MeanUnits:
                 raise LossError(_text(term, (first, first_units), (over, units)))
         self._backwards += 1
 
+    def add_loss(self, loss: Loss | Terms) -> None:
+        """Compare the means among the terms of a loss; then the next micro-batch begins."""
+        for term in terms_of(loss).values():
+            reductions, units = last_reductions(term.total), float(term.units)
+            if is_mean_times_units(reductions, units):
+                self.add(reductions, units)
+        self.end_micro_batch()
+
     def _warn(self, first: float, over: float) -> None:
         """Warn, once, of means over different numbers that are one unit each."""
         if not self._warned:
@@ -63,10 +72,18 @@ class MeanUnits:
             )
 
 
+def is_mean_times_units(terms: Sequence[Reduction], units: float) -> bool:
+    """True for a mean that is given as a sum, times its units (`wb.mean_loss`)."""
+    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
+    return len(outermost) == len(terms) > 0 and all(
+        scale.operation == "multiplied" and math.isclose(scale.by, units) for scale in outermost
+    )
+
+
 def _is_by_sample(term: Reduction, units: float) -> bool:
     """True for a mean over all elements of as many samples: images of another size, for example."""
     is_all = term.labels is None or term.labels == term.count
-    return term.kind == "mean" and is_all and term.sizes[:1] == (units,)
+    return term.kind == "mean" and is_all and term.sizes[:1] == (units,) != term.sizes
 
 
 def _text(term: Reduction, first: tuple[float, float], now: tuple[float, float]) -> str:

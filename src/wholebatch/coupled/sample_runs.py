@@ -1,4 +1,4 @@
-"""Run the first samples of a batch together and in parts, with the tolerance for rounding.
+"""Run some samples of a batch together and in parts, with the tolerance for rounding.
 
 Every run begins from the same state, with the same random numbers for each sample (`HeldDraws`). Of
 its gradient a few numbers are kept. `Tolerance` tells rounding from another loss.
@@ -27,9 +27,10 @@ from wholebatch.coupled.normalisation_layers import (
     fixed_statistics,
     uses_batch_statistics,
 )
-from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState, Key, same_random
+from wholebatch.window.forward_state import ForwardState, Key
+from wholebatch.window.own_generators import own_generators
 from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import graph_nodes, refuse_reentrant
 
@@ -101,8 +102,20 @@ class SampleRun:
         return all(after.draws_same(self.after, host=True) for after in states)
 
 
-class FirstSamples:
-    """The first `count` samples of a batch, for a model and a function that runs it.
+def spread_rows(size: int, count: int) -> list[int]:
+    """Return the places of `count` samples, spread evenly from the first of `size` to the last.
+
+    A batch may be sorted: by length, or labelled samples first. Neighbours are alike then, and a
+    mean over the wrong units adds up.
+
+    >>> spread_rows(22, 8)
+    [0, 3, 6, 9, 12, 15, 18, 21]
+    """
+    return [place * (size - 1) // max(count - 1, 1) for place in range(count)]
+
+
+class ChosenSamples:
+    """Samples spread over a batch, for a model and a function that runs it.
 
     `run(batch)` returns a Loss, Terms or a tensor of per-unit losses; with `outputs=True` whatever
     tensors have a row for each sample. Findings call it by `name`. Use it within `testing()`, which
@@ -119,30 +132,34 @@ class FirstSamples:
         graph: bool,
         outputs: bool = False,
         name: str = "the loss function",
+        given: nn.Module | None = None,
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
-        self.count, self.graph, self.name = count, graph, name
+        self.graph, self.name = graph, name
         # Uneven parts: two equal ones may have equally many labels, and then any mean adds up. Not
         # two even numbers: means of the hardest half of each may be that of the whole by chance.
         # So 3 : 5 of eight samples, and of six only five, 2 : 3.
-        if count == 6:
-            self.count = count = 5
+        self.count = count = 5 if count == 6 else count
         cut = 2 if count == 5 else max(1, 3 * count // 8)
         self.cut = cut + (cut % 2 == 0 and count % 2 == 0)
+        self.rows = spread_rows(layout.size, count)
+        """The places of the samples in the batch."""
         self.reads_outputs = outputs
-        self.named = {n: p for n, p in model.named_parameters() if _is_plain(p)}
+        # ZeRO-3 holds a parameter empty until its first forward.
+        self.named = {n: p for n, p in model.named_parameters() if _is_plain(p) and p.numel()}
         self.parameters = [(n, p) for n, p in self.named.items() if p.requires_grad]
         self._data = [(p, p.data) for p in self.named.values()]
-        self.start = ForwardState(model, results=True)
+        self._generators = own_generators(model, run)
+        self.start = ForwardState(model, results=True, generators=self._generators)
         self.weights = self.weight_norms()
         self.draws = HeldDraws()
         self._draws_nothing = self._changes_nothing = self._may_have_drawn = False
         self._is_clean = True
         self.moved: list[Key] = []
         """The buffers and attributes that a run of all samples has changed."""
-        self.called = CalledModules(model)
+        self.called = CalledModules(model, given)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
-        self._norms = [n for n in batchnorms(model) if uses_batch_statistics(n[1])]
+        self._norms = [n for n in batchnorms(given or model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
     @contextmanager
@@ -186,7 +203,7 @@ class FirstSamples:
             self.restore()
             with self.called:
                 run = self._run(range(self.count), backward=self.graph)
-            self._draws_nothing = self.start.draws_same(run.after, host=False)
+            self.draws.held = self._draws_nothing = self.start.draws_same(run.after, host=False)
         if run is None or not self._draws_nothing:
             self.restore()
             with self.called, self.draws.recording():
@@ -225,7 +242,7 @@ class FirstSamples:
 
     def _run(self, rows: Sequence[int], *, backward: bool = False, scale: float = 1.0) -> SampleRun:
         # Copies, so that a function that changes its batch in place does not change the user's.
-        batch = self.layout.take(list(rows))
+        batch = self.layout.take([self.rows[row] for row in rows])
         with torch.set_grad_enabled(self.graph):
             result = self.run(batch)
             made = _output_terms(result, rows) if self.reads_outputs else _loss_terms(result)
@@ -234,15 +251,21 @@ class FirstSamples:
         if not self._seeds:
             self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
         digests = None
-        totals = {name: total for name, (_, total) in made.items() if total.requires_grad}
+        totals = {
+            name: total
+            for name, (_, total) in made.items()
+            if total.requires_grad and not is_nothing(total)
+        }
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals
         if self._changes_nothing:  # Reading the state takes longer than a small forward.
             self._is_clean, self._may_have_drawn = True, False
             return SampleRun(terms, digests, self.start)
-        after = ForwardState(self.model, results=True)
-        self._may_have_drawn = not same_random(self.start.random, after.random)
+        after = ForwardState(self.model, results=True, generators=self._generators)
+        self._may_have_drawn = not (
+            self.start.draws_same(after, host=True) and self.start.draws_same(after, host=False)
+        )
         return SampleRun(terms, digests, after)
 
     def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -319,10 +342,10 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 class CalledModules:
-    """Records whether modules compute in 16 bits, and a BatchNorm that is not in the model."""
+    """Records whether modules compute in 16 bits, and a BatchNorm that is in no given model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._own = {id(module) for module in model.modules()}
+    def __init__(self, model: nn.Module, given: nn.Module | None = None) -> None:
+        self._own = {id(module) for module in (given or model).modules()}
         dtypes = {parameter.dtype for parameter in model.parameters()}
         self.sixteen_bit = any(dtype in SIXTEEN_BIT for dtype in dtypes)
         self.fp16 = torch.float16 in dtypes
@@ -512,7 +535,7 @@ class Tolerance:
     gradient: float
 
     @staticmethod
-    def of(samples: FirstSamples, run: SampleRun) -> Tolerance:
+    def of(samples: ChosenSamples, run: SampleRun) -> Tolerance:
         """Return the tolerance of the precision that these samples were computed in."""
         called, dtypes = samples.called, {term.dtype for term in run.terms.values()}
         if called.sixteen_bit or dtypes & set(SIXTEEN_BIT):

@@ -83,7 +83,7 @@ def encoding_loss(coupled: Coupled, model: Any, micro: Any) -> Loss:
 class WholeRepresentations:
     """The tensors joined over all micro-batches, without their graphs; numbers become vectors."""
 
-    def __init__(self, parts: list[Representations]) -> None:
+    def __init__(self, parts: list[Representations], trained: Sequence[bool]) -> None:
         """Join the parts and empty them on the way, so that representations are held once."""
         self._structure, self._names = parts[0].structure, parts[0].names
         for part in parts:
@@ -101,7 +101,7 @@ class WholeRepresentations:
             self._ends.append(list(accumulate(map(len, rows), initial=0)))
             whole = torch.cat(rows)
             del rows
-            self.tensors.append(whole.requires_grad_(whole.is_floating_point()))
+            self.tensors.append(whole.requires_grad_(trained[place]))
 
     def for_loss(self, gather: Callable[[Tensor], Tensor] | None = None) -> Any:
         """Return the tensors in the structure of `encode`; `gather` adds the rows of all ranks."""
@@ -211,8 +211,12 @@ class TwoPasses:
             if keeps and not self.kept:
                 torch.clear_autocast_cache()  # Casts made without a graph pass no gradient back.
             try:
-                with torch.set_grad_enabled(keeps):
+                # The first one shows which representations depend on the model. The others are
+                # data, which a loss may count: its units must not require a gradient.
+                with torch.set_grad_enabled(keeps or index == 0):
                     made = Representations.of(self.encode(micro))
+                if index == 0:
+                    trained = [tensor.requires_grad for tensor in made.tensors]
             except RuntimeError as error:
                 if "does not require grad" in str(error):
                     raise UnsupportedError(_OWN_GRADIENT) from error
@@ -220,9 +224,12 @@ class TwoPasses:
             if keeps:
                 self.kept[index] = made
             parts.append(made.detached())
+            del made
+            if index == 0 and not keeps:
+                torch.clear_autocast_cache()
         with torch.no_grad():
             self.finite = [part.is_finite() for part in parts]
-            whole = WholeRepresentations(parts)
+            whole = WholeRepresentations(parts, trained)
         if len(self.micros) > 1 or not self.kept:
             self._changes_buffers = self._put_buffers_back()
         if self._changes_buffers:  # The second pass must change them, so it encodes everything.

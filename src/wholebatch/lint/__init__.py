@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .check_files import Finding, check_source, lint_files
-from .lint_settings import Settings, SettingsError, load_settings
+from .lint_settings import Settings, load_settings
 from .rules import RULES, Rule
 from .source_files import Source, collect
 
-__all__ = ["RULES", "Finding", "Rule", "Settings", "SettingsError", "lint_paths", "lint_source"]
+__all__ = ["RULES", "Finding", "Rule", "Settings", "lint_paths", "lint_source", "load_settings"]
 
 
 def lint_paths(paths: Iterable[str], *, settings: Settings | None = None) -> list[Finding]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-
-from .command_line import main
+from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The command line is above this package, so it is looked up by its name.
+    sys.exit(import_module("wholebatch.cli").main(["lint", *sys.argv[1:]]))

@@ -10,18 +10,22 @@ from dataclasses import dataclass
 
 from .lint_settings import Settings
 from .model import read
-from .rules import RULES, not_understood
+from .rules import RULES, not_pytorch, not_understood
 from .rules.rule_base import Report
 from .source_files import Source, read_source
 
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
 _NOT_UNDERSTOOD = "WB003"
+_NOT_PYTORCH = "WB004"
+NOTE, ERROR = "note", "error"
+"""Levels of what no rule finds: a note, and a file that could not be checked."""
 
 # A file without a backward, a step function or a trainer cannot accumulate. In a folder, it is not
 # parsed; a file that is named is, so that its syntax errors are found.
 _TRAINS = re.compile(
     r"backward\s*\(|loss_scaler\s*\(|def (training_step|compute_loss)\b|Train(er|ingArguments)\("
+    r"|GradientTape\("
 )
 _NOQA = re.compile(r"#\s*noqa(?:\s*:\s*(?P<codes>[A-Z]+\d+(?:[,\s]+[A-Z]+\d+)*))?", re.IGNORECASE)
 
@@ -35,7 +39,7 @@ class Finding:
     column: int
     code: str
     message: str
-    level: str = "warning"
+    level: str = "wrong update"
     name: str = ""
     cell: int | None = None
     end_line: int | None = None
@@ -64,7 +68,7 @@ def lint_files(
             found += check_source(read_source(path), settings, is_named=path in named)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
-            found.append(Finding(path, 1, 1, _UNREAD, why, "error"))
+            found.append(Finding(path, 1, 1, _UNREAD, why, ERROR))
         finally:
             gc.enable()
     return found
@@ -76,10 +80,10 @@ def check_source(source: Source, settings: Settings, *, is_named: bool = True) -
     for problem in source.problems:
         code = _SYNTAX if problem.message.startswith("syntax error") else _UNREAD
         place = (source.path, problem.line, problem.column)
-        found.append(Finding(*place, code, problem.message, "error", cell=problem.cell))
+        found.append(Finding(*place, code, problem.message, ERROR, cell=problem.cell))
     if is_named or _TRAINS.search(source.text):
         found += _parse_and_check(source, settings)
-    found = [f for f in found if settings.wants(f.code)]
+    found = [f for f in found if f.level == ERROR or settings.wants(f.code)]
     return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
 
 
@@ -88,9 +92,9 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
         file = read(source.text)
     except SyntaxError as error:
         place = (source.path, error.lineno or 1, error.offset or 1)
-        return [Finding(*place, _SYNTAX, f"syntax error: {error.msg}", "error")]
+        return [Finding(*place, _SYNTAX, f"syntax error: {error.msg}", ERROR)]
     except (ValueError, RecursionError, MemoryError) as error:
-        return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", "error")]
+        return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", ERROR)]
     lines = source.text.split("\n")
     found: list[Finding] = []
     for rule in RULES:
@@ -102,10 +106,14 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
                 if finding is not None and (finding.line, finding.column) not in places:
                     places.add((finding.line, finding.column))
                     found.append(finding)
-    note = not_understood(file, source.path) if not found else None
-    if note is not None and settings.wants(_NOT_UNDERSTOOD):
-        noted = _finding(note, _NOT_UNDERSTOOD, "note", "loop not understood", source, lines)
-        found += [] if noted is None else [noted]
+    notes = (
+        (_NOT_UNDERSTOOD, "loop not understood", not_understood(file, source.path)),
+        (_NOT_PYTORCH, "not PyTorch", not_pytorch(file)),
+    )
+    for code, name, note in notes if not found else ():
+        if note is not None and settings.wants(code):
+            noted = _finding(note, code, NOTE, name, source, lines)
+            found += [] if noted is None else [noted]
     return found
 
 
@@ -113,7 +121,7 @@ def _finding(
     report: Report, code: str, level: str, name: str, source: Source, lines: list[str]
 ) -> Finding | None:
     """Return the finding of a report, or None if a comment silences it."""
-    line, column, end, end_column = _position(report.node)
+    line, column, end, end_column = _position(report.node, lines)
     if _is_silenced(lines, line, end, code):
         return None
     cell, inside = source.place(line)
@@ -132,15 +140,21 @@ def _finding(
     )
 
 
-def _position(node: ast.AST) -> tuple[int, int, int, int | None]:
+def _position(node: ast.AST, lines: list[str]) -> tuple[int, int, int, int | None]:
     """Return line, column, last line, and the column behind a node that ends on its first line."""
     line = int(getattr(node, "lineno", 1))
-    column = int(getattr(node, "col_offset", 0)) + 1
+    column = _column(lines, line, int(getattr(node, "col_offset", 0)))
     # Report the first line of a compound statement, not its whole body.
     if isinstance(node, ast.stmt) and hasattr(node, "body"):
         return line, column, line, None
     last, end = getattr(node, "end_lineno", None) or line, getattr(node, "end_col_offset", None)
-    return line, column, last, end + 1 if end is not None and last == line else None
+    return line, column, last, None if end is None or last != line else _column(lines, line, end)
+
+
+def _column(lines: list[str], line: int, offset: int) -> int:
+    """Return the column in characters, counted from 1, of an offset in bytes of UTF-8."""
+    text = lines[line - 1] if line <= len(lines) else ""
+    return len(text.encode()[:offset].decode(errors="ignore")) + 1
 
 
 def _is_silenced(lines: list[str], first: int, last: int, code: str) -> bool:

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from .check_files import Finding
 
-_GITHUB_LEVELS = {"note": "notice", "warning": "warning", "error": "error"}
+_GITHUB_LEVELS = {
+    "wrong update": "error", "speed": "warning", "log": "warning", "error": "error",
+    "note": "notice",
+}  # fmt: skip
+_COLOURS = {"wrong update": "31", "error": "31", "speed": "33", "log": "33", "note": "36"}
 
 
-def as_text(findings: Sequence[Finding]) -> str:
-    """Return each finding with its source line."""
-    return "\n".join(
-        f"{f.place} {f.code} {'note: ' if f.level == 'note' else ''}{f.message}{_excerpt(f)}"
-        for f in findings
-    )
+def as_text(findings: Sequence[Finding], stream: TextIO | None = None) -> str:
+    """Return each finding with its source line; coloured and wrapped if it is for a terminal."""
+    on_terminal = stream is not None and stream.isatty()
+    coloured = on_terminal and os.environ.get("TERM") != "dumb"
+    if "NO_COLOR" in os.environ or "FORCE_COLOR" in os.environ:
+        coloured = "NO_COLOR" not in os.environ and stream is not None
+    width = shutil.get_terminal_size().columns if on_terminal else 0
+    return "\n".join(_shown(finding, width, coloured=coloured) for finding in findings)
+
+
+def _shown(finding: Finding, width: int, *, coloured: bool) -> str:
+    level = "note: " if finding.level == "note" else ""
+    line = f"{finding.place} {finding.code} {level}{finding.message}"
+    if width:
+        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False)
+    if coloured:
+        code = f"\033[{_COLOURS[finding.level]}m{finding.code}\033[0m"
+        line = line.replace(finding.place, f"\033[1m{finding.place}\033[0m", 1)
+        line = line.replace(finding.code, code, 1)
+    return line + _excerpt(finding)
 
 
 def _excerpt(finding: Finding) -> str:
@@ -52,6 +74,21 @@ def _cell(finding: Finding) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def summary(findings: Sequence[Finding], files: int) -> str:
+    """Return `2 findings in 1 of 7 files`."""
+    notes = sum(finding.level == "note" for finding in findings)
+    counted = _counted(len(findings) - notes, "finding")
+    if notes:
+        counted += f" and {_counted(notes, 'note')}"
+    places = len({finding.path for finding in findings})
+    of = f"{places} of " if places and files > 1 else ""
+    return f"{counted} in {of}{_counted(files, 'file')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 FORMATS: dict[str, Callable[[Sequence[Finding]], str]] = {

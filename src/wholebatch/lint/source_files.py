@@ -57,21 +57,25 @@ class Source:
         return cell, inside
 
 
-def collect(paths: Iterable[str], settings: Settings) -> list[str]:
-    """Return every script and notebook under the paths, sorted; named files are always read."""
-    found: dict[str, None] = {}
+def collect(paths: Iterable[str], settings: Settings, *, force_exclude: bool = False) -> list[str]:
+    """Return the scripts and notebooks under the paths, sorted.
+
+    Files that are named are read although they are excluded, unless `force_exclude`.
+    """
+    files: dict[str, None] = {}
     for given in paths:
         path = Path(given)
         if not path.is_dir():
-            found[str(path)] = None  # A missing one is reported where it is read.
+            if not (force_exclude and settings.excludes(str(path))):
+                files[str(path)] = None  # A missing one is reported where it is read.
             continue
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(f for f in folders if f not in _SKIPPED)
             for name in sorted(names):
                 file = os.path.join(folder, name)
                 if name.endswith(_SUFFIXES) and not settings.excludes(file):
-                    found[file] = None
-    return list(found)
+                    files[file] = None
+    return list(files)
 
 
 def read_source(path: str) -> Source:

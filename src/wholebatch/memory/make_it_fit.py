@@ -5,7 +5,7 @@ The ways are tried from the cheapest on: compute in 16 bit, then checkpoint acti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from wholebatch.memory.predict import Prediction, Simulation
@@ -17,8 +17,15 @@ class Rung:
     """Ways to save memory, and the peak of one sample with them."""
 
     what: str
-    peak: int
+    prediction: Prediction
     fits: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    """The arguments of `Simulation.predict` that ask for them."""
+
+    @property
+    def peak(self) -> int:
+        """The predicted peak in bytes."""
+        return self.prediction.peak
 
 
 def ladder(
@@ -27,6 +34,7 @@ def ladder(
     *,
     budget: int,
     precision: str = "full",
+    checkpoints: bool = False,
     as_is: Prediction | None = None,
 ) -> list[Rung]:
     """Return the peak of a micro-batch like `sample` as it is, and with each way to save memory.
@@ -38,19 +46,19 @@ def ladder(
     ways: dict[str, dict[str, Any]] = {}
     if precision in ("full", "fp32") and not simulation.is_sixteen_bit:
         ways["bf16 autocast"] = {"precision": "bf16"}
-    if blocks:
+    if blocks and not checkpoints:
         ways[f"checkpointing of {len(blocks)} blocks"] = {"checkpoints": True}
 
-    def rung(what: str, found: Prediction) -> Rung:
-        return Rung(what, found.peak, found.needed(simulation.device) <= budget)
+    def rung(what: str, found: Prediction, options: dict[str, Any]) -> Rung:
+        return Rung(what, found, found.needed(simulation.device) <= budget, options)
 
     used: list[str] = []
-    options: dict[str, Any] = {"precision": precision}
+    options: dict[str, Any] = {"precision": precision, "checkpoints": checkpoints}
     best = as_is or simulation.predict(sample, **options)
-    rungs = [rung("as it is", best)]
+    rungs = [rung("as it is", best, options)]
     for what, option in ways.items():
         found = simulation.predict(sample, **{**options, **option})
-        rungs.append(rung(" and ".join([*used, what]), found))
+        rungs.append(rung(" and ".join([*used, what]), found, {**options, **option}))
         if found.peak < best.peak:  # 16-bit copies of the weights may cost more than they save.
             best = found
             used.append(what)
@@ -58,7 +66,7 @@ def ladder(
     return rungs
 
 
-def refusal(rungs: list[Rung], budget: int) -> str:
+def refusal(rungs: list[Rung], budget: int, *, is_sharded: bool = False) -> str:
     """Return the error message for a budget that one sample does not fit."""
     first, *others = rungs
     said = [
@@ -69,8 +77,10 @@ def refusal(rungs: list[Rung], budget: int) -> str:
     last = ""
     if not helps:
         last = (
-            "; use a smaller model, shorter samples, a larger device, or a sharded model; on a "
-            'GPU also wb.Memory(optimizer_state="host")'
+            "; use a smaller model, shorter samples, larger devices, or more of them"
+            if is_sharded
+            else "; use a smaller model, shorter samples, a larger device, or a sharded model; on "
+            'a GPU also wb.Memory(optimizer_state="host")'
         )
     return (
         f"memory={bytes_said(budget)}: a micro-batch of one sample needs"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch import Batches, Tokens, batch_size_of, joined, split_numbered
@@ -411,7 +412,8 @@ class Fitting:
                 rungs = ladder(simulation, sample, budget=budget, precision=self._precision)
         except UnsupportedError:
             return f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit"
-        return refusal(rungs, budget)
+        is_sharded = any(isinstance(p, DTensor) for p in self._model.parameters())
+        return refusal(rungs, budget, is_sharded=is_sharded)
 
 
 def _bytes_of(batch: Any, samples: int) -> float:

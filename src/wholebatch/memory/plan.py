@@ -6,13 +6,14 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholebatch.batch.samples import Static
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.fake_tensors import shapes_of
 from wholebatch.memory.fsdp_sharding import Sharding
@@ -28,6 +29,8 @@ class Point:
     peak: int
     by_category: dict[str, int]
     fits: bool
+    needed: int
+    """The peak, and on CUDA the room that the allocator needs beside it."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,16 @@ class Plan:
     seconds: float
     sync: str | None = None
     """The time at which a sharded model reduces its gradients; None if it is not sharded."""
+    checkpointing: bool = False
+    fewest_ranks: int | None = None
+    """The fewest ranks of this budget that one sample of the model fits on, sharded by FSDP2 with
+    the options of the best rung; only where it fits on none as asked."""
+    undivided: int | None = None
+    """The bytes that a device must have for its share of the batch in one piece."""
+    operations: int | None = None
+    """The floating-point operations of one sample, forward and backward."""
+    parameter_bytes: int = 0
+    """Those of the whole model."""
 
     def arithmetic(self) -> str:
         """Return the arithmetic of the batch as one line, to print before training begins."""
@@ -79,11 +92,14 @@ def make_plan(
     device: torch.device | str | None = None,
     static: Static = (),
     sharding: Sharding | None = None,
+    checkpoints: bool = False,
+    beside_undivided: bool = False,
 ) -> Plan:
     """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each.
 
     `sharding` spreads the model over them by FSDP2, block by block. Otherwise each device holds the
-    whole model.
+    whole model. With `beside_undivided`, the share of a device in one piece and the operations of a
+    sample are counted, too.
     """
     _check_sizes(batch_size, ranks, budget)
     device = target_device(model, device)
@@ -99,7 +115,9 @@ def make_plan(
             if size not in made:
                 micro = resize_batch(shapes, size, static=static)
                 steps = -(-most // size)
-                made[size] = simulation.predict(micro, precision=precision, micro_batches=steps)
+                made[size] = simulation.predict(
+                    micro, precision=precision, micro_batches=steps, checkpoints=checkpoints
+                )
             return made[size].needed(device)
 
         choice = choose_micro_batch(peak, budget=budget, most=most, growth=64)
@@ -111,15 +129,39 @@ def make_plan(
             peak(even)
         else:
             sample = resize_batch(shapes, 1, static=static)
-            rungs = ladder(simulation, sample, budget=budget, precision=precision, as_is=made[1])
+            rungs = ladder(
+                simulation,
+                sample,
+                budget=budget,
+                precision=precision,
+                checkpoints=checkpoints,
+                as_is=made[1],
+            )
+        undivided = peak(most) if beside_undivided else None
+        operations = simulation.operations(shapes) if beside_undivided else None
+    fewest = None
+    if rungs and device.type == "cuda" and not any(rung.fits for rung in rungs):
+        with suppress(UnsupportedError):  # 16-bit parameters
+            best = min(rungs, key=lambda rung: rung.peak)
+            fewest = _fewest_ranks(
+                model,
+                loss,
+                sample,
+                optimizer,
+                best,
+                device=device,
+                budget=budget,
+                sharding=sharding,
+            )
     return Plan(
         batch_size=batch_size,
         ranks=ranks,
         budget=budget,
         precision=precision,
         points=tuple(
-            Point(size, made[size].peak, made[size].by_category, peak(size) <= budget)
-            for size in sorted(made)
+            Point(size, found.peak, found.by_category, needed <= budget, needed)
+            for size, found in sorted(made.items())
+            for needed in [found.needed(device)]
         ),
         micro_batch=None if choice is None else even,
         largest=None if choice is None else largest,
@@ -127,7 +169,54 @@ def make_plan(
         rungs=tuple(rungs),
         seconds=sum(found.seconds for found in made.values()),
         sync=None if sharding is None else sharding.sync,
+        checkpointing=checkpoints,
+        fewest_ranks=fewest,
+        undivided=undivided,
+        operations=operations,
+        parameter_bytes=sum(p.nbytes for p in model.parameters()),
     )
+
+
+def _fewest_ranks(
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], Any],
+    sample: Any,
+    optimizer: torch.optim.Optimizer | None,
+    rung: Rung,
+    *,
+    device: torch.device,
+    budget: int,
+    sharding: Sharding | None,
+) -> int | None:
+    """Return the fewest ranks on which one sample of the sharded model fits; None if none do.
+
+    Ranks share parameters, gradients and optimizer state. The rest of a peak (a gathered block,
+    activations) is the same on any number of them: peak(n) = rest + shared / n. The number where
+    this line meets the budget is predicted again.
+    """
+
+    def predict(ranks: int) -> Prediction:
+        how: dict[str, Any] = {"optimizer": optimizer, "device": device}
+        with simulating(model, loss, sharding=Sharding(ranks, "every"), **how) as simulation:
+            return simulation.predict(sample, **rung.options)
+
+    ranks = 2 if sharding is None else sharding.ranks
+    is_known = sharding is not None and sharding.sync == "every"
+    found = rung.prediction if is_known else predict(ranks)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    shared = sum(p.nbytes for p in model.parameters()) + trained
+    shared += ranks * found.by_category["optimizer state"]
+    room = min(budget - found.largest, budget * 25 // 26) - (found.peak - shared // ranks)
+    if found.needed(device) <= budget:
+        return ranks
+    if room <= 0:
+        return None
+    ranks = max(ranks + 1, -(-shared // room))
+    for _ in range(4):
+        if predict(ranks).needed(device) <= budget:
+            return ranks
+        ranks += max(1, ranks // 16)
+    return None
 
 
 def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:

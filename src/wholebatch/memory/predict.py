@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
-from wholebatch.batch.samples import tensors_of
+from wholebatch.batch.samples import layout_of, tensors_of
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
 from wholebatch.memory.fake_tensors import (
@@ -238,6 +239,15 @@ class Simulation:
             by_category["temporaries"] += CUDA_WORKSPACES
         seconds = time.perf_counter() - began
         return Prediction(sum(by_category.values()), by_category, seconds, largest)
+
+    def operations(self, batch: Any) -> int:
+        """Return the floating-point operations of one sample, forward and backward."""
+        micro = fake_batch(self._mode, batch, self._run_on)
+        with self._mode, FlopCounterMode(display=False) as counter:
+            window = PlainWindow(self._model, self._loss, sharding=self._sharding)
+            window.add(micro, is_last=True)
+        self._model.zero_grad(set_to_none=True)
+        return int(counter.get_total_flops()) // layout_of(batch).size
 
     def _run(
         self, window: PlainWindow, micro: Any, *, is_single: bool

@@ -1,8 +1,8 @@
 """`tune`: measure settings for one batch on this machine, and recommend the fastest.
 
-One loop goes over the candidates. Settings without checkpointing come first, small micro-batches
-before larger ones. A candidate is skipped if earlier measurements show that it cannot fit, or that
-it cannot win. Running out of memory is a result, not an error.
+One loop goes over the candidates: the undivided batch first, then ever smaller micro-batches.
+Checkpointing is tried only where a size does not fit without it. A candidate is skipped if earlier
+measurements show that it cannot win. Running out of memory is a result, not an error.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import gc
 import math
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm as norm
 
 from wholebatch.batch import batch_size_of
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
@@ -28,9 +28,10 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
 )
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
+from wholebatch.memory.meter import MemoryMeter
 from wholebatch.options import flattened
 from wholebatch.plain_files import finite
-from wholebatch.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said, percent
 from wholebatch.tune.task import Task, measured_peak
 
 PRECISIONS = ("full", "bf16", "fp16", "fp8")
@@ -71,8 +72,8 @@ class Setting:
 class Trial:
     """The result of a setting; `why` says why it is not "measured".
 
-    `status` is "measured", "skipped", "failed", "too large" for the memory, or "not reached" in the
-    time given.
+    `status` is "measured", "skipped", "failed" (as for lack of memory) or "not reached" in the time
+    given.
     """
 
     setting: Setting
@@ -106,6 +107,10 @@ class Tuned:
     unit: str
     device: str
     seconds: float
+    precision: str = "full"
+    """The first of those tried."""
+    distances: Mapping[str, float] = field(default_factory=dict)
+    """How far the first update in each other precision is from that in the first one."""
 
     @property
     def fixed_cost(self) -> float | None:
@@ -134,14 +139,10 @@ class Tuned:
             lines = [f"{best.steps} steps of {best.setting}, {speed}"]
             whole = [t for t in self.trials if t.steps == 1]
             lines += [f"undivided ({t.setting}): {_beside(t, best)}" for t in whole[:1]]
-        found = Counter(trial.status for trial in self.trials)
-        if found["not reached"]:
-            tried = found["measured"] + found["failed"]
-            of = f"{tried} of {tried + found['not reached']} settings"
-            lines.append(
-                f"only {of} {'was' if tried == 1 else 'were'} tried in this time: another may be "
-                "faster"
-            )
+        left = [trial.setting for trial in self.trials if trial.status == "not reached"]
+        if left:
+            names = "; ".join(map(str, left[:3])) + (f" and {len(left) - 3} more" * (len(left) > 3))
+            lines.append(f"not tried in the time given, and may be faster: {names}")
         cost = self.fixed_cost
         if cost is not None and best.seconds is not None:
             more = cost * best.steps / best.seconds
@@ -150,13 +151,28 @@ class Tuned:
                 f"of half the size would take about {more:.0%} longer"
             )
         lines.append(f"peak memory {bytes_said(best.peak or 0)} of {bytes_said(self.budget)}")
-        if best.setting.precision != "full":
-            lines.append(f"{best.setting.precision} rounds more than full precision")
+        lines += self._precisions()
         return tuple(lines)
+
+    def _precisions(self) -> Iterator[str]:
+        """Yield the speed of each precision beside the first, and how far its update is off."""
+        fastest: dict[str, Trial] = {}
+        for trial in sorted(self.trials, key=lambda trial: trial.units_per_second):
+            if trial.is_measured:
+                fastest[trial.setting.precision] = trial
+        for name, distance in self.distances.items():
+            one, other = fastest.get(name), fastest.get(self.precision)
+            if one is not None and other is not None:
+                times = (f"{1000 * (it.seconds or 0):.1f} ms" for it in (one, other))
+                yield (
+                    f"{name} {' against '.join(times)} in {self.precision}; its first update is "
+                    f"{percent(distance)} off"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `tune.json`."""
-        names = ("settings", "advice", "fixed_cost", "batch_size", "budget", "unit", "device")
+        names = ["settings", "advice", "fixed_cost", "batch_size", "budget", "unit", "device"]
+        names.append("distances")
         data: dict[str, Any] = finite(
             {
                 "kind": "wholebatch tune",
@@ -220,35 +236,50 @@ def tune(
     candidates = _candidates(model, samples, micro_batches, precisions, executes, checkpointing)
     del model, optimizer
     free_memory()
-    # Plain settings first: checkpointing is only for sizes that do not fit without it.
-    candidates.sort(key=lambda it: (it.checkpointing, it.execute != "eager", it.micro_batch))
+    candidates.sort(key=lambda it: (it.checkpointing, it.execute != "eager", -it.micro_batch))
     trials: dict[Setting, Trial] = {}
     for place, setting in enumerate(candidates):
         blank = Trial(setting, -(-samples // setting.micro_batch), "skipped")
         why = _reason_to_skip(setting, trials)
-        need = _memory_by_smaller(setting, trials)
-        need -= weights if blank.steps == 1 else 0  # there are no gradients beside its forward
         spent = largest_over_ranks(time.perf_counter() - began)
         if why is not None:
             trials[setting] = replace(blank, why=why)
-        elif need > budget:
-            why = f"would need about {bytes_said(need)} of {bytes_said(budget)}"
-            trials[setting] = replace(blank, status="too large", why=why)
         elif spent > seconds and any(t.is_measured for t in trials.values()):
             why = f"not reached in {seconds:.0f} s"
             trials[setting] = replace(blank, status="not reached", why=why)
         else:
             trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
             watch(trials[setting], len(candidates) - place - 1)
+    best = _recommended(trials.values(), budget)
+    others = {t.setting.precision for t in trials.values() if t.is_measured} - {precisions[0]}
     return Tuned(
-        best=_recommended(trials.values(), budget),
+        best=best,
         trials=tuple(trials.values()),
         batch_size=samples,
         budget=budget,
         unit=unit,
         device=_device_name(device),
         seconds=time.perf_counter() - began,
+        precision=precisions[0],
+        distances=_distances(task, batch, best.setting.micro_batch, [precisions[0], *others]),
     )
+
+
+def _distances(task: Task, batch: Any, size: int, precisions: list[str]) -> dict[str, float]:
+    """Return how far the first update in each precision is from that in the first one."""
+    moved: dict[str, list[Tensor]] = {}
+    for precision in precisions if len(precisions) > 1 else ():
+        model, optimizer = task.build()
+        before = [p.detach().clone() for p in model.parameters()]
+        how: dict[str, Any] = {"micro_batch": size, "precision": precision, "execute": "eager"}
+        task.train(model, optimizer, **how).step(batch)
+        after = zip(model.parameters(), before, strict=True)
+        moved[precision] = [p.detach() - was for p, was in after]
+    first = moved.pop(precisions[0], [])
+    return {
+        name: float(norm([a - b for a, b in zip(each, first, strict=True)]) / norm(first))
+        for name, each in moved.items()
+    }
 
 
 def sizes_of(samples: int) -> list[int]:
@@ -318,38 +349,23 @@ def _candidates(
     ]
 
 
-def _memory_by_smaller(setting: Setting, trials: dict[Setting, Trial]) -> int:
-    """Return the bytes that a setting needs at least, by two smaller ones of its kind; else 0.
-
-    The peak is the largest of several lines over the micro-batch size, so a line through two points
-    is never above it.
-    """
-    measured = [t for t in _up_to(setting, trials) if t.peak is not None][-2:]
-    if len(measured) < 2:
-        return 0
-    (a, low), (b, high) = ((t.setting.micro_batch, t.peak or 0) for t in measured)
-    return int(high + (high - low) / (b - a) * (setting.micro_batch - b))
-
-
 def _reason_to_skip(setting: Setting, trials: dict[Setting, Trial]) -> str | None:
     """Return why this setting need not be measured, or None if it must be."""
     if setting.checkpointing:
-        plain = replace(setting, checkpointing=False)
-        if plain in trials and all(map(_fits, _up_to(plain, trials))):
+        plain = trials.get(replace(setting, checkpointing=False))
+        larger = [t for s, t in trials.items() if s.micro_batch >= setting.micro_batch]
+        if any(t.is_measured and not t.setting.checkpointing for t in larger):
             return "fits without checkpointing, which costs time"
-    smaller = _up_to(setting, trials)
-    if not all(map(_fits, smaller)):
-        return "a smaller micro-batch has failed"
-    rates = [t.units_per_second for t in smaller]
+        if plain is not None and plain.status == "skipped":
+            return plain.why
+    alike = [t for s, t in trials.items() if s.mode == setting.mode and t.is_measured]
+    rates = [t.units_per_second for t in alike]
     if len(rates) > 2 and max(rates[-2:]) < SLOWER * max(rates):
-        return "two smaller micro-batches in a row were slower than the best"
+        return "two larger micro-batches in a row were slower than the best"
     if setting.execute == "eager":
         return None
-    eager = [
-        t
-        for t in trials.values()
-        if t.is_measured and t.setting.mode == (setting.precision, setting.checkpointing, "eager")
-    ]
+    mode = (setting.precision, setting.checkpointing, "eager")
+    eager = [t for t in trials.values() if t.is_measured and t.setting.mode == mode]
     if not eager:
         return None
     # Compiling takes long: only the best eager size and its neighbours are tried.
@@ -357,21 +373,6 @@ def _reason_to_skip(setting: Setting, trials: dict[Setting, Trial]) -> str | Non
     if not best / 2 <= setting.micro_batch <= best * 2:
         return f"far from the fastest eager micro-batch, {best}"
     return None
-
-
-def _up_to(setting: Setting, trials: dict[Setting, Trial]) -> list[Trial]:
-    """Return what was tried in this mode with this micro-batch and smaller ones, in order."""
-    return [
-        trial
-        for it, trial in trials.items()
-        if it.mode == setting.mode
-        and it.micro_batch <= setting.micro_batch
-        and trial.status in ("measured", "failed", "too large")
-    ]
-
-
-def _fits(trial: Trial) -> bool:
-    return trial.status not in ("failed", "too large")
 
 
 def measure(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
@@ -416,7 +417,14 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
             )
         return largest_over_ranks(time.perf_counter() - began), step.units
 
-    last = window()[0]
+    if device.type == "cpu":  # no allocator refuses: a window that passes the budget is ended
+        with MemoryMeter(model=model, optimizer=optimizer, limit=budget):
+            last = window()[0]
+    else:
+        last = window()[0]
+    if train.recoveries:
+        why = f"needs more than {bytes_said(budget)}"
+        return replace(blank, status="failed", why=why)
     for _ in range(20):  # warm up until the time settles: graphs are compiled and recorded
         now = window()[0]
         if now > SLOWER * last and not train.compiling:
@@ -425,7 +433,9 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
     windows = [window() for _ in range(3)]
     while sum(spent for spent, _ in windows) < seconds and len(windows) < 30:
         windows.append(window())
-    peak = int(largest_over_ranks(measured_peak(window, model, optimizer)))
+    batch = task.batches()  # read outside, as train does: the data are not the window's memory
+    peak = measured_peak(lambda: train.step(batch), model, optimizer)
+    peak = int(largest_over_ranks(peak))
     if train.recoveries:  # the windows ran with smaller micro-batches than this one
         return replace(blank, status="failed", why="ran out of memory")
     # Other work can only slow a window down: the faster half shows what the setting can do.

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import percent
-from wholebatch.verification.mistakes import (
-    MISTAKES,
-    NOT_JUDGED,
-    RIGHT,
-    Mistake,
-    MistakeFit,
-    texts_in,
-)
+from wholebatch.verification.explanations import Finding
+from wholebatch.verification.mistakes import MISTAKES, Mistake, texts_in
 from wholebatch.verification.run_comparison import Comparison, listed
+from wholebatch.verification.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -139,45 +134,89 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class LoopTrial:
-    """One window that the loop was given, what it did, and the mistake that explains it."""
-
-    case: str
-    name: str
-    micro_batches: int
-    units: tuple[float, ...]
-    optimizer_steps: int
-    found: str | None
-    """The key of what fits: "right", a mistake, "not judged", or None where nothing does."""
-    fits: tuple[MistakeFit, ...]
-    """All hypotheses, the nearest first, one variant of each."""
-    tolerance: float
-    floor: float
-    observed_by: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def right(self) -> MistakeFit:
-        """Return the fit of the right gradient."""
-        return next(fit for fit in self.fits if fit.key == RIGHT)
-
-    @property
-    def differs(self) -> bool:
-        """True if this window is not the update of the undivided batch."""
-        return self.found not in (RIGHT, NOT_JUDGED)
-
-    @property
-    def found_fit(self) -> MistakeFit | None:
-        """Return the fit of the mistake that was found; None if right, or if no mistake fits."""
-        return next((f for f in self.fits if f.key == self.found != RIGHT), None)
-
-
+RIGHT, DIFFERENT, NOT_JUDGED = "right", "different", "not judged"
+"""The answers on a window."""
 EQUAL_UNITS = (
     "all micro-batches have the same number of units, so a mean of means equals the mean here"
 )
-GIVEN_UNITS = "ledger, with units as given"
-"""How a window is observed whose units the loop gave to `Accumulator.backward`."""
+
+
+@dataclass(frozen=True)
+class LoopTrial:
+    """One window of the loop: the answer, and the mistakes that explain a difference."""
+
+    name: str
+    case: str = "live"
+    answer: str = NOT_JUDGED
+    findings: tuple[Finding, ...] = ()
+    """All mistakes that explain it, the likeliest first."""
+    micro_batches: int = 0
+    units: tuple[float, ...] = ()
+    optimizer_steps: int = 1
+    off: float = math.inf
+    """The distance from the right weights, or from the right gradient in a proof."""
+    tolerance: float = math.inf
+    floor: float = 0.0
+    source: str = ""
+    """Where the units come from: "gradients" of a proof, "weights" of the losses, a "ledger"."""
+    own: tuple[float, ...] = ()
+    """The weight that each term of the loss has of its own."""
+    notes: tuple[str, ...] = ()
+
+    def with_answer(
+        self, answer: str, reason: str = "", findings: Sequence[Finding] = ()
+    ) -> LoopTrial:
+        """Return the trial with its answer; the reason is the first note."""
+        notes = (reason, *self.notes) if reason else self.notes
+        if answer == RIGHT:
+            of_its_own = [one for one in self.own if one != 1.0]
+            notes += tuple(f"the loss has a weight of {one:g} of its own" for one in of_its_own)
+        return replace(self, answer=answer, findings=tuple(findings), notes=notes)
+
+    def with_weights(self, weights: Weights) -> LoopTrial:
+        """Return the trial with what is known of its weights."""
+        units = weights.units
+        kind = ""
+        if len(units) > 1:
+            is_even = all(math.isclose(unit, units[0], rel_tol=1e-3) for unit in units)
+            kind = "equal " if is_even else "uneven "
+        return replace(
+            self,
+            name=self.name if self.case != "live" else f"{self.name}: {_count(units, kind)}",
+            micro_batches=len(units),
+            units=units,
+            off=weights.off,
+            tolerance=weights.tolerance,
+            floor=weights.floor,
+            source=weights.source,
+            own=weights.own,
+        )
+
+    @property
+    def found(self) -> str | None:
+        """Return the key of the mistake, "right" or "not judged"; None if no known mistake fits."""
+        if self.answer != DIFFERENT:
+            return self.answer
+        return self.findings[0].key if self.findings else None
+
+
+def _count(units: Sequence[float], kind: str) -> str:
+    return f"{len(units)} {kind}micro-batch{'' if len(units) == 1 else 'es'}"
+
+
+def consistent(trials: Sequence[LoopTrial]) -> tuple[LoopTrial, ...]:
+    """Put the mistake first that explains most windows, where several explain one."""
+    votes: dict[str, int] = {}
+    for trial in trials:
+        for finding in trial.findings:
+            votes[finding.key] = votes.get(finding.key, 0) + 1
+
+    def order(finding: Finding) -> tuple[bool, int]:
+        return finding.is_beside, -votes[finding.key]
+
+    return tuple(replace(t, findings=tuple(sorted(t.findings, key=order))) for t in trials)
+
+
 WEIGHED = (
     *("not-divided", "divided-twice", "mean-of-means", "nominal-count", "other-units", "no-update"),
     *("ranks-added", "world-size-forgotten"),
@@ -209,6 +248,8 @@ class Watched:
     trainer: str
     error: str = ""
     """The error that ended the loop; empty if none did."""
+    other_optimizers: tuple[str, ...] = ()
+    """Optimizers that have stepped on parameters that were not watched."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -219,10 +260,14 @@ class Watched:
             None: "the end of the data is not known: no DataLoader was seen to give its batches",
         }
         seen = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
-        notes = (seen, "averages of the weights and the schedule's length were not judged")
-        if not self.not_judged:
-            return notes
-        return *notes, f"not judged, no optimizer step was seen: {listed(self.not_judged)}"
+        notes = [seen, "averages of the weights and the schedule's length were not judged"]
+        if self.not_judged:
+            notes.append(f"not judged, no optimizer step was seen: {listed(self.not_judged)}")
+        notes += [
+            f"not judged: {name}, whose parameters belong to no module that the loop calls"
+            for name in self.other_optimizers
+        ]
+        return tuple(notes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -238,18 +283,19 @@ class LoopVerdict(_Answer):
 
     @property
     def same(self) -> bool:
-        return bool(self.trials) and all(trial.found == RIGHT for trial in self.trials)
+        return bool(self.trials) and all(trial.answer == RIGHT for trial in self.trials)
 
     @property
     def judged(self) -> bool:
         """True if there is an answer: every window could be judged, or one of them differs."""
-        return self.same or any(trial.differs for trial in self.trials)
+        return self.same or any(trial.answer == DIFFERENT for trial in self.trials)
 
     @property
     def mistakes(self) -> tuple[str, ...]:
         """Return the keys of the mistakes, that of the simplest window first."""
-        fits = [trial.found_fit for trial in self.trials]
-        return tuple(dict.fromkeys(fit.key for fit in fits if fit is not None))
+        first = [finding for trial in self.trials for finding in trial.findings[:1]]
+        beside = [one for trial in self.trials for one in trial.findings if one.is_beside]
+        return tuple(dict.fromkeys(one.key for one in (*first, *beside)))
 
     @property
     def mistake(self) -> Mistake | None:
@@ -266,51 +312,55 @@ class LoopVerdict(_Answer):
     @property
     def _line(self) -> str:
         where = f" on {self.ranks} ranks" if self.ranks > 1 else ""
-        windows = f"{len(self.trials)} window{'s'[: len(self.trials) - 1]}{where}"
-        observed = {trial.observed_by for trial in self.trials}
-        if self.same and GIVEN_UNITS in observed:
-            return (
-                f"same update, if its units are right: {self.loop} over {windows}; the units given "
-                "to backward() were taken as given and are not judged: test them with wb.verify or "
-                "acc.run"
-            )
-        if self.same and observed == {"ledger"}:
-            return f"same update: {self.loop} over {windows} of wholebatch, read from its ledger"
         if self.same:
-            worst = max(self.trials, key=lambda trial: trial.right.distance / trial.tolerance)
-            return (
-                f"same update: {self.loop} is at most {percent(worst.right.distance)} from the "
-                f"undivided batch over {windows}; rounding explains {percent(worst.tolerance)}"
-            )
+            windows = f"{len(self.trials)} window{'s'[: len(self.trials) - 1]}{where}"
+            return self._same_line(windows)
         if not self.judged:
-            reasons = dict.fromkeys(n for t in self.trials if t.found != RIGHT for n in t.notes)
-            return f"NOT JUDGED: {self.loop}{where}: {'; '.join(reasons) or 'no window was seen'}"
-        first = next(trial for trial in self.trials if trial.differs)
-        off, fit = percent(first.right.distance), first.found_fit
-        if fit is None:
-            near = first.fits[0]
-            return (
-                f"DIFFERENT update: {self.loop} is {off} off{where}, and no known mistake fits "
-                f"(nearest: {near.name}, {percent(near.distance)} away)"
+            reasons = dict.fromkeys(
+                note for trial in self.trials if trial.answer != RIGHT for note in trial.notes
             )
-        also = [MISTAKES[key].name for key in self.mistakes if key != fit.key]
-        more = f"; also: {', '.join(also)}" if also else ""
-        what = "update" if first.observed_by == "updates" else "gradient"
-        is_seen = first.case == "live" and fit.key != "no-update"  # in the weights of the losses
-        if is_seen or not math.isfinite(first.right.distance):  # without a gradient to compare
-            return f"DIFFERENT update: {fit.name}: {self.loop}: {fit.variant}{where}{more}"
-        left = f"to within {percent(fit.distance)}" if fit.distance else "exactly"
+            return f"NOT JUDGED: {self.loop}{where}: {'; '.join(reasons) or 'no window was seen'}"
+        first = next(trial for trial in self.trials if trial.answer == DIFFERENT)
+        off = f"{percent(first.off)} off" if math.isfinite(first.off) else "not the right one"
+        if not first.findings:
+            return f"Wrong: the gradient of {self.loop} is {off}{where}, and no known mistake fits"
+        finding = first.findings[0]
+        either = [f.name for f in first.findings[1:] if not f.is_beside]
+        also = [MISTAKES[key].name for key in self.mistakes if key != finding.key]
+        more = f" (or: {', '.join(either)})" if either else ""
+        more += f"; also: {', '.join(also)}" if also else ""
+        if first.source != "gradients" or not math.isfinite(first.off):
+            return f"Wrong: {finding.name}: {self.loop}: {finding.variant}{where}{more}"
         return (
-            f"DIFFERENT update: {fit.name}: the {what} of {self.loop} is {off} off, and this "
-            f"mistake explains it {left} ({fit.variant}){where}{more}"
+            f"Wrong: {finding.name}: the gradient of {self.loop} is {off}: "
+            f"{finding.variant}{where}{more}"
+        )
+
+    def _same_line(self, windows: str) -> str:
+        sources = {trial.source for trial in self.trials}
+        if all(source.startswith("ledger") for source in sources):
+            are_given = "" if sources == {"ledger"} else ", if its units are right"
+            line = (
+                f"same update by construction{are_given}: {self.loop} over {windows} of "
+                "wholebatch, which weighs each micro-batch by its units. Measured: no micro-batch "
+                "is left over; weights, rates and buffers stay the same within a window"
+            )
+            return f"{line}. Not measured: the units (wb.verify does)" if are_given else line
+        worst = max(self.trials, key=lambda trial: trial.off / trial.tolerance)
+        if worst.source == "gradients":
+            return (
+                f"same update: {self.loop} is at most {percent(worst.off)} from the undivided "
+                f"batch over {windows}; rounding explains {percent(worst.tolerance)}"
+            )
+        return (
+            f"same update: {self.loop} weighs its micro-batches by their units, to within "
+            f"{percent(worst.off)}, over {windows}"
         )
 
     def __str__(self) -> str:
         if self.watched is not None and not (self.watched.windows or self.watched.not_judged):
             return self.line
-        head, *rows = self.table
-        first = 0 if any(row[0] for row in rows) else 1  # a watched loop has no name of a model
-        parts = [self.line, _table(head[first:], [row[first:] for row in rows])]
+        parts = [self.line, _table(*_without_empty_columns(self.table))]
         for name, does, instead in self.advice:
             parts += [f"{name}: {does}", f"instead: {instead}"]
         return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
@@ -321,13 +371,12 @@ class LoopVerdict(_Answer):
         rows: list[tuple[str, ...]] = [("model", "window", "steps", "off by", "found")]
         before = ""
         for trial in self.trials:
-            far, fit = trial.right.distance, trial.found_fit
-            is_measured = math.isfinite(far) and not trial.observed_by.startswith("ledger")
-            off = percent(far) if is_measured and trial.optimizer_steps <= 1 else "–"
-            marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", None: "✗ no known mistake"}
-            found = f"✗ {fit.name}" if fit else marks[trial.found]
-            if trial.found == RIGHT and trial.observed_by == GIVEN_UNITS:
-                found = "✓ right for the units given"
+            is_measured = math.isfinite(trial.off) and not trial.source.startswith("ledger")
+            off = percent(trial.off) if is_measured and trial.optimizer_steps <= 1 else ""
+            marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", DIFFERENT: "✗ no known mistake"}
+            found = f"✗ {trial.findings[0].name}" if trial.findings else marks[trial.answer]
+            if trial.answer == RIGHT and trial.source.startswith("ledger"):
+                found = "✓ by construction"
             case = "" if trial.case in (before, "live") else trial.case
             before = trial.case
             rows.append((case, trial.name, str(trial.optimizer_steps), off, found))
@@ -347,16 +396,21 @@ class LoopVerdict(_Answer):
         if self.watched is None:
             return [*notes]
         units = [trial.units for trial in self.trials if len(trial.units) > 1]
-        is_read = self.same and not any(t.observed_by.startswith("ledger") for t in self.trials)
+        is_read = self.same and all(trial.source == "weights" for trial in self.trials)
         if is_read and units and all(math.isclose(min(u), max(u), rel_tol=1e-3) for u in units):
             notes[EQUAL_UNITS] = None
         return [*notes | dict.fromkeys(self.watched.notes)]
 
     def _instead(self, key: str) -> str:
         """Return what to do, in the trainer at hand."""
-        trainer = "" if self.watched is None else self.watched.trainer
-        return (
-            _IN_TRAINERS.get(trainer, MISTAKES[key].instead)
-            if key in WEIGHED
-            else MISTAKES[key].instead
-        )
+        trainer = "" if self.watched is None or key not in WEIGHED else self.watched.trainer
+        return _IN_TRAINERS.get(trainer, MISTAKES[key].instead)
+
+
+def _without_empty_columns(
+    table: Sequence[Sequence[str]],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return the head and the rows of the columns that say something."""
+    head, *rows = table
+    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]

@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,24 +19,29 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import to_device
+from wholebatch.batch.samples import tensors_of
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import percent
+from wholebatch.verification.evidence import Counts, KnownTerms, WindowEvidence
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.mistakes import (
-    NOT_JUDGED,
-    RIGHT,
-    STEPPED_TWICE,
-    MistakeFit,
-    WindowParts,
-    apart,
-)
+from wholebatch.verification.explanations import STEPPED_TWICE, Finding
+from wholebatch.verification.judge import judge
 from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES
 from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
-from wholebatch.verification.verdicts import EQUAL_UNITS, LoopTrial, LoopVerdict
-from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
+from wholebatch.verification.verdicts import (
+    DIFFERENT,
+    EQUAL_UNITS,
+    NOT_JUDGED,
+    RIGHT,
+    LoopTrial,
+    LoopVerdict,
+    consistent,
+)
+from wholebatch.verification.weights import apart
+from wholebatch.verification.window_recorder import WindowRecorder
 
 Loop = Callable[[Any, Any, Any], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -105,7 +110,7 @@ def verify_loop(
     trials[0] = replace(trials[0], notes=(*trials[0].notes, *left_out))
     name = name or str(getattr(loop, "__name__", "the loop"))
     seconds = time.perf_counter() - began
-    return LoopVerdict(name, tuple(_consistent(trials)), precision, world_size(), seconds)
+    return LoopVerdict(name, consistent(trials), precision, world_size(), seconds)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -122,10 +127,11 @@ def _case(case: Case | str) -> Case:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """One window that the loop has trained on one rank, taken apart."""
+    """What the loop has done with one window on one rank."""
 
-    windows: list[RecordedWindow]
+    windows: list[WindowEvidence]
     """One of each optimizer step."""
+    known: KnownTerms
     moved: bool
     """True if the loop has changed the weights."""
     moved_beside: float
@@ -135,34 +141,6 @@ class _Recorded:
     skipped: bool
     """True if a loss scaler has skipped the only step."""
     stepped_twice: bool
-    terms: list[dict[str, tuple[Tensor, float]]]
-    """The gradient of each term's sum and its units, by name, of each micro-batch."""
-    micros: list[Any]
-
-    @property
-    def means(self) -> list[Tensor]:
-        """The gradient of each micro-batch's own mean."""
-        return [_added(row, {n: units for n, (_, units) in row.items()}) for row in self.terms]
-
-    @property
-    def units(self) -> list[float]:
-        """The units of each micro-batch, of its first term."""
-        return [next(iter(row.values()))[1] for row in self.terms]
-
-
-def _added(terms: Mapping[str, tuple[Tensor, float]], units: Mapping[str, float]) -> Tensor:
-    """Return the gradients of the terms' sums, each divided by its units, added up."""
-    parts = [gradient / (units.get(name) or 1.0) for name, (gradient, _) in terms.items()]
-    return torch.stack(parts).sum(0)
-
-
-def _units_of_all(rows: Iterable[Mapping[str, tuple[Tensor, float]]]) -> dict[str, float]:
-    """Return the units of each term over all micro-batches."""
-    totals: dict[str, float] = {}
-    for row in rows:
-        for name, (_, units) in row.items():
-            totals[name] = totals.get(name, 0.0) + units
-    return totals
 
 
 @dataclass
@@ -204,7 +182,7 @@ class _CaseTrials:
         """Return the trials of full and short windows, with equal and uneven micro-batches."""
         shapes = [(even, n) for even in (True, False)[: 1 + uneven] for n in (0, 1)]
         trials = [self._trial(even, self.steps - less) for even, less in shapes]
-        if self._left and world_size() == 1 and all(trial.found == RIGHT for trial in trials):
+        if self._left and world_size() == 1 and all(trial.answer == RIGHT for trial in trials):
             trials += self._in_a_row(trials[0])
         return trials
 
@@ -212,86 +190,56 @@ class _CaseTrials:
         """Give two windows in a row: gradients that were left behind are in the second."""
         micros = self.case.window(self.steps, True, self.rank)
         try:
-            seen = self._recorded(micros, times=2)[0][0].windows
+            windows = self._recorded(micros, times=2)[0].windows
         except Exception:  # one that sets things up cannot be called again: not our matter
             return []
-        if len(seen) < 2 or not seen[-1].backwards or not seen[-1].backwards[0].before.any():
+        if len(windows) < 2 or not windows[-1].backwards:
             return []
-        stale = MistakeFit("never-cleared", "two windows in a row")
-        fits = (stale, replace(first.right, distance=1.0, fits=False))
-        return [replace(first, name="2 windows in a row", found=stale.key, fits=fits)]
+        if not windows[-1].backwards[0].before.any():
+            return []
+        stale = Finding("never-cleared", "two windows in a row")
+        return [replace(first, name="2 windows in a row", answer=DIFFERENT, findings=(stale,))]
 
     # ---------------------------------------------------------------- one window
 
     def _trial(self, even: bool, count: int) -> LoopTrial:
         micros = self.case.window(self.steps, even, self.rank)[:count]
-        ranks, floor, coupled = self._recorded(micros)
-        units = [one.units for one in ranks]
-        counts = {tuple(u for _, u in row.values()) for one in ranks for row in one.terms}
-        kind = "equal" if len(counts) == 1 else "uneven"
+        ranks = self._recorded(micros)
+        units = [dict(one.known.units) for one in ranks]
+        is_equal = len({row for one in units for row in zip(*one.values(), strict=True)}) == 1
+        kind = "equal" if is_equal else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
         self._left = any(one.keeps_gradients for one in ranks)
+        name, notes = f"{count} {kind} micro-batches{short}", list(self.notes)
+        if not even and is_equal and count == self.steps:
+            notes.append(f"{self.case.name}: {EQUAL_UNITS}")
         steps = {len(one.windows) for one in ranks}
-        firsts = [one.windows[0] for one in ranks if one.windows]
-        firsts = firsts or [RecordedWindow(0, 0, [], [], 2.0**-24, False)]
-        name = f"{count} {kind} micro-batches{short}"
-        judge = LoopJudge(firsts, name, self.steps, case=self.case.name)
-        judge.notes, judge.units = list(self.notes), [unit for row in units for unit in row]
-        if not even and kind == "equal" and count == self.steps:
-            judge.notes.append(f"{self.case.name}: {EQUAL_UNITS}")
-        trial = self._without_one_update(judge, ranks, steps)
-        if trial is None:
-            rows = [row for one in ranks for row in one.terms]
-            total = _units_of_all(rows)
-            summed = torch.stack([_added(row, total) for row in rows]).sum(0)
-            parts = WindowParts(summed, [one.means for one in ranks], units, self.steps)
-            inputs = [one.micros for one in ranks]
-            trial = judge.trial_of(parts, floor, inputs, coupled=coupled)
+        trial = LoopTrial(name, self.case.name, micro_batches=count, notes=tuple(notes))
+        ended = _without_one_update(ranks, steps)
+        if isinstance(ended, Finding):
+            trial = trial.with_answer(DIFFERENT, findings=[ended])
+        elif ended:
+            trial = trial.with_answer(NOT_JUDGED, ended)
+        else:
+            windows = [replace(one.windows[0], known=one.known) for one in ranks]
+            first = next(iter(units[0]))
+            counts = Counts(
+                micro_batches=count,
+                usual=self.steps,
+                ranks=len(ranks),
+                others=_other_counts(ranks, [list(one[first]) for one in units]),
+            )
+            trial = judge(windows, counts, name, case=self.case.name, notes=notes)
         off = max(one.moved_beside for one in ranks)
-        if trial.found == RIGHT and off:
-            moved = MistakeFit("moved-beside-the-step", "the step and something else")
-            right = MistakeFit(RIGHT, "the optimizer's step", off, False)
-            trial = replace(trial, found=moved.key, fits=(moved, right), observed_by="updates")
-        return replace(trial, name=name, optimizer_steps=max(steps))
+        if trial.answer == RIGHT and off:
+            moved = Finding("moved-beside-the-step", f"{percent(off)} of the update")
+            trial = replace(trial, answer=DIFFERENT, findings=(moved,), off=off)
+        return replace(trial, optimizer_steps=max(steps))
 
-    @staticmethod
-    def _without_one_update(
-        judge: LoopJudge, ranks: Sequence[_Recorded], steps: set[int]
-    ) -> LoopTrial | None:
-        """Return the verdict on a window with no step, with several, or with ranks that differ."""
-        if any(one.skipped for one in ranks):
-            return judge.not_judged(
-                "the loss scaler skipped the step, because gradients were not finite: let it begin "
-                "at a smaller scale, such as GradScaler(init_scale=64.0)"
-            )
-        if steps == {0} and not any(one.moved for one in ranks):
-            return judge.told(MistakeFit("no-update", "no optimizer step"))
-        if len(steps) > 1:
-            variant = "another number of steps on each rank"
-            return judge.told(MistakeFit("unsynchronised-ranks", variant))
-        if steps == {0}:
-            return judge.not_judged(
-                "the weights have changed without a step of a torch optimizer: use the optimizer "
-                "that the loop gets"
-            )
-        if any(one.stepped_twice for one in ranks):
-            return judge.told(MistakeFit(*STEPPED_TWICE))
-        if any(len({window.optimizer for window in one.windows}) > 1 for one in ranks):
-            return judge.not_judged(
-                "several optimizers step on parts of the model: use wb.watch, which judges each"
-            )
-        if max(steps) > 1:
-            variant = f"{max(steps)} steps in the window"
-            return judge.told(MistakeFit("stepped-every-micro-batch", variant))
-        return None
+    def _recorded(self, micros: Sequence[Any], times: int = 1) -> list[_Recorded]:
+        """Let the loop train on copies of the model and the optimizer; return what it did.
 
-    def _recorded(
-        self, micros: Sequence[Any], times: int = 1
-    ) -> tuple[list[_Recorded], float, bool]:
-        """Let the loop train on copies of the model and the optimizer, and take its window apart.
-
-        Return what every rank has recorded, the rounding of the right gradient, and True if the
-        undivided batch is further from its micro-batches than that.
+        On several ranks, what each of them did.
         """
         model = copy.deepcopy(self.model)
         optimizer = self.make_optimizer(model)
@@ -304,20 +252,19 @@ class _CaseTrials:
             for _ in range(times):
                 copies = [to_device(micro, self.device) for micro in copy.deepcopy(list(micros))]
                 self.loop(handed, optimizer, copies)
-        update = recorder.sample(start.update(recorder.parameters))
+        rows = recorder.rows
+        update = rows.sample(start.update(rows.parameters))
         beside = 0.0
         if recorder.after_step is not None and recorder.after_step.numel():
-            moved = recorder.sample(recorder.parameters) - recorder.after_step
+            moved = rows.weights() - recorder.after_step
             beside = float(moved.norm() / (update - moved).norm().clamp_min(1e-30))
         if recorder.autocast and self.numbers.precision == "full":
             names = {dtype: name for name, dtype in AUTOCAST.items()}
             name = names.get(next(iter(recorder.autocast)), "full")
             self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
-        own = copy.deepcopy(self.model)
-        runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, numbers=self.numbers)
-        terms, off, floor = self._parts(runs, recorder, micros)
         mine = _Recorded(
             windows=recorder.windows,
+            known=self._known(recorder, micros),
             moved=bool(update.any()),
             moved_beside=beside,
             keeps_gradients=any(
@@ -325,62 +272,96 @@ class _CaseTrials:
             ),
             skipped=recorder.overflowed and not recorder.windows,
             stepped_twice=recorder.stepped_twice,
-            terms=terms,
-            micros=list(micros),
         )
-        limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
         if world_size() == 1:
-            return [mine], min(max(floor, 0.0 if off > limit else off), limit), off > limit
+            return [mine]
         gathered: list[Any] = [None] * world_size()
-        torch.distributed.all_gather_object(gathered, (mine, off, floor))
-        off, floor = max(one[1] for one in gathered), max(one[2] for one in gathered)
-        floor = min(max(floor, 0.0 if off > limit else off), limit)
-        return [one[0] for one in gathered], floor, off > limit
+        torch.distributed.all_gather_object(gathered, mine)
+        return gathered
 
-    def _parts(
-        self, runs: ModelRuns, recorder: WindowRecorder, micros: Sequence[Any]
-    ) -> tuple[list[dict[str, tuple[Tensor, float]]], float, float]:
-        """Return the gradient and the units of each term, of each micro-batch.
+    def _known(self, recorder: WindowRecorder, micros: Sequence[Any]) -> KnownTerms:
+        """Return the gradient and the units of each micro-batch's means, and of the whole batch.
 
-        Also how far the undivided batch is from their sum, and from itself in another order.
+        The floor is how far the undivided batch is from itself in another order.
         """
+        own = copy.deepcopy(self.model)
+        runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, numbers=self.numbers)
+        indices = recorder.windows[0].indices if recorder.windows else ()
 
         def terms_of(batch: Any) -> dict[str, tuple[Tensor, float]]:
+            terms = runs.gradients_of_terms(batch)
             return {
                 name: (
-                    recorder.sample_of_step(dict(zip(runs.names, term.gradient, strict=True))),
+                    recorder.rows.sample_named(
+                        dict(zip(runs.names, term.gradient, strict=True)), indices
+                    ),
                     term.units,
                 )
-                for name, term in runs.gradients_of_terms(batch).items()
+                for name, term in terms.items()
             }
 
-        terms = [terms_of(micro) for micro in micros]
-        whole = joined(micros)
-        if whole is None:
-            return terms, 0.0, runs.unit
-        total = _units_of_all(terms)
-        added = torch.stack([_added(row, total) for row in terms]).sum(0)
-        right = _added(terms_of(whole), total)
-        again = _added(terms_of(DividedBatch(whole).in_other_orders()[0][0]), total)
-        return terms, apart(added, right), max(runs.unit, apart(again, right))
+        rows = [terms_of(micro) for micro in micros]
+        units = {name: tuple(row[name][1] for row in rows) for name in rows[0]}
+        means = {
+            name: torch.stack([row[name][0] / (row[name][1] or 1.0) for row in rows])
+            for name in rows[0]
+        }
+
+        def added(terms: Sequence[Mapping[str, tuple[Tensor, float]]]) -> Tensor:
+            parts = [one[name][0] / (sum(units[name]) or 1.0) for one in terms for name in one]
+            return torch.stack(parts).sum(0)
+
+        off, floor, whole = 0.0, runs.unit, joined(micros)
+        if whole is not None:
+            right = added([terms_of(whole)])
+            again = added([terms_of(DividedBatch(whole).in_other_orders()[0][0])])
+            off, floor = apart(added(rows), right), max(runs.unit, apart(again, right))
+        limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
+        is_coupled = off > limit
+        floor = min(max(floor, 0.0 if is_coupled else off), limit)
+        return KnownTerms(means, units, floor, is_coupled, tuple(micros))
 
 
-def _consistent(trials: Sequence[LoopTrial]) -> list[LoopTrial]:
-    """Name the mistake that agrees most with the other windows, where several fit one.
+def _without_one_update(ranks: Sequence[_Recorded], steps: set[int]) -> Finding | str:
+    """Return what is wrong with a window of no step, of several, or of ranks that differ."""
+    if any(one.skipped for one in ranks):
+        return (
+            "the loss scaler skipped the step, because gradients were not finite: let it begin at "
+            "a smaller scale, such as GradScaler(init_scale=64.0)"
+        )
+    if steps == {0} and not any(one.moved for one in ranks):
+        return Finding("no-update", "no optimizer step")
+    if len(steps) > 1:
+        return Finding("unsynchronised-ranks", "another number of steps on each rank")
+    if steps == {0}:
+        return (
+            "the weights have changed without a step of a torch optimizer: use the optimizer that "
+            "the loop gets"
+        )
+    if any(one.stepped_twice for one in ranks):
+        return STEPPED_TWICE
+    if any(len({window.optimizer for window in one.windows}) > 1 for one in ranks):
+        return "several optimizers step on parts of the model: use wb.watch, which judges each"
+    if max(steps) > 1:
+        return Finding("stepped-every-micro-batch", f"{max(steps)} steps in the window")
+    return ""
 
-    A window that is right speaks against every mistake that would have shown in it.
-    """
-    votes: dict[str, int] = {}
-    for trial in trials:
-        for fit in trial.fits:
-            agrees = 1 if fit.fits else -1 if trial.found == RIGHT else 0
-            votes[fit.key] = votes.get(fit.key, 0) + agrees
-    result = []
-    for trial in trials:
-        known = (RIGHT, NOT_JUDGED, "coupled", "moved-beside-the-step", None)
-        if trial.found not in known:
-            fitting = [fit for fit in trial.fits if fit.fits and fit.key != RIGHT]
-            best = max(fitting, key=lambda fit: (votes[fit.key], -fit.distance))
-            trial = replace(trial, found=best.key)
-        result.append(trial)
-    return result
+
+def _other_counts(
+    ranks: Sequence[_Recorded], units: list[list[float]]
+) -> dict[str, list[list[float]]]:
+    """Return what a loop may count instead of the units: samples, or tokens with their padding."""
+    inputs = [one.known.micro_batches for one in ranks]
+    tensors = [[[v for v in tensors_of(one) if v.dim() > 0] for one in row] for row in inputs]
+    counts = {}
+    if all(one for row in tensors for one in row):
+        counts["samples"] = [[float(len(one[0])) for one in row] for row in tensors]
+    tokens = [
+        [[v for v in one if v.dim() > 1 and not v.is_floating_point()] for one in row]
+        for row in tensors
+    ]
+    if all(one for row in tokens for one in row):
+        counts["tokens, with padding"] = [
+            [float(one[-1].shape[:2].numel()) for one in row] for row in tokens
+        ]
+    return {name: counted for name, counted in counts.items() if counted != units}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
@@ -21,10 +21,19 @@ from torch import nn
 
 from wholebatch.distributed.process_group import all_meet, world_size
 from wholebatch.errors import OptionError
-from wholebatch.verification.loop_judge import LoopJudge
-from wholebatch.verification.mistakes import RIGHT, STEPPED_TWICE, MistakeFit
-from wholebatch.verification.verdicts import LoopTrial, LoopVerdict, Watched
-from wholebatch.verification.window_recorder import RecordedWindow, WindowRecorder
+from wholebatch.verification.evidence import Counts, WindowEvidence
+from wholebatch.verification.explanations import STEPPED_TWICE, Finding
+from wholebatch.verification.judge import judge
+from wholebatch.verification.verdicts import (
+    DIFFERENT,
+    NOT_JUDGED,
+    RIGHT,
+    LoopTrial,
+    LoopVerdict,
+    Watched,
+    consistent,
+)
+from wholebatch.verification.window_recorder import WindowRecorder
 
 _log = logging.getLogger("wholebatch")
 
@@ -33,6 +42,7 @@ PATIENCE = 30.0
 WITHOUT_LOADER = 8
 """Windows that are watched of a script without a DataLoader, whose end is not known."""
 
+_NO_BACKWARD = "an optimizer step was seen, but no backward before it"
 _numbers = counter()
 
 
@@ -44,7 +54,7 @@ class WatchIsOver(BaseException):
 class _Records:
     """The records of one rank."""
 
-    windows: list[RecordedWindow]
+    windows: list[WindowEvidence]
     counts: dict[int, int]
     names: dict[int, str]
     left: int
@@ -66,8 +76,12 @@ class Watch:
         name: str = "the loop",
         windows: int | None = 0,
         logs: bool = True,
+        why_nothing: Callable[[], str] = lambda: "",
     ) -> None:
-        """`windows` ends the loop after so many; None: after the first epoch; 0: it runs on."""
+        """`windows` ends the loop after so many; None: after the first epoch; 0: it runs on.
+
+        `why_nothing()` tells why a script may not have trained.
+        """
         inner = optimizer
         while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
             inner = inner.optimizer  # of Accelerate, Fabric or Lightning
@@ -75,10 +89,13 @@ class Watch:
             raise OptionError(f"model={type(model).__name__}: must be an nn.Module")
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise OptionError(f"optimizer={type(optimizer).__name__}: must be a torch optimizer")
-        self._recorder = WindowRecorder(model, inner, stepped=self._stepped)
+        self._recorder = WindowRecorder(
+            model, inner, stepped=self._stepped, pass_begins=self._pass_begins
+        )
         self._name, self._windows, self._logs = name, windows, logs
         self._number, self._is_given = next(_numbers), inner is not None
-        self._began = 0.0
+        self._why_nothing = why_nothing
+        self._began, self._is_ending = 0.0, False
         self._verdict: LoopVerdict | None = None
 
     def __enter__(self) -> Watch:
@@ -92,7 +109,7 @@ class Watch:
             verdict = self._judged(kind, error)
         except Exception as failed:  # a watch never ends somebody's training
             _log.debug("the watch could not judge", exc_info=True)
-            verdict = self._make([_nothing("").not_judged(_failure(failed))])
+            verdict = self._make([_not_judged("", _failure(failed))])
         self._verdict = verdict
         if kind is None and self._logs:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
@@ -105,27 +122,36 @@ class Watch:
         return self._make(_trials([self._records(is_over=False)], given=self._is_given))
 
     def _stepped(self) -> None:
-        """End the loop where it has been watched for long enough."""
+        """End the loop at its next backward, where it has been watched for long enough."""
         recorder, made = self._recorder, max(self._recorder.window_counts.values(), default=0)
+        is_over = self._is_ending
         if self._windows:
             is_over = made >= self._windows + 1
-        elif self._windows is None:
-            has_loader = recorder.loader_ended or recorder.knows_loader
-            is_over = recorder.loader_restarted or (not has_loader and made >= WITHOUT_LOADER)
-        else:
-            return
+        elif self._windows is None and not recorder.passes.are_known:
+            is_over = made >= WITHOUT_LOADER
         if is_over:
             recorder.over = WatchIsOver()
+
+    def _pass_begins(self) -> None:
+        """End the loop after its first pass over the training data: before it evaluates, or begins
+        again. Micro-batches that wait for a step are watched until that comes.
+        """
+        recorder = self._recorder
+        if self._windows is None and recorder.passes.has_ended:
+            self._is_ending = True
+            if not recorder.has_open_window:
+                recorder.over = WatchIsOver()
+                raise recorder.over
 
     # ------------------------------------------------------------- the verdict
 
     def _records(self, *, is_over: bool) -> _Records:
         recorder = self._recorder
         # Backwards that are made in another way are of another purpose: a Hessian's estimate.
-        made = [{micro.signature for micro in window.backwards} for window in recorder.windows]
+        made = [{micro.operations for micro in window.backwards} for window in recorder.windows]
         known = set().union(*(row for row in made if len(row) == 1))
         left = recorder.pending if is_over or not made else []
-        left = [micro for micro in left if not known or micro.signature in known]
+        left = [micro for micro in left if not known or micro.operations in known]
         return _Records(
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),
@@ -142,7 +168,7 @@ class Watch:
         if ranks > 1:
             if not all_meet(f"watch {self._number}", PATIENCE):
                 reason = f"not every rank came to the end of the watch within {PATIENCE:g} s"
-                return self._make([_nothing("").not_judged(reason)])
+                return self._make([_not_judged("", reason)])
             trials = self._judged_by_the_first(records, ranks)
         else:
             trials = _trials([records], given=self._is_given)
@@ -163,7 +189,7 @@ class Watch:
             try:
                 told = [_trials(gathered, given=self._is_given)]
             except Exception as failed:  # the other ranks wait for an answer
-                told = [[_nothing("").not_judged(_failure(failed))]]
+                told = [[_not_judged("", _failure(failed))]]
         dist.broadcast_object_list(told)
         trials: list[LoopTrial] = told[0]
         return trials
@@ -173,14 +199,15 @@ class Watch:
         dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         watched = Watched(
             windows=max(recorder.window_counts.values(), default=0),
-            end=recorder.loader_ended if recorder.knows_loader else None,
+            end=recorder.passes.has_ended if recorder.passes.are_known else None,
             not_judged=tuple(recorder.unstepped),
             trainer=recorder.trainer,
             error=error,
+            other_optimizers=tuple(recorder.other_optimizers.values()),
         )
         return LoopVerdict(
             self._name,
-            tuple(trials),
+            consistent(trials),
             next((dtypes[d] for d in recorder.autocast if d in dtypes), "full"),
             world_size(),
             time.perf_counter() - self._began,
@@ -192,7 +219,7 @@ class Watch:
         recorder = self._recorder
         if recorder.stepped_inside:
             return "an optimizer steps inside the backward, on one parameter after the other"
-        if recorder.is_sharded or recorder.steps_on_copies:
+        if recorder.rows.is_sharded or recorder.steps_on_copies:
             return (
                 "the optimizer steps on shards or copies of the parameters (FSDP2, ZeRO), whose "
                 "gradients the watch does not see: use wb.Accumulator, whose units and weights "
@@ -205,7 +232,9 @@ class Watch:
                 "function and use `wholebatch verify train.py:function`"
             )
         if recorder.lost_steps:
-            return "an optimizer step was seen, but no backward before it"
+            return _NO_BACKWARD
+        if self._why_nothing():
+            return self._why_nothing()
         return (
             "no backward was seen in this process. A script must train, and a recipe must have "
             "model(), data() and loss(). To judge a function that trains one window, use "
@@ -218,9 +247,8 @@ def _failure(error: Exception) -> str:
     return f"the watch failed: {type(error).__name__}: {error}"
 
 
-def _nothing(name: str) -> LoopJudge:
-    """Return a judge of no window."""
-    return LoopJudge([RecordedWindow(0, 0, [], [], 2.0**-24, False)], name)
+def _not_judged(name: str, reason: str) -> LoopTrial:
+    return LoopTrial(name).with_answer(NOT_JUDGED, reason)
 
 
 def _trials(records: Sequence[_Records], *, given: bool) -> list[LoopTrial]:
@@ -230,43 +258,44 @@ def _trials(records: Sequence[_Records], *, given: bool) -> list[LoopTrial]:
     if given and 0 in made:  # the optimizer that was given is the first that is known
         made = [0]
     for optimizer, name in sorted(records[0].names.items()):
-        if optimizer not in made:
-            continue
-        windows = [[w for w in one.windows if w.optimizer == optimizer] for one in records]
-        several = len(made) > 1
-        trials += _of_optimizer(windows, f"{name} {optimizer + 1}, " if several else "")
+        if optimizer in made:
+            windows = [[w for w in one.windows if w.optimizer == optimizer] for one in records]
+            prefix = f"{name} {optimizer + 1}, " if len(made) > 1 else ""
+            trials += _of_optimizer(windows, prefix)
     if any(one.stepped_twice for one in records):
-        trials.append(_nothing("between two windows").told(MistakeFit(*STEPPED_TWICE)))
+        trials.append(_wrong("between two windows", STEPPED_TWICE))
     left = max(one.left for one in records)
     if trials and left:
         number = f"{left} micro-batch{'' if left == 1 else 'es'} after the last optimizer step"
-        trials.append(_nothing("after the last step").told(MistakeFit("no-update", number)))
-    if not trials:
-        trials.append(_nothing("the loop").not_judged(records[0].reason))
-    return trials
+        trials.append(_wrong("after the last step", Finding("no-update", number)))
+    return trials or [_not_judged("the loop", records[0].reason)]
 
 
-def _of_optimizer(ranks: Sequence[Sequence[RecordedWindow]], prefix: str) -> list[LoopTrial]:
+def _wrong(name: str, finding: Finding) -> LoopTrial:
+    return LoopTrial(name).with_answer(DIFFERENT, findings=[finding])
+
+
+def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> list[LoopTrial]:
     """Judge the windows of one optimizer."""
-    made = [{w.number: w for w in row if w.backwards or w.ledger_units} for row in ranks]
+    made = [{w.number: w for w in row if w.backwards or w.ledger} for row in ranks]
     if not any(made):
-        reason = "an optimizer step was seen, but no backward before it"
-        return [_nothing(prefix).not_judged(reason)]
+        return [_not_judged(prefix, _NO_BACKWARD)]
     shared = sorted(set.intersection(*map(set, made)))
     if not shared:
-        return [_nothing(prefix).not_judged("the ranks have made different steps")]
+        return [_not_judged(prefix, "the ranks have made different steps")]
     counts = Counter(len(window.backwards) for row in made for window in row.values())
     usual = max(counts, key=lambda count: (counts[count], count))
     first = len(made[0][shared[0]].backwards)
     trials: list[LoopTrial] = []
-    owns: Sequence[float] = ()
+    own: Sequence[float] = ()
     for number in shared:
         window = [row[number] for row in made]
+        count = max(len(one.backwards) for one in window)
         # A loss's own weight may grow with the windows; a short one has that of the first.
-        known = owns if len(window[0].backwards) != first else ()
-        judge = LoopJudge(window, f"{prefix}window {number}", usual, first, owns=known)
-        trials.append(judge.trial())
-        owns = owns or (judge.owns if trials[-1].found == RIGHT else ())
+        known = own if len(window[0].backwards) != first else ()
+        numbers = Counts(count, usual, first, len(ranks), number)
+        trials.append(judge(window, numbers, f"{prefix}window {number}", own=known))
+        own = own or (trials[-1].own if trials[-1].answer == RIGHT else ())
     return trials
 
 

@@ -71,6 +71,13 @@ def without_marks(spelled: str) -> str:
     return _SYMBOL_MARK.sub("", spelled)
 
 
+def names_in(*nodes: ast.AST) -> frozenset[str]:
+    """Return the names in code: of variables, attributes, parameters and options; no strings."""
+    fields = ("id", "attr", "arg", "name")
+    found = {getattr(n, field, None) for node in nodes for n in ast.walk(node) for field in fields}
+    return frozenset(name for name in found if isinstance(name, str))
+
+
 def has_word(word: str, spelled: str) -> bool:
     """True if a text has a dotted name as a whole: `n` in `n + 1`, not in `run.n`."""
     return re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", spelled) is not None
@@ -137,13 +144,13 @@ def values_of(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(k.value for k in call.keywords)]
 
 
-def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield every call of an expression in evaluation order (inner calls first)."""
+def calls_in(node: ast.AST) -> Iterator[ast.Call | ast.NamedExpr]:
+    """Yield the calls and `:=` of an expression in evaluation order (inner ones first)."""
     if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return
     for child in ast.iter_child_nodes(node):
         yield from calls_in(child)
-    if isinstance(node, ast.Call):
+    if isinstance(node, (ast.Call, ast.NamedExpr)):
         yield node
 
 
@@ -182,25 +189,20 @@ def target_names(target: ast.expr) -> Iterator[str]:
             yield name
 
 
-# The fields of a statement that hold other statements, or parts of them that can set names.
-_BLOCKS = ("body", "orelse", "finalbody", "handlers", "items", "cases")
-
-
-def assigned_names(body: Sequence[ast.stmt]) -> set[str]:
+def assigned_names(body: Sequence[ast.AST]) -> set[str]:
     """Return every name (also `self.x`) that the statements change, except inside functions."""
-    found: set[str] = set()
-    todo: list[ast.AST] = list(body)
+    names: set[str] = set()
+    todo = list(body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                found.update(target_names(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
-            found.update(target_names(node.target))
+                names.update(target_names(target))
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
+            names.update(target_names(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            found.update(target_names(node.optional_vars))
-        for block in _BLOCKS:
-            todo += getattr(node, block, ())
-    return found
+            names.update(target_names(node.optional_vars))
+        todo += ast.iter_child_nodes(node)
+    return names

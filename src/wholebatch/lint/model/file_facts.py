@@ -1,22 +1,24 @@
-"""Facts about the whole file: its functions and classes, its wrappers, and the names it sets."""
+"""Facts about the whole file: its functions and classes, its imports, and the names it sets."""
 
 from __future__ import annotations
 
 import ast
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from .events import Definition, Env
-from .expressions import FunctionNode, assigned_names, dotted, keyword, last_part, number, text
+from .expressions import FunctionNode, assigned_names, dotted, last_part, text
 
 # Calls that make a function a part of training: it is walked, or followed from its caller.
 _TRAINING_CALLS = {
     "backward", "training_step", "manual_backward", "loss_scaler", "zero_grad", "unscale_",
     "clip_grad_norm_", "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
+# What these names mean in a file that does not import them otherwise.
+_USUAL = {"F": "torch.nn.functional", "nn": "torch.nn", "optim": "torch.optim"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass
@@ -35,70 +37,54 @@ class ClassFacts:
 class Facts:
     """Facts about one file that no single loop shows."""
 
+    tree: ast.Module
     nodes: list[ast.AST]  # Every node of the tree, in the order of ast.walk.
-    source: str
     functions: dict[str, FunctionNode]
     classes: list[ClassFacts]
     calls: list[ast.Call]
     called: set[str]
-    imports: set[str]
+    imports: dict[str, str]  # What each imported name stands for.
     relevant: set[FunctionNode]
     every_function: list[FunctionNode]
     # Every value that is assigned to a name anywhere in the file.
     assigned: dict[str, list[ast.expr]]
-    uses: dict[FunctionNode, set[str]]
-    _searched: dict[re.Pattern[str], bool] = field(default_factory=dict)
     _assignments: dict[FunctionNode, Env] = field(default_factory=dict)
+    _reached: dict[int, list[ast.AST]] = field(default_factory=dict)
 
-    def mentions(self, pattern: re.Pattern[str]) -> bool:
-        """True if the source matches a pattern; each pattern is searched for once."""
-        if pattern not in self._searched:
-            self._searched[pattern] = pattern.search(self.source) is not None
-        return self._searched[pattern]
+    def full_name(self, expr: ast.AST) -> str:
+        """Return a dotted name as it is imported: `torch.nn.Linear` for `nn.Linear`."""
+        head, dot, rest = (dotted(expr) or last_part(expr)).partition(".")
+        return self.imports.get(head, _USUAL.get(head, head)) + dot + rest
+
+    def reached(self, start: ast.AST) -> list[ast.AST]:
+        """Return a node, and the functions and classes that it names, directly or through them."""
+        if id(start) not in self._reached:
+            seen = {id(start): start}
+            todo: list[ast.AST] = [start]
+            while todo:
+                node = todo.pop()
+                named = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                called = set(methods_called([node]))
+                more: list[ast.AST] = [f for n, f in self.functions.items() if n in named]
+                for owner in self.classes:
+                    more += [owner.node] if owner.node.name in named else []
+                    more += [m for n, m in owner.methods.items() if n in called]
+                new = [n for n in more if id(n) not in seen]
+                seen.update((id(n), n) for n in new)
+                todo += new
+            self._reached[id(start)] = list(seen.values())
+        return self._reached[id(start)]
+
+    @cached_property
+    def module(self) -> ast.Module:
+        """Return what the module itself runs: its statements without functions and classes."""
+        inner = (*_FUNCTIONS, ast.ClassDef)
+        return ast.Module([s for s in self.tree.body if not isinstance(s, inner)], [])
 
     def class_of(self, name: str) -> str:
         """Return the source of the class of this file that a name is an instance of, or ""."""
-        made = [last_part(v.func) for v in self.assigned.get(name, ()) if isinstance(v, ast.Call)]
-        return "\n".join(text(c.node) for c in self.classes if c.node.name in made)
-
-    def made(self, *names: str) -> list[ast.Call]:
-        """Return the calls whose last name is one of these: `DDP(...)`, `nn.BatchNorm2d(...)`."""
-        return [c for c in self.calls if last_part(c.func) in names]
-
-    @cached_property
-    def has_ignored_label(self) -> bool:
-        """True if -100 is used other than as `ignore_index=` or in a comparison."""
-        asked: set[int] = set()
-        for node in self.nodes if "-100" in self.source else ():
-            if isinstance(node, ast.keyword) and node.arg == "ignore_index":
-                asked.add(id(node.value))
-            elif isinstance(node, ast.Compare):
-                asked.update(map(id, node.comparators))
-            elif isinstance(node, ast.UnaryOp) and id(node) not in asked and number(node) == -100:
-                return True
-        return False
-
-    @cached_property
-    def accelerator(self) -> ast.Call | None:
-        """Return the call that creates the Accelerator, if it is in this file."""
-        found = self.made("Accelerator")
-        # Several branches may create one: take that which is given the number of steps.
-        told = [c for c in found if keyword(c, "gradient_accumulation_steps") is not None]
-        return next(iter((*told, *found)), None)
-
-    @property
-    def accelerator_divides(self) -> bool | None:
-        """True if Accelerate divides the loss, False if not, None if this file does not show it."""
-        call = self.accelerator
-        if call is None:
-            return None
-        given = keyword(call, "gradient_accumulation_steps")
-        if given is not None:
-            return number(given) != 1
-        if keyword(call, "gradient_accumulation_plugin") is not None:
-            return True
-        unknown = keyword(call, "deepspeed_plugin") is not None
-        return None if unknown or any(k.arg is None for k in call.keywords) else False
+        makers = [last_part(v.func) for v in self.assigned.get(name, ()) if isinstance(v, ast.Call)]
+        return "\n".join(text(c.node) for c in self.classes if c.node.name in makers)
 
     def env_around(self, node: ast.AST) -> Env:
         """Return the assignments of the function that a node is in."""
@@ -113,46 +99,52 @@ class Facts:
         near = self.every_function[max(0, last - 50) : last]
         return [f for f in near if line <= (f.end_lineno or f.lineno)]
 
+    def class_around(self, line: int) -> ast.ClassDef | None:
+        """Return the innermost class that contains a line."""
+        around = [c.node for c in self.classes if c.node.lineno <= line <= (c.node.end_lineno or 0)]
+        return around[-1] if around else None
 
-def gather(tree: ast.Module, source: str) -> Facts:
+
+def gather(tree: ast.Module) -> Facts:
     """Collect everything from the file that is not about one loop."""
     calls: list[ast.Call] = []
-    imports: set[str] = set()
+    imports: dict[str, str] = {}
     owners: list[ast.ClassDef] = []
-    uses: dict[FunctionNode, set[str]] = {}
+    functions: list[FunctionNode] = []
     assigned: dict[str, list[ast.expr]] = {}
     nodes = list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Call):
             calls.append(node)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            uses[node] = set()
+        elif isinstance(node, _FUNCTIONS):
+            functions.append(node)
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 assigned.setdefault(dotted(target) or "", []).append(node.value)
         elif isinstance(node, ast.ImportFrom):
-            imports.add(node.module or "")
-            imports.update(f"{node.module}.{a.name}" for a in node.names)
+            imports.update(
+                (a.asname or a.name, f"{node.module or ''}.{a.name}") for a in node.names
+            )
         elif isinstance(node, ast.Import):
-            imports.update(a.name for a in node.names)
+            named = [(a.asname or a.name.partition(".")[0], a) for a in node.names]
+            imports.update((n, a.name if a.asname else n) for n, a in named)
         elif isinstance(node, ast.ClassDef):
             owners.append(node)
     calls.sort(key=lambda c: (c.lineno, c.col_offset))
-    _fill_uses(uses, calls)
+    functions.sort(key=lambda f: f.lineno)
     classes = [_class(o) for o in sorted(owners, key=lambda o: o.lineno)]
     _inherit(classes)
     return Facts(
+        tree=tree,
         nodes=nodes,
-        source=source,
         functions=_functions(tree.body),
         classes=classes,
         calls=calls,
         called={last_part(c.func) for c in calls},
         imports=imports,
-        relevant=_relevant(uses),
-        every_function=sorted(uses, key=lambda f: f.lineno),
+        relevant=_relevant(functions, calls),
+        every_function=functions,
         assigned=assigned,
-        uses=uses,
     )
 
 
@@ -165,29 +157,26 @@ def flat_env(nodes: Iterable[ast.AST]) -> Env:
     return env
 
 
-def _fill_uses(uses: dict[FunctionNode, set[str]], calls: list[ast.Call]) -> None:
-    """Add each call, by its line, to the calls of every function around it."""
+def _relevant(functions: list[FunctionNode], calls: list[ast.Call]) -> set[FunctionNode]:
+    """Return the functions that contain a training call, directly or in their helpers."""
     lines = [c.lineno for c in calls]
-    for function, names in uses.items():
+    uses: dict[FunctionNode, set[str]] = {}
+    for function in functions:
         first = bisect_left(lines, function.lineno)
         last = bisect_right(lines, function.end_lineno or function.lineno)
-        names.update(last_part(c.func) for c in calls[first:last])
-
-
-def _relevant(uses: dict[FunctionNode, set[str]]) -> set[FunctionNode]:
-    """Return the functions that contain a training call, directly or in their helpers."""
+        uses[function] = {last_part(c.func) for c in calls[first:last]}
     names = set(_TRAINING_CALLS)
-    found: set[FunctionNode] = set()
+    relevant: set[FunctionNode] = set()
     while True:
-        new = {f for f, used in uses.items() if f not in found and used & names}
+        new = {f for f, used in uses.items() if f not in relevant and used & names}
         if not new:
-            return found
-        found |= new
+            return relevant
+        relevant |= new
         names |= {f.name for f in new}
 
 
 def _functions(body: list[ast.stmt]) -> dict[str, FunctionNode]:
-    return {n.name: n for n in body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return {n.name: n for n in body if isinstance(n, _FUNCTIONS)}
 
 
 def _class(node: ast.ClassDef) -> ClassFacts:
@@ -210,10 +199,10 @@ def _changes(methods: dict[str, FunctionNode]) -> dict[str, frozenset[str]]:
         for name, called in calls.items():
             sets[name].update(*(sets[c] for c in called))
         grown = sum(map(len, sets.values())) > before
-    return {name: frozenset(found) for name, found in sets.items()}
+    return {name: frozenset(names) for name, names in sets.items()}
 
 
-def methods_called(body: Sequence[ast.stmt]) -> Iterator[str]:
+def methods_called(body: Sequence[ast.AST]) -> Iterator[str]:
     """Yield the `name` of every `self.name` in the statements: called, or handed on."""
     for stmt in body:
         for node in ast.walk(stmt):
@@ -234,12 +223,12 @@ def _inherit(classes: list[ClassFacts]) -> None:
 
 def _attributes(methods: dict[str, FunctionNode]) -> dict[str, ast.expr]:
     """Return the values of the attributes that are set once on self, or to a literal at first."""
-    seen: dict[str, list[ast.expr]] = {}
+    values: dict[str, list[ast.expr]] = {}
     for method in methods.values():
         for name, stmt in _set_on_self(method):
             if len(stmt.targets) == 1 and name.count(".") == 1:
-                seen.setdefault(name, []).append(stmt.value)
-    attributes = {name: values[0] for name, values in seen.items() if len(values) == 1}
+                values.setdefault(name, []).append(stmt.value)
+    attributes = {name: set_to[0] for name, set_to in values.items() if len(set_to) == 1}
     # A counter that starts in __init__ and changes elsewhere still has a known start.
     if "__init__" in methods:
         for name, stmt in _set_on_self(methods["__init__"]):

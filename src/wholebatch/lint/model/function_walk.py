@@ -6,9 +6,9 @@ import ast
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
-from .events import Context, Definition, Effect, Env, Event, Guard, Loop, PathItem, classify
+from .call_kinds import HOLDS_SYNC, classify, holds_sync, rescales_gradient
+from .events import Context, Definition, Effect, Env, Event, Guard, Loop, PathItem
 from .expressions import (
     FunctionNode,
     assigned_names,
@@ -17,11 +17,12 @@ from .expressions import (
     dotted,
     keyword,
     last_part,
+    names_in,
     target_names,
     text,
     without_marks,
 )
-from .file_facts import Facts, class_env, methods_called
+from .file_facts import Facts, methods_called
 from .name_resolution import Resolver
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -33,6 +34,7 @@ _MAX_INLINES = 250
 _MAX_INLINED_LINES = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
+_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*` is new in Python 3.11.
 _BACKWARD = {"backward", "manual_backward", "training_step"}
 # Helpers that log: what they are handed is logged, whatever they do with it.
 _LOGS = ("log", "print", "report")
@@ -51,7 +53,7 @@ class Scope:
     # Functions that contain training calls; others are only followed for their return value.
     relevant: frozenset[FunctionNode] = frozenset()
 
-    def changed_by(self, loop: Loop, body: Sequence[ast.stmt]) -> set[str]:
+    def changed_by(self, loop: Loop, body: Sequence[ast.AST]) -> set[str]:
         """Return the names that an iteration can change, also through methods that it calls."""
         if not self.changed:
             return assigned_names(body)
@@ -77,7 +79,7 @@ class Walker:
         self.events: list[Event] = []
         self.loops: list[Loop] = []
         self.covered: set[FunctionNode] = set()
-        self.root = 0
+        self.roots: list[ast.AST] = [facts.module]  # The walk that each event's `root` counts.
         self._inlines = 0
         self._stack: list[FunctionNode] = []
         self._returns: list[list[Definition]] = []
@@ -103,22 +105,19 @@ class Walker:
             self._assign(stmt, env, path, scope)
         elif isinstance(stmt, ast.Expr):
             self._calls(stmt.value, env, path, scope)
-            changed = getattr(stmt.value, "func", stmt)
-            if isinstance(changed, ast.Attribute) and changed.attr in {"mul_", "div_"}:
-                self._bind(changed.value, stmt.value, env, path)
+            scaled = getattr(stmt.value, "func", stmt)
+            if isinstance(scaled, ast.Attribute) and scaled.attr in {"mul_", "div_"}:
+                self._bind(scaled.value, stmt.value, env, path)
         elif isinstance(stmt, ast.If):
             return self._if(stmt, env, path, scope)
         elif isinstance(stmt, (ast.For, ast.AsyncFor, ast.While)):
             self._loop(stmt, env, path, scope)
         elif isinstance(stmt, (ast.With, ast.AsyncWith)):
             return self._with(stmt, env, path, scope)
-        elif isinstance(stmt, ast.Try):
+        elif isinstance(stmt, _TRY):
             self._try(stmt, env, path, scope)
         elif isinstance(stmt, ast.Match):
-            for case in stmt.cases:
-                branch = Env(env)
-                self.block(case.body, branch, (*path, Guard(stmt.subject, env, True)), scope)
-                _join(env, [env, branch])
+            return self.block(_as_ifs(stmt.subject, stmt.cases), env, path, scope)
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             scope.functions[stmt.name] = stmt
         elif isinstance(stmt, (ast.Return, ast.Raise, ast.Break, ast.Continue)):
@@ -133,8 +132,6 @@ class Walker:
         self._calls(stmt.value, env, path, scope)
         if self._returns:
             self._returns[-1].append(Definition(stmt.value, env.frozen(), _loops(path), stmt))
-        else:
-            self._emit(Effect("return", None, stmt.value), stmt, stmt, env, path)
 
     def _if(self, stmt: ast.If, env: Env, path: _Path, scope: Scope) -> list[_Exit]:
         self._calls(stmt.test, env, path, scope)
@@ -163,7 +160,10 @@ class Walker:
             self._calls(item.context_expr, env, path, scope)
             if item.optional_vars is not None:
                 self._bind(item.optional_vars, item.context_expr, env, path)
-            path = (*path, Context(item.context_expr, env.frozen(), stmt))
+            context = Context(item.context_expr, env.frozen(), stmt)
+            path = (*path, context)
+            if holds_sync(context):
+                self._emit(Effect("hold_sync"), item.context_expr, stmt, env, path)
         return self.block(stmt.body, env, path, scope)
 
     def _try(self, stmt: ast.Try, env: Env, path: _Path, scope: Scope) -> None:
@@ -178,10 +178,14 @@ class Walker:
     def _loop(self, stmt: _LoopNode, env: Env, path: _Path, scope: Scope) -> None:
         iterable = None if isinstance(stmt, ast.While) else stmt.iter
         target = None if isinstance(stmt, ast.While) else stmt.target
-        self._calls(stmt.test if isinstance(stmt, ast.While) else stmt.iter, env, path, scope)
+        if iterable is not None:
+            self._calls(iterable, env, path, scope)
         loop = Loop(stmt, env.frozen(), _loops(path), target, iterable)
         before = env.frozen()
-        self.enter(loop, env, stmt.body, scope)
+        tests = [stmt.test] if isinstance(stmt, ast.While) else []
+        self.enter(loop, env, [*tests, *stmt.body], scope)
+        for test in tests:
+            self._calls(test, env, (*path, loop), scope)
         entered = env.frozen()
         self.block(stmt.body, env, (*path, loop), scope)
         loop.exit = env.frozen()
@@ -191,7 +195,7 @@ class Walker:
                 env.bind(name, before[name])
         self.block(stmt.orelse, env, path, scope)
 
-    def enter(self, loop: Loop, env: Env, body: Sequence[ast.stmt], scope: Scope) -> None:
+    def enter(self, loop: Loop, env: Env, body: Sequence[ast.AST], scope: Scope) -> None:
         """Give every name that the loop changes a symbol for "its value in this iteration"."""
         self.loops.append(loop)
         around = (*loop.parents, loop)
@@ -218,6 +222,9 @@ class Walker:
         self._calls(stmt.value, env, path, scope)
         if isinstance(stmt, ast.AugAssign):
             self._emit(Effect("augment", stmt.target, stmt.value), stmt, stmt, env, path)
+            is_factor = isinstance(stmt.op, (ast.Mult, ast.Div))
+            if is_factor and rescales_gradient(stmt.target, stmt.value):
+                self._emit(Effect("rescale", stmt.target, stmt.value), stmt, stmt, env, path)
             value = ast.BinOp(_load(stmt.target), stmt.op, stmt.value)
             ast.copy_location(value, stmt)
             value.augmented = True  # type: ignore[attr-defined]  # a statement in the source
@@ -227,7 +234,11 @@ class Walker:
         for target in targets:
             name = dotted(target) or ""
             if name.endswith(".grad") and isinstance(stmt.value, ast.Constant):
-                self._emit(Effect("zero", target, detail="grad=None"), stmt, stmt, env, path)
+                self._emit(Effect("clear", target, detail="grad=None"), stmt, stmt, env, path)
+            if HOLDS_SYNC.fullmatch(last_part(target)):
+                self._emit(Effect("hold_sync", target), stmt, stmt, env, path)
+            if isinstance(stmt.value, ast.BinOp) and rescales_gradient(target, stmt.value):
+                self._emit(Effect("rescale", target, stmt.value), stmt, stmt, env, path)
             self._bind(target, stmt.value, env, path)
         self._emit(Effect("assign", targets[0], stmt.value), stmt, stmt, env, path)
 
@@ -252,12 +263,17 @@ class Walker:
                 path = (*path, Guard(value, env.frozen(), isinstance(expr.op, ast.And)))
             return
         for call in calls_in(expr):
-            helper = self._helper(call, scope)
+            if isinstance(call, ast.NamedExpr):
+                self._bind(call.target, call.value, env, path)
+                continue
+            helper = self.helper(call, scope)
             if helper is not None and any(word in helper.name for word in _LOGS):
                 self._emit(Effect("call", call.func), call, self._stmt, env, path)
             if helper is not None and self._inline(call, helper, env, path, scope):
                 continue
             effect = classify(call, env)
+            if last_part(call.func) == "eval" and any(map(_is_batchnorm, path)):
+                effect = Effect("freeze", call.func)
             if effect is None:
                 self._emit(Effect("call", call.func), call, self._stmt, env, path)
             elif effect.kind == "native":
@@ -286,14 +302,15 @@ class Walker:
             path=path,
             env=env.frozen(),
             order=len(self.events),
-            root=self.root,
+            root=len(self.roots) - 1,
             receiver_text=spelled,
         )
         self.events.append(event)
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
+    def helper(self, call: ast.Call, scope: Scope) -> FunctionNode | None:
+        """Return the function or method of this file that a call runs, or None."""
         name = dotted(call.func) or ""
         if name.startswith("self.") and name.count(".") == 1:
             return scope.methods.get(name[5:])
@@ -325,12 +342,12 @@ class Walker:
         seen = {k: v for k, v in env.items() if not is_method or "." in k}
         given = arguments(call, helper, env, _loops(path))
         inside = replace(scope, functions=scope.functions.new_child())
-        inner = Env({**seen, **given})
+        inner = Env({**seen, **given}, frame=self._inlines)
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
         self.block(helper.body, inner, path, inside)
-        self.resolver.returns[id(call)] = self._returns.pop()
+        self.resolver.returns[env.frame, id(call)] = self._returns.pop()
         self._stack.pop()
         self._stmt = caller_stmt
         # What a helper sets on self, its caller sees too.
@@ -367,8 +384,26 @@ def arguments(
     return bound
 
 
-def _constant(defs: tuple[Definition, ...]) -> object:
-    return defs[0].expr.value if len(defs) == 1 and isinstance(defs[0].expr, ast.Constant) else None
+def _as_ifs(subject: ast.expr, cases: Sequence[ast.match_case]) -> list[ast.stmt]:
+    """Return the arms of a `match` as `if`, `elif` and `else`."""
+    if not cases:
+        return []
+    case, *others = cases
+    is_any = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
+    if is_any and case.guard is None:
+        return case.body
+    value: ast.expr = ast.Name(text(case.pattern), ast.Load())
+    if isinstance(case.pattern, ast.MatchValue):
+        value = case.pattern.value
+    test: ast.expr = ast.Compare(subject, [ast.Eq()], [value])
+    if case.guard is not None:
+        test = case.guard if is_any else ast.BoolOp(ast.And(), [test, case.guard])
+    return [ast.copy_location(ast.If(test, case.body, _as_ifs(subject, others)), subject)]
+
+
+def _is_batchnorm(item: PathItem) -> bool:
+    """True for a condition about BatchNorm: `isinstance(layer, nn.BatchNorm2d)`."""
+    return isinstance(item, Guard) and any("BatchNorm" in name for name in names_in(item.expr))
 
 
 def _load(target: ast.expr) -> ast.expr:
@@ -400,71 +435,3 @@ def _join(env: Env, results: Sequence[Env]) -> None:
     for name in set().union(*(result.changed for result in results)):
         defs = {id(d): d for result in results for d in result.get(name, ())}
         env.bind(name, tuple(defs.values())[:_MAX_ALTERNATIVES])
-
-
-def walk_file(tree: ast.Module, facts: Facts) -> Walker:
-    """Walk every function of a file that contains training calls, once."""
-    walker = Walker(Resolver(), facts)
-    env = Env()
-    relevant = frozenset(facts.relevant)
-    if not relevant and not facts.called & {"loss_scaler", *_BACKWARD}:
-        return walker
-    walker.block(tree.body, env, (), Scope(ChainMap({}, facts.functions), relevant=relevant))
-    # Functions can rely on the module's names that are set once, outside loops.
-    settled = Env({n: d for n, d in env.items() if len(d) == 1 and not d[0].loops})
-    roots = [
-        (function, settled, Scope(ChainMap({}, facts.functions), relevant=relevant))
-        for function in facts.functions.values()
-    ]
-    for owner in facts.classes:
-        inner = class_env(owner, settled)
-        for method in owner.methods.values():
-            scope = Scope(
-                ChainMap({}, facts.functions), dict(owner.methods), owner.changed, relevant
-            )
-            roots.append((method, inner, scope))
-    # A function that the file calls is followed from its caller: begin with the others.
-    called = {*facts.called, "__init__"}
-    uncalled = [root for root in roots if root[0].name not in called]
-    for function, seen, scope in chain(uncalled, roots):
-        if function not in walker.covered and function in relevant:
-            _walk_root(walker, function, seen, scope)
-    return walker
-
-
-def _walk_root(walker: Walker, function: FunctionNode, env: Env, scope: Scope) -> None:
-    walker.covered.add(function)
-    walker.root += 1
-    spec = function.args
-    names = [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
-    inner = Env({n: d for n, d in env.items() if n not in names})
-    if not _steps_outside_loops(function):
-        walker.block(function.body, inner, (), scope)
-        return
-    loop = Loop(function, inner.frozen(), ())
-    walker.enter(loop, inner, function.body, scope)
-    for name in names:
-        if name in {"self", "cls"}:
-            continue
-        kind = "target" if name in _COUNTED_BY_FRAMEWORK else "carried"
-        symbol = walker.resolver.new_symbol(name, (loop,), kind, loop)
-        inner.bind(name, (Definition(symbol, Env(), (loop,)),))
-    walker.block(function.body, inner, (loop,), scope)
-    loop.exit = inner.frozen()
-
-
-def _steps_outside_loops(function: FunctionNode) -> bool:
-    if function.name == "training_step":
-        return True  # Lightning calls it once per batch, wherever its helpers are.
-    todo: list[ast.AST] = list(function.body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.For, ast.AsyncFor)):
-            todo.append(node.iter)
-            continue
-        if isinstance(node, (ast.While, ast.ClassDef, ast.Lambda, *_FUNCTIONS)):
-            continue
-        if isinstance(node, ast.Call) and last_part(node.func) in _BACKWARD:
-            return True
-        todo += ast.iter_child_nodes(node)
-    return False

@@ -1,42 +1,35 @@
-"""The windows of a file: the loop that accumulates, its micro-batch count, and its boundary."""
+"""The window of a loop: its number of micro-batches, its boundary, and when its events happen."""
 
 from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .events import Env, Event, Guard, Loop, holds_sync
+from .events import Env, Event, Guard, Loop
 from .expressions import (
     dotted,
     is_accumulation_name,
     is_binary,
     is_call,
-    keyword,
-    number,
+    names_in,
     text,
     without_marks,
 )
-from .file_facts import Facts, gather
-from .function_walk import Walker, walk_file
+from .file_facts import Facts
 from .loss_origin import Chain, Divisor, trace
-from .name_resolution import Resolver, strip_casts
+from .name_resolution import Resolver
+from .surroundings import Surroundings
 from .window_boundary import Boundary, iterated, of_guard, says_accumulating
 
-_MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
 # A condition that may be a boundary of another file: `if self.should_update():`.
 _MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
-# A loop is read with the events around it; the limit keeps long files linear.
-_NEAR = 400
-_DEEPSPEED_ACCUMULATES = re.compile(r"gradient_accumulat|\bgas\b", re.I)
 # Iterables without an end, and numbers of iterations that are those of an epoch.
 _ENDLESS = ("cycle", "infinite", "repeat", "islice", "count(", "forever", "yield_", "inf_")
 _PER_EPOCH = ("len(", "num_batches", "s_per_epoch", "it_per_epoch")
 _MOVES = ("to", "cuda", "float", "long", "contiguous", "view", "reshape", "flatten")
-_FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
 @dataclass(eq=False)
@@ -57,7 +50,9 @@ class LoopWindow:
     resolver: Resolver
     facts: Facts
     # Its own backwards, not those of a window inside.
-    inner: list[Event] = field(default_factory=list)
+    inner: list[Event]
+    around: Surroundings
+    is_frozen: bool = False  # BatchNorm is frozen before the loop or in it.
     boundary: Boundary | None = None
     every: ast.expr | None = None
     _when: dict[Event, str] = field(default_factory=dict)
@@ -130,7 +125,7 @@ class LoopWindow:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        always_syncs = self.shape == "boundary" and "accumulate" not in self.facts.called
+        always_syncs = self.shape == "boundary" and "accumulate" not in self.around.calls
         for guard in event.guards(self.loop):
             found = self.boundary_of(guard)
             if found is None and self._without_accumulation(guard):
@@ -139,14 +134,18 @@ class LoopWindow:
                 continue
             if found is not None and self.is_ours(found):
                 ours.add("inside" if found.inverse else "boundary")
-            elif guard.origin == "except" or (guard.origin == "if" and self._may_wait(guard)):
+            elif guard.origin == "except" or (guard.origin == "if" and self.may_wait(guard)):
                 sometimes = True
         if ours:
             return ours.pop() if len(ours) == 1 else "never"
-        # A clip with only the conditions of a backward: whenever there is a gradient.
-        mine = event.conditions(self.loop) if event.kind == "clip" else None
-        beside = mine is not None and any(mine <= b.conditions(self.loop) for b in self.inner)
-        return "sometimes" if sometimes and not beside else "always"
+        if sometimes and event.kind in {"clip", "step"} and self.is_beside_backward(event):
+            return "always"  # Whenever there is a gradient.
+        return "sometimes" if sometimes else "always"
+
+    def is_beside_backward(self, event: Event) -> bool:
+        """True if an event has only the conditions of a backward of this loop."""
+        mine = event.conditions(self.loop)
+        return any(mine <= backward.conditions(self.loop) for backward in self.inner)
 
     def is_ours(self, found: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
@@ -163,7 +162,7 @@ class LoopWindow:
         )
         return accumulating is not None and accumulating != guard.positive
 
-    def _may_wait(self, guard: Guard) -> bool:
+    def may_wait(self, guard: Guard) -> bool:
         """True if a condition can differ between two micro-batches."""
         return self._varies(guard) or bool(_MAY_WAIT.search(text(guard.expr)))
 
@@ -176,7 +175,8 @@ class LoopWindow:
         over = iterated(self.loop) if self.shape == "nested" else None
         if over is not None and divisor.key == f"len({text(over)})":
             return True  # `for part in parts: (loss / len(parts)).backward()`
-        return is_accumulation_name(divisor.written) or self.is_count(divisor.key)
+        keys = (divisor.key, divisor.whole)
+        return is_accumulation_name(divisor.written) or any(map(self.is_count, keys))
 
     def is_own(self, divisor: Divisor) -> bool:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
@@ -191,6 +191,11 @@ class LoopWindow:
     def is_count(self, key: str) -> bool:
         """True if a text means the number of micro-batches of a window."""
         return (bool(key) and key == self.every_name) or is_accumulation_name(key)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Return the names in the loop itself and in the functions that it calls."""
+        return names_in(*self.facts.reached(self.loop.node))
 
     @cached_property
     def backwards(self) -> list[Event]:
@@ -244,7 +249,9 @@ class LoopWindow:
         if any(word in s.lower() for s in spelled for word in _ENDLESS):
             return False
         ranges = [s for s in spelled if "range(" in s]
-        if any(not any(word in s for word in _PER_EPOCH) for s in ranges):
+        # `range(0, n, bptt)` goes through the data once, in pieces.
+        strides = is_call(inner, "range") and len(inner.args) == 3
+        if not strides and any(not any(word in s for word in _PER_EPOCH) for s in ranges):
             return False
         return not self._left_by_count()
 
@@ -269,209 +276,6 @@ def unmoved(made: ast.expr) -> ast.expr:
     return made
 
 
-@dataclass(eq=False)
-class File:
-    """A file as the rules see it."""
-
-    facts: Facts
-    windows: list[LoopWindow]
-
-    @property
-    def accumulating(self) -> list[LoopWindow]:
-        """Return the windows that accumulate the gradients of several micro-batches."""
-        return [w for w in self.windows if w.accumulates]
-
-    def shaped(self, *shapes: str) -> list[LoopWindow]:
-        """Return the windows of these shapes."""
-        return [w for w in self.windows if w.shape in shapes]
-
-
-def read(source: str) -> File:
-    """Parse and model one file; raise SyntaxError as Python does."""
-    with warnings.catch_warnings():
-        # Ignore warnings about invalid escapes in the file's strings.
-        warnings.simplefilter("ignore")
-        tree = ast.parse(source)
-    facts = gather(tree, source)
-    return File(facts, find_windows(walk_file(tree, facts), facts))
-
-
-def find_windows(walker: Walker, facts: Facts) -> list[LoopWindow]:
-    """Return every training loop of the file that is understood."""
-    inside: dict[Loop, list[Event]] = {}
-    for event in walker.events:
-        for loop in event.loops:
-            inside.setdefault(loop, []).append(event)
-    found: list[LoopWindow] = []
-    unread: set[Loop] = set()
-    # Inner loops first: a loop inside that is not read as a window is a part of one micro-batch.
-    for loop in sorted(walker.loops, key=lambda loop: -len(loop.parents)):
-        events = inside.get(loop, [])
-        # The innermost loop around a backward iterates over micro-batches.
-        inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
-        if not inner:
-            continue
-        first, last = events[0].order, events[-1].order
-        root, parents = events[0].root, loop.parents
-        near = walker.events[max(0, first - _NEAR) : first]
-        before = [e for e in near if e.loops == parents and e.root == root]
-        near = walker.events[last + 1 : last + _NEAR]
-        after = [e for e in near if e.root == root]
-        if parents:  # After an outer loop too.
-            after = [e for e in after if e.loops[: len(parents)] == parents[: len(e.loops)]]
-        window = LoopWindow(loop, "plain", events, before, after, walker.resolver, facts, inner)
-        if _decide(window, inner):
-            found.append(window)
-        else:
-            unread.add(loop)
-    # A step function whose loop is in this file was read there, with what its caller does.
-    read_in_loops = {id(e.node) for w in found if not w.loop.virtual for e in w.inner}
-    kept = [w for w in found if not w.loop.virtual or id(w.inner[0].node) not in read_in_loops]
-    return sorted(kept, key=lambda window: window.events[0].order)
-
-
-def _within(event: Event, loop: Loop, unread: set[Loop]) -> bool:
-    """True if only loops that are no windows lie between a loop and an event."""
-    return all(between in unread for between in event.loops[event.loops.index(loop) + 1 :])
-
-
-def _decide(window: LoopWindow, inner: list[Event]) -> bool:
-    if _accelerate(window, inner) or _deepspeed(window, inner):
-        return True
-    steps = window.of("step")
-    if any(e.detail == "closure" for e in steps):
-        return False
-    if steps:
-        return _boundary(window, steps, inner)
-    return _nested(window)
-
-
-def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
-    contexts = [context for e in inner for context in e.contexts(window.loop)]
-    if not any("accumulate(" in context.made for context in contexts):
-        return False
-    if window.facts.accelerator_divides is False:
-        # `accumulate()` of an Accelerator without a number of steps does nothing.
-        return all(window.when(e) == "always" for e in window.of("step"))
-    window.shape = "accelerate"
-    call = window.facts.accelerator
-    given = keyword(call, "gradient_accumulation_steps") if call is not None else None
-    if given is not None:
-        window.every = strip_casts(given)
-    return True
-
-
-def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
-    engine_steps = window.of("engine_step")
-    engines = {e.receiver_text for e in inner if e.detail in {"deepspeed", "engine"}}
-    if not engines or not any(e.receiver_text in engines for e in engine_steps):
-        return False
-    if any(e.detail in {"tensor", "accelerate"} for e in inner):
-        return False
-    # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    accumulates = window.facts.mentions(_DEEPSPEED_ACCUMULATES)
-    window.shape = "deepspeed" if accumulates else "plain"
-    return accumulates
-
-
-def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> bool:
-    ends = _ends(window, steps)
-    if not ends:
-        return all(window.when(e) == "always" for e in steps)
-    first = next(iter(ends.values()))
-    if any(b.key != first.key for b in ends.values()):
-        return False
-    window.end_every(first.every, "boundary", first)
-    when = {window.when(e) for e in inner}
-    if when == {"boundary"}:
-        return _has_backward_of_last_only(window)
-    # A backward under the same condition as the step is an alternating update, not a window.
-    if "boundary" in when and "inside" not in when:
-        return False
-    if not when & {"always", "inside", "sometimes"}:
-        return False
-    # Another step on every micro-batch: several optimizers, or a loop we do not understand.
-    # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
-    if any(window.when(e) == "inside" for e in steps):
-        return False  # Two optimizers in turn.
-    others = [e for e in steps if e not in ends and window.when(e) == "always"]
-    others = [e for e in others if not all(e.excludes(end) for end in ends)]
-    return all(
-        any(window.every_key in text(guard.expr) for guard in e.guards(window.loop)) for e in others
-    )
-
-
-def _has_backward_of_last_only(window: LoopWindow) -> bool:
-    """True if every micro-batch has a loss, but only the last of a window a backward."""
-    window.shape = "last_only"
-    made = {id(chain.base_call) for _, chain in window.chains}
-    losses = [e for e in window.events if id(e.node) in made]
-    divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
-    is_meant = divided or is_accumulation_name(window.every_name)
-    return is_meant and any(window.when(e) == "always" for e in losses)
-
-
-def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
-    """Return the outermost boundary of each step that waits for one."""
-    ends: dict[Event, Boundary] = {}
-    for event in steps:
-        for found in window.boundaries(event):
-            if not found.inverse and found.kind != "deepspeed":
-                ends.setdefault(event, found)
-    return ends
-
-
-def _nested(window: LoopWindow) -> bool:
-    iterable = None if window.loop.virtual else iterated(window.loop)
-    if iterable is None or not steps_after(window):
-        return False
-    window.shape = "nested"
-    if is_call(iterable, "range", "trange"):
-        return _repeats_micro_batches(window, iterable.args)
-    held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
-    if _MICRO_NAME.search(text(iterable)) or any(map(holds_sync, held)):
-        return True
-    # A loss that is divided by their number, and stepped with after the loop.
-    counts = [d for _, chain in window.chains for d in chain.divisors if window.counts(d)]
-    if counts:
-        window.end_every(counts[0].expr, "nested", None)
-    return bool(counts)
-
-
-def _repeats_micro_batches(window: LoopWindow, args: list[ast.expr]) -> bool:
-    """Set the number of micro-batches of `for _ in range(accum)`; False if it is another loop."""
-    times = _times(args)
-    if times is None:
-        # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
-        step = text(args[2]) if len(args) == 3 else ""
-        named = bool(_MICRO_NAME.search(step)) or "batch" in step
-        return len(args) == 3 and named
-    count = strip_casts(window.resolver.resolve(times, window.loop.entry))
-    window.end_every(count, "nested", None)
-    size = number(count)
-    if size is not None and size <= 1:
-        return False
-    names = f"{text(times)} {text(window.loop.target or times)}"
-    if is_accumulation_name(f"{text(count)} {names}") or _MICRO_NAME.search(names):
-        return True
-    if any(d.key == window.every_name for _, chain in window.chains for d in chain.divisors):
-        return True  # The loss is divided by the number of rounds.
-    fetched = bool(window.loop.parents) and any(is_call(e.node, *_FETCH) for e in window.events)
-    return fetched
-
-
 def steps_after(window: LoopWindow) -> list[Event]:
     """Return the optimizer steps after an inner loop."""
     return [e for e in window.after if e.kind == "step" and e.loops == window.loop.parents]
-
-
-def _times(args: list[ast.expr]) -> ast.expr | None:
-    """Return the number of iterations of `range(n)`, `range(0, n)` and `range(1, n + 1)`."""
-    if len(args) == 1:
-        return args[0]
-    if len(args) != 2 or number(args[0]) not in {0, 1}:
-        return None
-    stop = args[1]
-    if number(args[0]) == 0:
-        return stop
-    return stop.left if is_binary(stop, ast.Add) and number(stop.right) == 1 else None

@@ -57,6 +57,7 @@ class Divisor:
     by: ast.expr
     env: Env
     elementwise: bool = False  # Divided before the values are added up, as by a length each.
+    whole: str = ""  # The product that it is a factor of, as `key` is.
 
     @property
     def written(self) -> str:
@@ -66,7 +67,7 @@ class Divisor:
     @property
     def unrelated(self) -> bool:
         """True if the divisor is a number of devices or written as a literal."""
-        return bool(_DEVICES.search(self.key)) or number(self.by) is not None
+        return bool(_DEVICES.search(self.key)) or number(self.expr) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,15 +126,16 @@ class _Tracer:
             branches = {True: (expr.body,), False: (expr.orelse,)}
             ways = branches.get(accumulates, (expr.body, expr.orelse))  # type: ignore[arg-type]
             return self._each([(way, env) for way in ways], chain, depth)
-        if isinstance(expr, ast.UnaryOp):
-            return self.follow(expr.operand, env, chain, depth + 1)
+        if isinstance(expr, (ast.UnaryOp, ast.NamedExpr)):
+            inner = expr.operand if isinstance(expr, ast.UnaryOp) else expr.value
+            return self.follow(inner, env, chain, depth + 1)
         name = slot_name(expr)
         if name is not None and env.get(name):
             return self._definitions(expr, name, env, chain, depth)
         if isinstance(expr, ast.Call):
             return self._call(expr, env, chain, depth)
         if isinstance(expr, ast.Subscript):
-            parts = self._returned_parts(expr)
+            parts = self._returned_parts(expr, env)
             if not isinstance(expr.slice, ast.Constant):
                 parts.append((expr.value, env))  # `losses[k]`
                 chain = replace(chain, selected=chain.selected or _is_mask(expr.slice))
@@ -161,12 +163,12 @@ class _Tracer:
         # By turns, so that no definition is cut off by another.
         return [c for turn in zip_longest(*found) for c in turn if c is not None][:_MAX_CHAINS]
 
-    def _returned_parts(self, expr: ast.Subscript) -> list[tuple[ast.expr, Env]]:
+    def _returned_parts(self, expr: ast.Subscript, env: Env) -> list[tuple[ast.expr, Env]]:
         """Return the parts of the tuples that a followed helper returns: `helper(x)[0]`."""
         index = expr.slice.value if isinstance(expr.slice, ast.Constant) else None
         return [
             (d.expr.elts[index], d.env)
-            for d in self.resolver.returns.get(id(expr.value), ())
+            for d in self.resolver.returns.get((env.frame, id(expr.value)), ())
             if isinstance(d.expr, ast.Tuple) and isinstance(index, int) and index < len(d.expr.elts)
         ]
 
@@ -185,7 +187,7 @@ class _Tracer:
         scaled = self._scaled(expr, env, chain)
         if scaled is not None:
             return self.follow(scaled[0], env, scaled[1], depth + 1)
-        returned = self.resolver.returns.get(id(expr))
+        returned = self.resolver.returns.get((env.frame, id(expr)))
         if returned:
             return self._each([(_loss_part(d.expr), d.env) for d in returned], chain, depth)
         inner = _loss_inside(expr)
@@ -212,10 +214,15 @@ class _Tracer:
         return None
 
     def _divided(self, chain: Chain, by: ast.expr, node: ast.AST, env: Env) -> Chain:
-        resolved = strip_casts(self.resolver.resolve(by, env))
+        """Return the chain with a divisor for each factor: `a / (b * c)` is divided by b and c."""
+        whole = without_marks(text(strip_casts(self.resolver.resolve(by, env))))
         elementwise = not chain.reducers.isdisjoint({"mean", "sum"})
-        divisor = Divisor(resolved, node, without_marks(text(resolved)), by, env, elementwise)
-        return replace(chain, divisors=(*chain.divisors, divisor))
+        divisors = []
+        for factor, where in _factors(by, env):
+            resolved = strip_casts(self.resolver.resolve(factor, where))
+            key = without_marks(text(resolved))
+            divisors.append(Divisor(resolved, node, key, factor, where, elementwise, whole))
+        return replace(chain, divisors=(*chain.divisors, *divisors))
 
     def _multiplied(self, chain: Chain, factor: ast.expr, node: ast.AST, env: Env) -> Chain:
         resolved = self.resolver.resolve(factor, env)
@@ -227,6 +234,17 @@ class _Tracer:
         written = text(factor)
         key = written if is_accumulation_name(written) else self.resolver.key(factor, env)
         return replace(chain, factors=(*chain.factors, key))
+
+
+def _factors(by: ast.expr, env: Env) -> list[tuple[ast.expr, Env]]:
+    """Return the factors of a divisor, also of one that has a name of its own."""
+    if is_binary(by, ast.Mult):
+        return [*_factors(by.left, env), *_factors(by.right, env)]
+    defs = env.get(dotted(by) or "", ())
+    is_product = len(defs) == 1 and is_binary(defs[0].expr, ast.Mult) and defs[0].expr is not by
+    if is_product and not is_accumulation_name(text(by)) and not hasattr(defs[0].expr, "augmented"):
+        return _factors(defs[0].expr, defs[0].env)
+    return [(by, env)]
 
 
 def _is_mask(index: ast.expr) -> bool:

@@ -25,7 +25,8 @@ class Resolver:
     def __init__(self) -> None:
         self.symbols: dict[str, Symbol] = {}
         self._opaque: dict[int, tuple[Definition, str]] = {}
-        self.returns: dict[int, list[Definition]] = {}
+        # What a followed helper returns to each call: (frame of the caller, id of the call).
+        self.returns: dict[tuple[int, int], list[Definition]] = {}
 
     def new_symbol(
         self,
@@ -47,6 +48,8 @@ class Resolver:
         name = dotted(expr)
         if name is not None:
             return self._name(expr, name, env, depth)
+        if isinstance(expr, ast.NamedExpr):
+            return self._name(expr.target, expr.target.id, env, depth)
         if isinstance(expr, _OPERATIONS):
             return self._operation(expr, env, depth)
         if isinstance(expr, ast.Call):
@@ -72,7 +75,7 @@ class Resolver:
         return type(expr)(**fields)
 
     def _call(self, expr: ast.Call, env: Env, depth: int) -> ast.expr:
-        returned = self._pure_return(expr)
+        returned = self._pure_return(expr, env)
         if returned is not None:
             return self.resolve(returned.expr, returned.env, depth + 1)
         is_pure = dotted(expr.func) in _PURE_CALLS
@@ -95,7 +98,7 @@ class Resolver:
         followed = [
             self.resolve(d.expr, d.env, depth + 1)
             for d in defs
-            if is_simple(d.expr) or self._pure_return(d.expr) is not None
+            if is_simple(d.expr) or self._pure_return(d.expr, d.env) is not None
         ]
         if len(followed) == len(defs):
             spelled = {text(f) for f in followed}
@@ -106,9 +109,9 @@ class Resolver:
             return ast.Name(id=name, ctx=ast.Load())
         return ast.Name(id=self._opaque_key(name, defs, loops), ctx=ast.Load())
 
-    def _pure_return(self, call: ast.expr) -> Definition | None:
+    def _pure_return(self, call: ast.expr, env: Env) -> Definition | None:
         """Return the one simple value that a followed helper returns to this call, or None."""
-        returned: Sequence[Definition] = self.returns.get(id(call), ())
+        returned: Sequence[Definition] = self.returns.get((env.frame, id(call)), ())
         return returned[0] if len(returned) == 1 and is_simple(returned[0].expr) else None
 
     def _opaque_key(self, name: str, defs: tuple[Definition, ...], loops: tuple[Loop, ...]) -> str:

@@ -1,17 +1,28 @@
-"""All rules, in the order of their codes: `check` of every `wbNNN_name` here."""
+"""All rules, in the order of their codes."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
-
-from .loop_not_understood import not_understood
+from . import (
+    clearing,
+    clipping,
+    gradient_reduction,
+    learning_rate,
+    loss_scale,
+    mixed_samples,
+    reported_loss,
+    token_means,
+    window_ends,
+)
+from .not_understood import not_pytorch, not_understood
 from .rule_base import Rule
 
-__all__ = ["RULES", "Rule", "not_understood"]
+__all__ = ["RULES", "Rule", "not_pytorch", "not_understood"]
 
+_MODULES = (
+    clearing, clipping, gradient_reduction, learning_rate, loss_scale, mixed_samples,
+    reported_loss, token_means, window_ends,
+)  # fmt: skip
+_DEFINED = [value for module in _MODULES for value in vars(module).values()]
 RULES: tuple[Rule, ...] = tuple(
-    import_module(f".{module.name}", __name__).check
-    for module in sorted(iter_modules(__path__), key=lambda module: module.name)
-    if module.name.startswith("wb")
+    sorted((rule for rule in _DEFINED if isinstance(rule, Rule)), key=lambda rule: rule.code)
 )

@@ -5,23 +5,34 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import takewhile
 
 from ..model import Event, File, LoopWindow
-from ..model.expressions import FunctionNode, has_word, keyword, last_part, number, text
-from ..model.file_facts import Facts, methods_called
+from ..model.events import Env
+from ..model.expressions import (
+    FunctionNode,
+    dotted,
+    has_word,
+    keyword,
+    last_part,
+    names_in,
+    number,
+    text,
+)
+from ..model.file_facts import methods_called
 from ..model.loop_windows import steps_after
 
-# Code that multiplies or divides gradients themselves.
-RESCALED = re.compile(
-    r"\.grad(\.data)?\s*(/=|\*=|=\s*[\w.]+\.grad\s*[*/](?!\s*\w*mask))"
-    r"|\.grad(\.data)?\.(div_|mul_)\((?![^\n]*loss_scale)|scale_grad\w*\(|_foreach_(mul|div)_|multiply_grads|rescale_grad"
-)
+# Numbers of devices: a gradient divided by one is averaged over ranks, not over micro-batches.
+_DEVICES = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|num_processes", re.I)
 _STEPS_DEEP = 3
+_TRAINERS = {"Trainer", "Seq2SeqTrainer"}
+_TELLS_TRAINER = {"compute_loss_func", "model_accepts_loss_kwargs"}
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
+
+WRONG_UPDATE, SPEED, LOG = "wrong update", "speed", "log"
+"""Levels: the update is not that of the batch, the run is slower, or only its log is wrong."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +45,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: a short name, its check, and its level. Its module has the code and the texts."""
+    """One rule. The docstring of its check says what is wrong, why, and what to write."""
 
+    code: str
     name: str
+    level: str
     check: Callable[[File], Iterator[Report]]
-    level: str = "warning"
-
-    @cached_property
-    def code(self) -> str:
-        """Return the code that the module is named after: `wb101_undivided_loss`."""
-        return self.check.__module__.rpartition(".")[2][:5].upper()
 
     @property
     def explanation(self) -> str:
-        """Return the docstring of the rule's module: what is wrong, why, and what to write."""
-        return inspect.cleandoc(sys.modules[self.check.__module__].__doc__ or "")
+        """Return the docstring of the check."""
+        return inspect.getdoc(self.check) or ""
 
     @property
     def summary(self) -> str:
@@ -62,10 +69,10 @@ class Rule:
 
 
 def rule(
-    name: str, *, level: str = "warning"
+    code: str, name: str, level: str = WRONG_UPDATE
 ) -> Callable[[Callable[[File], Iterator[Report]]], Rule]:
-    """Make a check into the rule of its module."""
-    return lambda check: Rule(name, check, level)
+    """Make a check into a rule."""
+    return lambda check: Rule(code, name, level, check)
 
 
 def closing_steps(window: LoopWindow) -> list[Event]:
@@ -76,16 +83,29 @@ def closing_steps(window: LoopWindow) -> list[Event]:
     return [e for e in window.of("step") if window.when(e) in wanted | {"boundary"}]
 
 
-def is_optimizer_of(zero: Event, steps: list[Event]) -> bool:
+def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
     """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
     names = {s.receiver_text for s in steps}
-    is_optimizer = "opt" in zero.receiver_text.lower()
-    return zero.receiver_text in names - {""} or (len(names) == 1 and not is_optimizer)
+    is_optimizer = "opt" in clear.receiver_text.lower()
+    return clear.receiver_text in names - {""} or (len(names) == 1 and not is_optimizer)
 
 
-def is_prepared(event: Event, facts: Facts) -> bool | None:
+def rescales(window: LoopWindow) -> bool:
+    """True if the window multiplies or divides the gradients themselves, other than over ranks."""
+    behind = takewhile(lambda e: e.kind != "backward", window.after)
+    events = [e for e in (*window.events, *behind) if e.kind == "rescale"]
+    return any(not _DEVICES.search(_spelled(e.argument, e.env)) for e in events)
+
+
+def _spelled(factor: ast.expr | None, env: Env) -> str:
+    """Return a factor as text, with what its name stands for."""
+    return " ".join(text(e) for e in (factor, *(d.expr for d in env.get(dotted(factor) or "", ()))))
+
+
+def is_prepared(event: Event, window: LoopWindow) -> bool | None:
     """True if Accelerate wraps a schedule and so steps it once per update, None if unknown."""
-    calls = facts.made("prepare", "prepare_scheduler")
+    made = window.around.calls
+    calls = [*made.get("prepare", ()), *made.get("prepare_scheduler", ())]
     if event.receiver is None or isinstance(event.receiver, ast.Subscript):
         return None
     name = text(event.receiver).rpartition(".")[2]
@@ -98,20 +118,22 @@ def is_prepared(event: Event, facts: Facts) -> bool | None:
 def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
     """Yield the method that returns the loss to a framework, those that it calls, and the name."""
     for owner in file.facts.classes:
-        if any(base.endswith("Trainer") for base in owner.bases):
+        if any(base.rpartition(".")[2] in _TRAINERS for base in owner.bases):
             first, framework = "compute_loss", "the Trainer"
             own = owner.methods.get("training_step")
-            if own is not None and "compute_loss(" not in text(own):
+            if own is not None and "compute_loss" not in names_in(own):
                 continue
+            if not _TELLS_TRAINER.isdisjoint(names_in(owner.node)):
+                continue  # The class decides whether the Trainer divides.
         elif any("Module" in b for b in owner.bases) and not is_manual(owner.node):
             first, framework = "training_step", "Lightning"
         else:
             continue
         names = {first: None} if first in owner.methods else {}
         for _ in range(_STEPS_DEEP):
-            called = [n for name in names for n in methods_called(owner.methods[name].body)]
-            calls_itself = any("self(" in text(owner.methods[n]) for n in names)
-            called += ["forward"] if calls_itself else []
+            methods = [owner.methods[name] for name in names]
+            called = list(methods_called(methods))
+            called += ["forward"] if any("self(" in text(m) for m in methods) else []
             names |= dict.fromkeys(n for n in called if n in owner.methods)
         if names:
             yield [owner.methods[name] for name in names], framework
@@ -119,18 +141,24 @@ def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
 
 def is_manual(owner: ast.ClassDef) -> bool:
     """True if a LightningModule has a loop of its own: `automatic_optimization = False`."""
-    return "automatic_optimization = False" in text(owner)
+    assigns = [n for n in ast.walk(owner) if isinstance(n, ast.Assign)]
+    return any(
+        last_part(a.targets[0]) == "automatic_optimization" and text(a.value) == "False"
+        for a in assigns
+    )
 
 
 def framework_accumulates(file: File) -> bool:
     """True if a Lightning or transformers Trainer created here accumulates by itself."""
-    if "args.accumulate_grad_batches" in file.facts.source:
-        return True  # A setting that the caller of its Trainer gives.
-    for call in file.facts.calls:
-        given = keyword(call, "accumulate_grad_batches")
-        if given is None and last_part(call.func) in _ARGUMENTS:
-            given = keyword(call, "gradient_accumulation_steps")
-        if given is not None and number(given) != 1 and text(given) != "None":
+    for node in file.facts.nodes:
+        if isinstance(node, ast.Attribute) and node.attr == "accumulate_grad_batches":
+            return True  # A setting that the caller of its Trainer gives.
+        if not isinstance(node, ast.Call):
+            continue
+        steps = keyword(node, "accumulate_grad_batches")
+        if steps is None and last_part(node.func) in _ARGUMENTS:
+            steps = keyword(node, "gradient_accumulation_steps")
+        if steps is not None and number(steps) != 1 and text(steps) != "None":
             return True
     return False
 
@@ -143,11 +171,11 @@ def cleared_last(window: LoopWindow) -> Event | None:
         return None
     if any(step.order < first for step in window.of("step")):
         return None
-    for zero in window.of("zero"):
-        mine = next((b for b in window.boundaries(zero) if window.is_ours(b)), None)
-        is_early = window.when(zero) == "boundary" and zero.order < first
+    for clear in window.of("clear"):
+        mine = next((b for b in window.boundaries(clear) if window.is_ours(b)), None)
+        is_early = window.when(clear) == "boundary" and clear.order < first
         # At the start of a window the same words have another count: `i % k == 0`.
         same = mine is not None and mine.shift == boundary.shift
-        if is_early and same and is_optimizer_of(zero, steps):
-            return zero
+        if is_early and same and is_optimizer_of(clear, steps):
+            return clear
     return None

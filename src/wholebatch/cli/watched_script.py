@@ -1,0 +1,238 @@
+"""Run a training script for real under a watch, in a copy of its folder.
+
+The script may overwrite its checkpoints and logs: it does so in the copy, which is thrown away.
+What it writes elsewhere (an absolute path, a server) is real.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from rich.console import Console
+
+from wholebatch.cli.report.terminal_output import say
+from wholebatch.errors import OptionError
+from wholebatch.readable_sizes import bytes_said
+
+if TYPE_CHECKING:
+    from wholebatch.verification import LoopVerdict
+
+_MOST_BYTES = 2 << 30
+_MOST_FILES = 20_000
+_PATIENCE = 120.0
+"""Seconds that a rank waits for the copy that the first rank of its machine makes."""
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """What a script has shown: the verdict, and how it ended."""
+
+    verdict: LoopVerdict
+    failed: bool
+    interrupted: bool = False
+
+
+def run_script(
+    script: Path, arguments: Sequence[str], *, windows: int | None, in_place: bool, quiet: bool
+) -> ScriptRun:
+    """Run a script as `python script arguments` does, to the end of its first epoch."""
+    import torch
+
+    from wholebatch.verification.watch_loop import Watch, WatchIsOver
+
+    states = {torch.optim.Optimizer: False, torch.nn.Module: False}
+
+    def why_nothing() -> str:
+        if states[torch.optim.Optimizer]:
+            return "nothing was trained: it resumed at its end. Run it without its checkpoint"
+        if states[torch.nn.Module]:
+            return "nothing was trained: it resumed at its end, or it only evaluates a saved model"
+        return ""
+
+    watched = Watch(name=script.name, windows=windows, logs=False, why_nothing=why_nothing)
+    failed = False
+    with _noting_loads(states), _folder_of(script, in_place=in_place) as copied:
+        if not quiet and os.environ.get("RANK", "0") == "0":
+            say(Console(stderr=True), _announcement(script, windows, in_place=in_place))
+        before = sys.argv, sys.path[:]
+        name = str(copied if script.is_absolute() else script)
+        sys.argv, sys.path[0] = [name, *arguments], str(copied.parent)
+        try:
+            with watched:
+                runpy.run_path(str(copied), run_name="__main__")
+        except WatchIsOver:
+            pass
+        except KeyboardInterrupt:
+            return ScriptRun(watched.verdict, failed=True, interrupted=True)
+        except SystemExit as ended:
+            failed = bool(ended.code)
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+        except Exception as error:
+            failed = True
+            _show_traceback(error, copied)
+        finally:
+            sys.argv, sys.path[:] = before
+    return ScriptRun(watched.verdict, failed)
+
+
+@contextmanager
+def _noting_loads(states: dict[Any, bool]) -> Iterator[None]:
+    """Note of which classes a saved state is loaded: a script that resumes does that."""
+
+    def noted(owner: Any) -> Any:
+        original = owner.load_state_dict
+
+        @wraps(original)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            states[owner] = True
+            return original(*args, **kwargs)
+
+        return patch.object(owner, "load_state_dict", load_state_dict)
+
+    with ExitStack() as patches:
+        for owner in states:
+            patches.enter_context(noted(owner))
+        yield
+
+
+def _announcement(script: Path, windows: int | None, *, in_place: bool) -> str:
+    where = "in its own folder" if in_place else "in a copy of its folder, which is thrown away"
+    until = {None: "its first pass over the training data", 0: "its own end"}
+    ends = until.get(windows, f"{windows} windows")
+    return f"Running {script} for real, {where}, until {ends}."
+
+
+def _show_traceback(error: Exception, script: Path) -> None:
+    """Print the traceback of a script as Python does, without the frames that ran it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != str(script):
+        frame = frame.tb_next
+    traceback.print_exception(type(error), error, frame)
+
+
+@contextmanager
+def output_to_stderr() -> Iterator[None]:
+    """Send what a script prints to stderr: also what its libraries and processes print."""
+    sys.stdout.flush()
+    try:
+        number = sys.stdout.fileno()
+        kept = os.dup(number)
+        os.dup2(sys.stderr.fileno(), number)
+    except (OSError, ValueError):  # a stream of Python alone
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, number)
+        os.close(kept)
+
+
+# ------------------------------------------------------------------------- the copy of the folder
+
+
+@contextmanager
+def _folder_of(script: Path, *, in_place: bool) -> Iterator[Path]:
+    """Make a copy of the working folder, and of the script's where that is outside; go there."""
+    script, home = script.resolve(), Path.cwd()
+    if in_place:
+        yield script
+        return
+    roots = [home, script.parent]
+    roots = [one for one in roots if not any(r != one and r in one.parents for r in roots)]
+    roots = list(dict.fromkeys(roots))
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if is_first:
+        _refuse_large(roots)
+    scratch = Path(tempfile.gettempdir()) / f"wholebatch-verify-{_job()}"
+    places = {root: scratch / str(number) / root.name for number, root in enumerate(roots)}
+    done = scratch / "copied"
+    try:
+        if is_first:
+            for root, place in places.items():
+                _copy(root, place)
+            done.touch()
+        _wait_for(done)
+        os.chdir(_moved(home, places))
+        yield _moved(script, places)
+    finally:
+        os.chdir(home)
+        if is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _job() -> int:
+    """Return a number that the ranks of one job on one machine have in common."""
+    return os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
+
+
+def _moved(path: Path, places: dict[Path, Path]) -> Path:
+    root = next(one for one in places if one == path or one in path.parents)
+    return places[root] / path.relative_to(root)
+
+
+def _wait_for(done: Path) -> None:
+    limit = time.monotonic() + _PATIENCE
+    while not done.exists():
+        if time.monotonic() > limit:
+            raise OptionError(f"no copy of the script's folder was made within {_PATIENCE:g} s")
+        time.sleep(0.05)
+
+
+def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder and of those in it, but not of those that are linked."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            yield entry
+            if entry.is_dir(follow_symlinks=False) and not _is_linked(entry):
+                yield from _files(Path(entry.path))
+
+
+def _is_linked(entry: os.DirEntry[str]) -> bool:
+    """True for what is linked and not copied: links, repositories, virtual environments."""
+    return entry.is_symlink() or entry.name == ".git" or Path(entry.path, "pyvenv.cfg").is_file()
+
+
+def _refuse_large(roots: Sequence[Path]) -> None:
+    size = count = 0
+    for root in roots:
+        for entry in _files(root):
+            count += 1
+            size += entry.stat(follow_symlinks=False).st_size if entry.is_file() else 0
+            if size > _MOST_BYTES or count > _MOST_FILES:
+                raise OptionError(
+                    f"{root}: the script runs in a copy of it, and it has more than "
+                    f"{bytes_said(_MOST_BYTES)} or {_MOST_FILES:,} files: go to a smaller folder, "
+                    "replace its data by a link (ln -s), or give --in-place, where the script may "
+                    "overwrite its files"
+                )
+
+
+def _copy(folder: Path, place: Path) -> None:
+    place.mkdir(parents=True)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            target = place / entry.name
+            if _is_linked(entry):
+                target.symlink_to(os.path.realpath(entry.path))
+            elif entry.is_dir():
+                _copy(Path(entry.path), target)
+            elif entry.is_file():
+                shutil.copy2(entry.path, target)

@@ -1,0 +1,108 @@
+"""Clipping: once per window, of gradients that are no longer multiplied by AMP's loss scale."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ..model import Event, File
+from ..model.events import Context, Env, Loop
+from ..model.expressions import dotted, is_call, names_in, text, values_of
+from ..model.window_boundary import iterated
+from .rule_base import Report, rule
+
+_UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer", re.I)
+
+
+@rule("WB105", "clipped every micro-batch")
+def clipped_every_micro_batch(file: File) -> Iterator[Report]:
+    """Gradients are clipped for every micro-batch instead of once per update.
+
+    Clipping the sum so far shrinks the early micro-batches again and again: the update has another
+    direction than that of the batch. Clip once per window, just before the step.
+    """
+    yield from _in_windows_of_wholebatch(file)
+    for window in file.accumulating:
+        # Not those on a branch without a backward of this window.
+        clips = [c for c in window.of("clip") if not all(c.excludes(b) for b in window.backwards)]
+        for clip in clips:
+            # Clipped on both sides of a condition, it is clipped on every micro-batch.
+            either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]
+            if window.when(clip) != "always" and not (window.when(clip) == "sometimes" and either):
+                continue
+            contexts = [c.names for c in clip.path if isinstance(c, Context)]
+            if window.shape == "accelerate" and not any("accumulate" in c for c in contexts):
+                continue
+            yield Report(
+                clip.node,
+                "gradients are clipped on every micro-batch: clip once, at the end of the window, "
+                "before the optimizer steps",
+            )
+
+
+def _in_windows_of_wholebatch(file: File) -> Iterator[Report]:
+    """Yield the clipping calls in a loop over `acc.over(loader)`, of a model that `acc` updates."""
+    for clip in file.events("clip"):
+        models = {name for loop in clip.loops for name in _updated(loop)}
+        call = clip.node
+        if models and isinstance(call, ast.Call) and call.args and models & names_in(call.args[0]):
+            yield Report(
+                call,
+                "the last backward of a window makes the update and clears the gradients, so "
+                "there is none to clip after it: give wb.Accumulator clip_norm=, or "
+                "close=wb.Close(clip_value=...)",
+            )
+
+
+def _updated(loop: Loop) -> Iterator[str]:
+    """Yield the names of the models that a loop over `acc.over(loader)` updates."""
+    over = None if loop.virtual else iterated(loop)
+    if not is_call(over, "over") or not isinstance(over.func, ast.Attribute):
+        return
+    owner = over.func.value
+    for definition in loop.entry.get(dotted(owner) or "", ()):
+        made = definition.expr
+        if is_call(made, "Accumulator") and len(made.args) > 1 and text(made.args[1]) != "None":
+            yield from names_in(made.args[0])
+
+
+@rule("WB106", "clipped before unscale")
+def clipped_before_unscale(file: File) -> Iterator[Report]:
+    """Gradients are clipped while they are still multiplied by the loss scale.
+
+    The norm is thousands of times too large, so every update is clipped to almost nothing, and by
+    another factor whenever the scale changes. Call `scaler.unscale_(optimizer)` before clipping.
+    """
+    for window in file.windows:
+        events = [*window.events, *window.after] if window.shape == "nested" else window.events
+        for clip in (e for e in events if e.kind == "clip"):
+            before = [e for e in events if e.order < clip.order and not e.excludes(clip)]
+            scalers = [_scaler(e.argument, e.env) for e in before if e.kind == "backward"]
+            scaler = next((name for name in reversed(scalers) if name), None)
+            if scaler is None or any(e.kind == "unscale" for e in before) or _unscales(clip):
+                continue
+            yield Report(
+                clip.node,
+                "gradients are clipped while still multiplied by the loss scale: call "
+                f"`{scaler}.unscale_(optimizer)` first",
+            )
+
+
+def _unscales(clip: Event) -> bool:
+    """True if what clips, or its parameters, is unscaled: `amp.master_params(optimizer)`."""
+    call = clip.node
+    if not isinstance(call, ast.Call) or dotted(call.func) == "self.clip_gradients":
+        return True
+    scaled = any("scale" in text(part) for part in values_of(call)[1:])
+    return scaled or bool(_UNSCALES_ITSELF.search(" ".join(map(text, [call.func, *call.args[:1]]))))
+
+
+def _scaler(expr: ast.expr | None, env: Env, depth: int = 0) -> str | None:
+    """Return the scaler of `scaler.scale(loss).backward()`, also if the scaled loss has a name."""
+    if is_call(expr, "scale") and isinstance(expr.func, ast.Attribute):
+        owner = text(expr.func.value)
+        if "scaler" in owner.lower():
+            return owner
+    defs = env.get(dotted(expr) or "", ()) if depth < 3 else ()
+    return next((s for d in defs if (s := _scaler(d.expr, d.env, depth + 1))), None)

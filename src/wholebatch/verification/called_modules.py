@@ -1,0 +1,101 @@
+"""The modules that a loop calls, and what they hold besides trained weights."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Iterator
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
+
+
+class CalledModules:
+    """Notes the outermost modules that are called, and which of their numbers move."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self._inner: set[int] = set()
+        self._with_gradients: set[int] = set()
+        self._without_gradients: set[int] = set()
+        self._beside: dict[int, nn.Module] = {}
+        self._held: dict[tuple[int, str], Tensor] = {}
+
+    def enter(self, module: nn.Module) -> None:
+        """Note a module that is called, and if that is without gradients."""
+        number = id(module)
+        if number in self._inner:
+            return
+        if number not in self.modules:
+            self.modules[number] = module
+            self._inner |= {id(inner) for inner in module.modules()} - {number}
+        if torch.is_grad_enabled():
+            self._with_gradients.add(number)
+        elif module.training:
+            self._without_gradients.add(number)
+
+    def batchnorms(self) -> tuple[str, ...]:
+        """Return the names of BatchNorms that train, in the modules called with gradients."""
+        called = [m for n, m in self.modules.items() if n in self._with_gradients]
+        named = [pair for module in called for pair in batchnorms(module)]
+        return tuple(n for n, m in named if m.training and uses_batch_statistics(m))
+
+    def moved(self, *, is_first: bool, trained: Collection[int]) -> str:
+        """Return what has moved since the last backward; `trained` are ids of weights.
+
+        A micro-batch that `is_first` in its window depends on none before it.
+        """
+        if is_first:
+            self._beside = _modules_in_frames()
+        held = dict(self._numbers(trained))
+        moved = [k[1] for k, was in self._held.items() if not held.get(k, was).equal(was)]
+        self._held = held
+        if is_first or not moved:
+            return ""
+        return (
+            f"{moved[0]} changes between two backwards of the window, so a micro-batch may depend "
+            "on those before it"
+        )
+
+    def evaluated(self) -> str:
+        """Return a doubt if a model is also called without gradients; the calls are forgotten."""
+        is_evaluated = bool(self._without_gradients & self._with_gradients)
+        self._with_gradients.clear()
+        self._without_gradients.clear()
+        if not is_evaluated:
+            return ""
+        return (
+            "the model is also called without gradients before every backward, so the loss may use "
+            "a statistic of one micro-batch"
+        )
+
+    @torch.no_grad()
+    def _numbers(self, trained: Collection[int]) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """Yield a few numbers of what modules hold, but for trained weights.
+
+        These are the modules that are called, and those in the loop's frames: a copy of the model
+        may be an average of its weights.
+        """
+        for number, module in (self._beside | self.modules).items():
+            for name, part in module.named_modules():
+                held: list[tuple[str, Tensor]] = [*part.named_parameters(recurse=False)]
+                if not hasattr(part, "running_mean"):
+                    held += part.named_buffers(recurse=False)
+                for own, tensor in held:
+                    if tensor.is_floating_point() and id(tensor) not in trained:
+                        few = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)]
+                        yield (number, f"{name}.{own}".lstrip(".")), few.cpu().clone()
+
+
+def _modules_in_frames() -> dict[int, nn.Module]:
+    """Return the modules that are variables of the calling frames, or attributes of these."""
+    found = {}
+    for frame, _ in traceback.walk_stack(None):
+        for value in frame.f_locals.values():
+            held = [] if isinstance(value, ModuleType) else getattr(value, "__dict__", {}).values()
+            for one in (value, *held):
+                if isinstance(one, nn.Module):
+                    found[id(one)] = one
+    return found

@@ -1,0 +1,142 @@
+"""The evidence of one window: what a recorder wrote down, as plain values that decide nothing.
+
+Gradients are rows of numbers: those of the parameters that the window's optimizer steps on. Of a
+large model every n-th number is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wholebatch.verification.loss_terms import LossTerm
+
+NO_LIMIT = 1e6
+"""Clipping to more than this is a way to measure a norm."""
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """One backward of the loop, with the gradients before and after it."""
+
+    before: Tensor
+    after: Tensor
+    contribution: Tensor
+    """The gradient that this backward brought."""
+    terms: tuple[LossTerm, ...] = ()
+    loss_scale: float = 1.0
+    rates: tuple[float, ...] = ()
+    """Learning rates and weight decays of the optimizer; empty if it was not known yet."""
+    moved: bool = False
+    """True if the weights have changed since the backward before."""
+    operations: frozenset[object] = frozenset()
+    """The operations of its loss: backwards of another purpose differ in it."""
+    is_repeated: bool = False
+    """True if there was a backward of the same loss before."""
+    batchnorms: tuple[str, ...] = ()
+    doubt: str = ""
+    """The reason why a gradient that is added rightly may still differ from the whole batch's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """One call that clips: after which backward, its limit, and the gradient before and after."""
+
+    number: int
+    limit: float
+    before: Tensor
+    after: Tensor
+
+    @property
+    def cuts(self) -> bool:
+        """True if the gradient was changed."""
+        return not torch.equal(self.before, self.after)
+
+    @property
+    def counts(self) -> bool:
+        """True if it is more than a measurement of the norm."""
+        return self.limit < NO_LIMIT or self.cuts
+
+
+@dataclass(frozen=True, eq=False)
+class KnownTerms:
+    """The right answer of a window, where a proof has it: gradient and units of each mean."""
+
+    means: Mapping[str, Tensor]
+    """By term of the loss: the gradient of each micro-batch's own mean, one row for each."""
+    units: Mapping[str, tuple[float, ...]]
+    floor: float
+    """The distance of the right gradient that rounding explains."""
+    is_coupled: bool
+    """True if the undivided batch is not the sum of its micro-batches."""
+    micro_batches: Sequence[object] = ()
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A window of wholebatch: its own count of units, and what was seen beside it."""
+
+    units: tuple[float, ...]
+    are_units_given: bool
+    """True if the loop gave these units, and no test of the loss function has seen them."""
+    terms: tuple[tuple[LossTerm, ...], ...] = ()
+    """The terms of each total, if every total was seen."""
+    schedule_moved: bool = False
+    """True if the learning rate changed within the window."""
+
+
+@dataclass(frozen=True, eq=False)
+class WindowEvidence:
+    """The backwards between two steps of one optimizer, and the gradient of the step."""
+
+    number: int = 0
+    optimizer: int = 0
+    eps: float = 2.0**-24
+    is_half: bool = False
+    """True if the gradients are kept in 16 bits."""
+    backwards: tuple[Backward, ...] = ()
+    clips: tuple[Clip, ...] = ()
+    gradient: Tensor | None = None
+    """The gradient of the step; None if it was not seen."""
+    indices: tuple[int, ...] = ()
+    """The parameters that the optimizer steps on."""
+    is_averaged_inside: bool = False
+    """True if an AveragedModel was updated between two backwards."""
+    doubt: str = ""
+    """The reason why the window cannot be called right."""
+    ledger: Ledger | None = None
+    known: KnownTerms | None = None
+
+    @property
+    def last_clips(self) -> list[Clip]:
+        """Return the clips after the last backward: before them, all gradients are in."""
+        count = len(self.backwards)
+        return [clip for clip in self.clips if clip.number == count and clip.counts]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The numbers of micro-batches that a loop may divide by, and the ranks."""
+
+    micro_batches: int
+    """Of this window, on one rank."""
+    usual: int
+    """Of most windows."""
+    first: int = 0
+    """Of the first window."""
+    ranks: int = 1
+    number: int = 0
+    """The number of this window; the first is 1."""
+    divisor: int = 0
+    """A whole number that the loss is divided by, which none of the others is."""
+    others: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    """What else a loop may count, by rank: samples, or tokens with their padding."""
+
+    @property
+    def nominals(self) -> list[int]:
+        """Return the counts that a loop may take for this window's own."""
+        others = [n for n in (self.usual, self.first) if n > 1 and n != self.micro_batches]
+        return list(dict.fromkeys(others or [self.divisor or self.micro_batches]))

@@ -1,0 +1,139 @@
+"""Judge one window: evidence, then weights, then explanations. Nothing is stored on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
+from wholebatch.verification.explanations import BESIDE, LOST, SEEN, Finding, explain, is_lost
+from wholebatch.verification.loss_factors import Reading
+from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
+from wholebatch.verification.weights import SAME_WEIGHT, Unknown, Weights, weights_of
+
+_TWO_LOSSES = (
+    "the backwards of the window are of different losses (a GAN's, or tasks in turn): add the "
+    "losses and call backward once, or use wb.verify"
+)
+_TWO_PASSES = (
+    "gradients are cleared and weights are moved in the middle of the window (SAM, or another "
+    "optimizer of two passes): use wb.verify"
+)
+_NOTHING_ADDED = (
+    "every update is made of one micro-batch, so nothing is accumulated; a loop that means to "
+    "accumulate steps at every micro-batch"
+)
+_A_SUM = (
+    "the loss is a sum over its samples that nothing divides, which is right only if the loss of "
+    "the undivided batch is a sum, too: use wb.verify"
+)
+_PENALTY = "a penalty on the weights comes with the losses, and is not divided by their number"
+
+
+def judge(
+    ranks: Sequence[WindowEvidence],
+    counts: Counts,
+    name: str,
+    *,
+    own: Sequence[float] = (),
+    case: str = "live",
+    notes: Sequence[str] = (),
+) -> LoopTrial:
+    """Return the verdict on one window; `ranks` has its evidence on every rank.
+
+    `own` are the weights that the terms of the loss have of their own, where another window tells.
+    """
+    every = [micro for window in ranks for micro in window.backwards]
+    trial = LoopTrial(name, case=case, micro_batches=len(every), notes=tuple(notes))
+    reason = _not_one_window(ranks)
+    if reason:
+        return trial.with_answer(NOT_JUDGED, reason)
+    weights = weights_of(ranks, counts, own)
+    if isinstance(weights, Weights):
+        trial = trial.with_weights(weights)
+    findings = _findings(ranks, weights, counts)
+    is_sum = trial.source == "weights" and any(one.variant == "sums added" for one in findings)
+    if is_sum:
+        findings = [one for one in findings if one.is_beside]
+    if findings:
+        return trial.with_answer(DIFFERENT, findings=findings)
+    if is_sum:
+        return trial.with_answer(NOT_JUDGED, _A_SUM)
+    if isinstance(weights, Unknown):
+        answer = DIFFERENT if weights.is_different else NOT_JUDGED
+        return trial.with_answer(answer, weights.reason)
+    if not weights.is_right:
+        return _unexplained(trial, weights)
+    doubt = _doubt(ranks, counts)
+    return trial.with_answer(NOT_JUDGED, doubt) if doubt else trial.with_answer(RIGHT)
+
+
+def _not_one_window(ranks: Sequence[WindowEvidence]) -> str:
+    """Return the reason why the backwards are not the micro-batches of one window."""
+    if ranks[0].known is not None or ranks[0].ledger is not None:
+        return ""
+    if len({micro.operations for window in ranks for micro in window.backwards}) > 1:
+        return _TWO_LOSSES
+    return _TWO_PASSES if any(_begins_again(window.backwards) for window in ranks) else ""
+
+
+def _begins_again(micros: Sequence[Backward]) -> bool:
+    """True if weights are moved where gradients are cleared, in the middle of a window."""
+    return any(m.moved and not m.before.any() and was.after.any() for was, m in pairwise(micros))
+
+
+def _findings(
+    ranks: Sequence[WindowEvidence], weights: Weights | Unknown, counts: Counts
+) -> list[Finding]:
+    """Return all mistakes that explain the window, the one to begin with first."""
+    is_right = isinstance(weights, Weights) and weights.is_right
+    found = [finding for see in SEEN if (finding := see(ranks))]
+    if not found and is_lost(ranks) and not (ranks[0].known is not None and is_right):
+        found = [finding for see in LOST if (finding := see(ranks))][:1]
+    if not found and isinstance(weights, Weights) and not is_right:
+        found = [finding for see in LOST[3:4] if (finding := see(ranks))]
+        found = found or explain(weights, counts)
+    found += [replace(finding, is_beside=bool(found)) for see in BESIDE if (finding := see(ranks))]
+    return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
+
+
+def _doubt(ranks: Sequence[WindowEvidence], counts: Counts) -> str:
+    """Return the reason why weights that are right may not make the right update."""
+    if ranks[0].known is not None:
+        return ""
+    every = [micro for window in ranks for micro in window.backwards]
+    if ranks[0].ledger is None and counts.usual == len(every) == 1:
+        return _NOTHING_ADDED
+    penalties = [term for micro in every for term in micro.terms if term.kind == "penalty"]
+    numbers = [factor for term in penalties for factor in (*term.over, *term.times)]
+    steps = (counts.micro_batches, 1 / max(counts.micro_batches, 1))
+    is_divided = any(math.isclose(n, one, rel_tol=SAME_WEIGHT) for n in numbers for one in steps)
+    doubt = _PENALTY if penalties and not is_divided else ""
+    doubt = doubt or next((window.doubt for window in ranks if window.doubt), "")
+    return doubt and f"{doubt}: use wb.verify"
+
+
+def _unexplained(trial: LoopTrial, weights: Weights) -> LoopTrial:
+    """Return the verdict on weights that are not right, and fit no known mistake."""
+    if weights.source == "gradients":
+        return trial.with_answer(DIFFERENT)
+    reading: Reading = next(row[0] for row in weights.terms if row[0].off > SAME_WEIGHT)
+    if reading.constant is None:
+        if reading.is_mean_of_losses and math.isclose(
+            sum(reading.weights), 1.0, rel_tol=SAME_WEIGHT
+        ):
+            variant = "weights that add up to 1, but are not the shares of the units"
+            return trial.with_answer(DIFFERENT, findings=[Finding("other-units", variant)])
+        return trial.with_answer(
+            NOT_JUDGED,
+            "the weights of the micro-batches' losses are not their shares of the units, and fit "
+            "no known mistake: use wb.verify",
+        )
+    total = sum(reading.units)
+    return trial.with_answer(
+        NOT_JUDGED,
+        f"the loss is divided by {total / reading.constant:.6g} where {total:.6g} units came, and "
+        "what it counts is not known: use wb.verify, or give the units to wb.Accumulator",
+    )

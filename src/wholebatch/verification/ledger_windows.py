@@ -1,0 +1,72 @@
+"""Windows of wholebatch itself (Accumulator, WholeBatch, adapters), read from their own ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wholebatch.verification.evidence import Ledger
+from wholebatch.verification.loss_terms import LossTerm, terms_of
+
+Rates = tuple[float, ...]
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> Rates:
+    """Return the learning rates and the weight decays of an optimizer."""
+    groups, names = optimizer.param_groups, ("lr", "weight_decay")
+    return tuple(float(group.get(name) or 0.0) for name in names for group in groups)
+
+
+class LedgerWindow:
+    """One window of wholebatch while it is open."""
+
+    def __init__(self, window: Any) -> None:
+        self._window = window
+        self._rates: dict[int, Rates] = {}
+        self._terms: list[tuple[LossTerm, ...]] = []
+        self.doubt = ""
+        if window.current.known is None:  # else it may be announced long before its first backward
+            self._note_rates()
+
+    @property
+    def is_open(self) -> bool:
+        return self._window.open is not None
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches that it has now."""
+        return len(self._window.open.owners) if self.is_open else 0
+
+    @property
+    def parameters(self) -> set[int]:
+        return {id(parameter) for parameter in self._window.current.inputs}
+
+    def note_backward(self, totals: Any, doubt: Callable[[bool], str]) -> None:
+        """Note the totals of a backward; `doubt(is_first)` tells what has moved since the last."""
+        if not self._rates:
+            self._note_rates()
+        listed = [totals] if isinstance(totals, torch.Tensor) else list(totals)
+        self.doubt = self.doubt or doubt(not self._terms)
+        terms = terms_of(listed[0], None) if len(listed) == 1 else []
+        self._terms.append(tuple(terms))
+
+    def _note_rates(self) -> None:
+        self._rates = {id(one): rates_of(one) for one in self._window.target.optimizers}
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self._window.target.optimizers)
+
+    def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
+        """Return the ledger of a window that is complete."""
+        record = self._window.current
+        columns = [[float(one) for one in column] for column in record.units.values()]
+        before = self._rates.get(id(optimizer))
+        return Ledger(
+            units=tuple(max(columns, key=sum, default=[])),
+            are_units_given=record.are_units_given,
+            terms=tuple(self._terms) if len(columns) == 1 and all(self._terms) else (),
+            schedule_moved=before is not None and before != rates_of(optimizer),
+        )

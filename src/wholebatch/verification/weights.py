@@ -1,0 +1,255 @@
+"""The weight of every micro-batch in the step, from the evidence of a window.
+
+Every loop adds `weight × mean over its units` of each micro-batch, however it is written: a mean
+divided by the steps, a sum divided by the units of the window, a mean times its share. Right is
+`weight = units / units of the window`, for every term of a loss. The units come from one of three
+places: the reference that a proof has run, the ledger of wholebatch, or the graph of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from wholebatch.readable_sizes import percent
+from wholebatch.verification.evidence import Counts, WindowEvidence
+from wholebatch.verification.loss_factors import Reading, Unreadable, read_terms
+from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, distance, fit_of
+
+SAME_WEIGHT = 1e-3
+"""Weights of losses that differ by less are the same."""
+Rows = Sequence[Sequence[float]]
+"""Numbers of micro-batches, by rank."""
+Shape = Callable[[Rows], Rows]
+"""The weights that micro-batches of these units would have."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The weights cannot be known; `is_different` if the update is certainly another one."""
+
+    reason: str
+    is_different: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a window: for each term of the loss the ways to read it, the likeliest first.
+
+    `off` is how far they are from the right ones: of the gradient, in a proof.
+    """
+
+    terms: tuple[tuple[Reading, ...], ...]
+    sizes: tuple[int, ...]
+    """The micro-batches of each rank."""
+    off: float
+    tolerance: float
+    floor: float
+    source: str = "weights"
+
+    @property
+    def is_right(self) -> bool:
+        return self.off <= self.tolerance
+
+    @property
+    def units(self) -> tuple[float, ...]:
+        return self._best(self.terms[0]).units
+
+    @property
+    def own(self) -> tuple[float, ...]:
+        """Return the weight that each term of the loss has of its own."""
+        return tuple(self._best(readings).own for readings in self.terms)
+
+    def rows(self, units: Sequence[float]) -> Rows:
+        """Return numbers of all micro-batches by rank."""
+        places = iter(units)
+        return [[next(places) for _ in range(size)] for size in self.sizes]
+
+    def are(self, shape: Shape, *, in_all_terms: bool = False) -> bool:
+        """True if these are the weights that `shape(units)` gives.
+
+        Terms that are right need not have that shape, unless it is asked for.
+        """
+
+        def fits(reading: Reading) -> bool:
+            weights = list(chain(*shape(self.rows(reading.units))))
+            return reading.apart(weights) <= max(self.tolerance, SAME_WEIGHT)
+
+        wrong = [row for row in self.terms if in_all_terms or not self._is_right(row)]
+        return all(any(fits(reading) for reading in row) for row in wrong)
+
+    def is_always_right(self, shape: Shape) -> bool:
+        """True if that shape is right for these units: nothing would show it."""
+        for units in (self._best(row).units for row in self.terms):
+            total = sum(units) or 1.0
+            pairs = zip(chain(*shape(self.rows(units))), units, strict=True)
+            if not all(math.isclose(w, u / total, rel_tol=SAME_WEIGHT) for w, u in pairs):
+                return False
+        return True
+
+    def readings(self) -> Iterator[Weights]:
+        """Yield these weights with one way to read each wrong term, the likeliest first."""
+        for place in range(max(map(len, self.terms))):
+            rows = [
+                row if self._is_right(row) else (row[min(place, len(row) - 1)],)
+                for row in self.terms
+            ]
+            yield replace(self, terms=tuple(rows))
+
+    def _is_right(self, readings: Sequence[Reading]) -> bool:
+        return any(one.off <= max(self.tolerance, SAME_WEIGHT) for one in readings)
+
+    def _best(self, readings: Sequence[Reading]) -> Reading:
+        is_right = (one for one in readings if one.off <= max(self.tolerance, SAME_WEIGHT))
+        return next(is_right, readings[0])
+
+
+def weights_of(
+    ranks: Sequence[WindowEvidence], counts: Counts, own: Sequence[float] = ()
+) -> Weights | Unknown:
+    """Return the weight of each micro-batch in the step, or the reason why it is not known.
+
+    `ranks` are the evidence of one window, one of each rank. `own` are the weights that the terms
+    of the loss have of their own, where another window has told them.
+    """
+    if ranks[0].known is not None:
+        return _fitted(ranks)
+    if ranks[0].ledger is not None:
+        return _of_the_ledger(ranks)
+    factors = factors_of(ranks)
+    if isinstance(factors, Unknown):
+        return factors
+    try:
+        micro_batches = [micro.terms for window in ranks for micro in window.backwards]
+        terms = read_terms(micro_batches, counts, factors.values, own)
+    except Unreadable as unread:
+        return Unknown(
+            f"the weight of the loss cannot be read: {unread}. Use wb.verify, which runs the "
+            "undivided batch, or give the units to wb.Accumulator"
+        )
+    off = max(min(reading.off for reading in readings) for readings in terms)
+    sizes = tuple(len(window.backwards) for window in ranks)
+    return Weights(tuple(map(tuple, terms)), sizes, off, SAME_WEIGHT, factors.floor)
+
+
+# ------------------------------------------------------------------- from the reference of a proof
+
+
+def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
+    """Return the weights that the means of the reference have in the step, by least squares."""
+    known = [window.known for window in ranks if window.known is not None]
+    if ranks[0].gradient is None:
+        return Unknown("the gradients of the step are not in `.grad`: use wb.verify")
+    floor = max(one.floor for one in known)
+    tolerance = TIMES_THE_FLOOR * floor
+    means = {name: torch.cat([one.means[name] for one in known]) for name in known[0].means}
+    units = {name: tuple(chain(*(one.units[name] for one in known))) for name in means}
+    parts = {name: _shares(units[name]) @ rows for name, rows in means.items()}
+    right = torch.stack(list(parts.values())).sum(0)
+    gradient = before_clip(ranks[0])
+    if ranks[0].backwards and apart(gradient, right) > tolerance:
+        added = ranks[0].backwards[-1].after
+        if apart(added, right) <= tolerance and parallel(gradient, right, tolerance):
+            gradient = added  # the loop itself shrinks a right gradient: it clips
+    every = torch.cat(list(means.values()))
+    fitted, _ = fit_of([[row] for row in every], [gradient])
+    split = torch.tensor(fitted, dtype=torch.float64).split([*map(len, means.values())])
+    made = dict(zip(means, split, strict=True))
+    others = {
+        name: gradient - sum(made[n] @ means[n] for n in means if n != name) for name in means
+    }
+    terms = [
+        (Reading(tuple(made[name].tolist()), units[name], means=means[name], target=others[name]),)
+        for name in means
+    ]
+    sizes = tuple(len(next(iter(one.units.values()))) for one in known)
+    off = apart(gradient, right)
+    return Weights(tuple(terms), sizes, off, tolerance, floor, source="gradients")
+
+
+def _shares(units: Sequence[float]) -> Tensor:
+    row = torch.tensor(units, dtype=torch.float64)
+    return row / (row.sum() if float(row.sum()) else 1.0)
+
+
+# ------------------------------------------------------------------- from the ledger of wholebatch
+
+
+def _of_the_ledger(ranks: Sequence[WindowEvidence]) -> Weights:
+    """Return the weights of a window of wholebatch: its ledger has the units, and one factor."""
+    ledgers = [window.ledger for window in ranks if window.ledger is not None]
+    units = tuple(chain(*(one.units for one in ledgers)))
+    total = sum(units) or 1.0
+    reading = Reading(tuple(unit / total for unit in units), units)
+    are_given = any(one.are_units_given for one in ledgers)
+    sizes = tuple(len(one.units) for one in ledgers)
+    source = "ledger, with units as given" if are_given else "ledger"
+    return Weights(((reading,),), sizes, 0.0, SAME_WEIGHT, 0.0, source)
+
+
+# ------------------------------------------------------------------- on the way to the step
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factor that each backward's gradient has in the step."""
+
+    values: tuple[float, ...]
+    floor: float
+
+
+def factors_of(ranks: Sequence[WindowEvidence]) -> Factors | Unknown:
+    """Return what the loop did with the gradients of its backwards, on all ranks."""
+    window, count = ranks[0], len(ranks)
+    brought = [micro.contribution for one in ranks for micro in one.backwards]
+    floor = max(one.eps for one in ranks)
+    if any(one.gradient is None for one in ranks):
+        return Factors((1 / count,) * len(brought), floor)
+    gradient = before_clip(window)
+    flow = torch.stack(brought).sum(0) / count
+    floor = floor_of(brought, flow * count, floor)
+    tolerance = window.eps if window.is_half else TIMES_THE_FLOOR * floor
+    if parallel(gradient, flow, tolerance):
+        factor = float(gradient @ flow / (flow @ flow))
+        return Factors((factor / count,) * len(brought), floor)
+    factors, left = fit_of([[one] for one in brought], [gradient])
+    if left <= max(1e-4, tolerance) and len(brought) <= 64:
+        return Factors(tuple(factors), floor)
+    if count == 1 and apart(window.backwards[-1].after, flow) <= tolerance:
+        return Unknown(
+            f"the loop itself changes the gradient by {percent(apart(gradient, flow))} after the "
+            "last backward: use wb.verify"
+        )
+    return Unknown("the gradient of the step is not the sum of what the backwards added", True)
+
+
+def floor_of(brought: Sequence[Tensor], total: Tensor, eps: float) -> float:
+    """Return the distance that rounding explains: more, where gradients nearly cancel."""
+    spread = sum(float(one.norm()) for one in brought) / max(float(total.norm()), 1e-300)
+    return min(eps * max(spread, 1.0), math.sqrt(eps) / TIMES_THE_FLOOR)
+
+
+def before_clip(window: WindowEvidence) -> Tensor:
+    """Return the gradient of the step, before it was clipped for it."""
+    assert window.gradient is not None
+    clips = window.last_clips
+    if clips and parallel(window.gradient, clips[-1].after, 1e-4):
+        return clips[0].before
+    return window.gradient
+
+
+def apart(ours: Tensor, right: Tensor) -> float:
+    """Return the relative distance of two rows."""
+    return distance([ours], [right])
+
+
+def parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:
+    """True if one gradient is the other times a positive number."""
+    size = float(other @ other)
+    factor = float(ours @ other) / size if size else 0.0
+    return factor > 0 and apart(ours, other * factor) <= tolerance

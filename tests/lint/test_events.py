@@ -1,0 +1,391 @@
+"""Rules read events of the loop: what the code around it says, and nothing else, decides."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from wholebatch.lint import lint_source
+
+LOOPS = {
+    "a while loop whose boundary is a function": (
+        """
+        import torch.nn.functional as F
+        def boundary(n, k):
+            return n % k == 0
+        def train(model, optimizer, batches, k):
+            n = 0
+            while n < 1000:
+                x, y = next(batches)
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                n += 1
+                if boundary(n, k):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        "WB101",
+    ),
+    "a while loop whose step is in a function": (
+        """
+        import torch.nn.functional as F
+        def maybe_step(n, k, optimizer):
+            if n % k == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        def train(model, optimizer, batches, k):
+            n = 0
+            while True:
+                x, y = next(batches)
+                F.cross_entropy(model(x), y).backward()
+                n += 1
+                maybe_step(n, k, optimizer)
+        """,
+        "WB101",
+    ),
+    "a boundary that is not read": (
+        """
+        import torch.nn.functional as F
+        def is_boundary(n, k):
+            n = int(n)
+            full = n % k
+            if full == 0:
+                return True
+            return False
+        def train(model, optimizer, batches, k):
+            n = 0
+            while n < 1000:
+                x, y = next(batches)
+                F.cross_entropy(model(x), y).backward()
+                n += 1
+                if is_boundary(n, k):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        "WB003",
+    ),
+    "a leftover clip in windows of wholebatch": (
+        """
+        import torch, wholebatch as wb
+        model = torch.nn.Linear(4, 3); opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        acc = wb.Accumulator(model, opt, steps=3)
+        for i, (x, y) in enumerate(acc.over(loader)):
+            acc.backward(mean=loss(model(x), y), units=len(y))
+            if (i + 1) % 3 == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        """,
+        "WB105",
+    ),
+    "the same inside a function": (
+        """
+        import torch, wholebatch as wb
+        def train(model, opt, loader):
+            acc = wb.Accumulator(model, opt, steps=3)
+            for epoch in range(2):
+                for i, (x, y) in enumerate(acc.over(loader)):
+                    acc.backward(mean=loss(model(x), y), units=len(y))
+                    if (i + 1) % 3 == 0:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        """,
+        "WB105",
+    ),
+    "a counter by :=": (
+        """
+        import torch.nn.functional as F
+        n = 0
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            if (n := n + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        "WB101 WB109",
+    ),
+    "a loss by :=": (
+        """
+        import torch.nn.functional as F
+        for i, (x, y) in enumerate(loader):
+            (loss := F.cross_entropy(model(x), y)).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        "WB101 WB109",
+    ),
+    "except*": (
+        """
+        import torch.nn.functional as F
+        for i, (x, y) in enumerate(cycle(loader)):
+            try:
+                F.cross_entropy(model(x), y).backward()
+            except* RuntimeError:
+                optimizer.zero_grad()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        "WB101",
+    ),
+    "arms of a match, each with its own update": (
+        """
+        import torch.nn.functional as F
+        for i, (x, y) in enumerate(cycle(loader)):
+            match mode:
+                case "plain":
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                case "accumulate":
+                    (F.cross_entropy(model(x), y) / accum).backward()
+                    if (i + 1) % accum == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
+        "",
+    ),
+    "a match that chooses the loss, and one that ends windows": (
+        """
+        import torch.nn.functional as F
+        for i, (x, y) in enumerate(cycle(loader)):
+            match kind:
+                case "mse":
+                    loss = F.mse_loss(model(x), y) / accum
+                case _:
+                    loss = F.cross_entropy(model(x), y) / accum
+            loss.backward()
+            match (i + 1) % accum:
+                case 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        "",
+    ),
+    "a compiled model whose loss is in another file": (
+        """
+        import torch
+        from mine import Model
+        model = torch.compile(Model())
+        for i, (x, y) in enumerate(cycle(loader)):
+            loss = model(x, y) / accum
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        "WB003",
+    ),
+    "a wrapped model whose loss is in another file": (
+        """
+        from torch import nn
+        from mine import Model
+        model = nn.DataParallel(Model())
+        for i, (x, y) in enumerate(cycle(loader)):
+            loss = model(x, y) / accum
+            loss.backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        "WB003",
+    ),
+    "a product that has the count as a factor": (
+        """
+        for pass_idx in range(num_passes):
+            loss = F.cross_entropy(model(x), y, reduction="sum") / (num_passes * examples_per_rank)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        """,
+        "",
+    ),
+    "comments, strings and a function that nothing calls": (
+        """
+        import torch.nn.functional as F
+        # p.grad /= accum ; with model.no_sync(): ; num_items_in_batch GradCache
+        def unrelated(model):
+            for p in model.parameters():
+                p.grad /= 4
+            with model.no_sync():
+                pass
+            'mask_ratio num_items_in_batch'
+        def train(model, optimizer, loader, accum):
+            "zero_grad grad = None no_sync p.grad /= accum"
+            model = DistributedDataParallel(model)
+            for i, (x, y) in enumerate(cycle(loader)):
+                loss = F.cross_entropy(model(x), y, ignore_index=pad)
+                loss.backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        "WB101 WB103 WB111",
+    ),
+    "two callers of one helper, of which one does not divide": (
+        """
+        import torch.nn.functional as F
+        def loss_of(model, x, y, k):
+            return F.cross_entropy(model(x), y) / k
+        def step(model, x, y, k):
+            loss = loss_of(model, x, y, k)
+            loss.backward()
+        def a(model, optimizer, loader):
+            for i, (x, y) in enumerate(cycle(loader)):
+                step(model, x, y, 1)
+                if (i + 1) % 4 == 0:
+                    optimizer.step(); optimizer.zero_grad()
+        def b(model, optimizer, loader):
+            for i, (x, y) in enumerate(cycle(loader)):
+                step(model, x, y, 8)
+                if (i + 1) % 8 == 0:
+                    optimizer.step(); optimizer.zero_grad()
+        """,
+        "WB101",
+    ),
+    "a loop of TensorFlow": (
+        """
+        import tensorflow as tf
+        for x, y in data:
+            with tf.GradientTape() as tape:
+                loss = f(x)
+            opt.apply_gradients(zip(tape.gradient(loss, v), v))
+        """,
+        "WB004",
+    ),
+    "a loop over windows of wholebatch": (
+        """
+        import torch, wholebatch as wb
+        acc = wb.Accumulator(model, opt, steps=args.accum, clip_norm=1.0)
+        for x, y in acc.over(loader):
+            total = F.cross_entropy(model(x), y, reduction="sum")
+            step = acc.backward(total, units=y.numel())
+            if step is not None and step.index % args.log_every == 0:
+                print(step.loss)
+        """,
+        "",
+    ),
+    "gradients cleared only by a function that nothing calls": (
+        """
+        import torch
+        def evaluate(model):
+            model.zero_grad()
+        def train(model, loader):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in loader:
+                criterion(model(x), y).backward()
+                optimizer.step()
+        """,
+        "WB122",
+    ),
+    "a policy that is updated once in a while": (
+        """
+        def train(q, q_optimizer, actor, actor_optimizer, rb, start, total, policy_frequency):
+            for step in range(total):
+                if step > start:
+                    x = rb.sample(8)
+                    q_loss = q(x).square().mean()
+                    q_optimizer.zero_grad()
+                    q_loss.backward()
+                    q_optimizer.step()
+                    if step % policy_frequency == 0:
+                        for _ in range(policy_frequency):
+                            actor_loss = -q(actor(x)).mean()
+                            actor_optimizer.zero_grad()
+                            actor_loss.backward()
+                            actor_optimizer.step()
+        """,
+        "",
+    ),
+    "a pass through the data in pieces": (
+        """
+        import torch
+        criterion = torch.nn.NLLLoss()
+        def train(source):
+            for batch, i in enumerate(range(0, source.size(0) - 1, args.bptt)):
+                loss = criterion(model(source[i : i + 8]), source[i + 1 : i + 9])
+                (loss / args.accum).backward()
+                if (batch + 1) % args.accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if args.dry_run:
+                    break
+        """,
+        "WB109",
+    ),
+    "an update for every batch beside an evaluator that accumulates": (
+        """
+        for samples, targets in loader:
+            losses = sum(criterion(model(samples), targets).values())
+            optimizer.zero_grad()
+            losses.backward()
+            optimizer.step()
+        evaluator.accumulate()
+        """,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop(name: str) -> None:
+    source, codes = LOOPS[name]
+    if "except*" in name and sys.version_info < (3, 11):
+        pytest.skip("except* is new in Python 3.11")
+    findings = lint_source(textwrap.dedent(source), path="train.py")
+    assert sorted({f.code for f in findings}) == codes.split()
+
+
+RESCALED = """
+    def update(parameters, count):
+        for p in parameters:
+            p.grad /= count
+    def train(model, optimizer, loader, accum):
+        for i, (x, y) in enumerate(cycle(loader)):
+            F.cross_entropy(model(x), y).backward()
+            if (i + 1) % accum == 0:
+                {first}
+                optimizer.step()
+                optimizer.zero_grad()
+        for i, (x, y) in enumerate(cycle(loader)):
+            F.cross_entropy(model(x), y).backward()
+            if (i + 1) % accum == 0:
+                {second}
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "lines"),
+    [
+        ("update(model.parameters(), accum)", "pass", [13]),
+        ("pass", "update(model.parameters(), accum)", [7]),
+        ("pass", "model.weight.grad.div_(accum)", [7]),
+        ("pass", "update(model.parameters(), dist.get_world_size())", [7, 13]),
+    ],
+)
+def test_rescaled_gradients_speak_for_their_own_window(
+    first: str, second: str, lines: list[int]
+) -> None:
+    source = textwrap.dedent(RESCALED).format(first=first, second=second)
+    assert [f.line for f in lint_source(source) if f.code == "WB101"] == lines
+
+
+def test_frozen_batchnorm_speaks_for_the_windows_after_it() -> None:
+    source = textwrap.dedent("""
+        def freeze(model):
+            for layer in model.modules():
+                if isinstance(layer, nn.BatchNorm2d):
+                    layer.eval()
+        def train(optimizer, loader, accum):
+            model = torchvision.models.resnet50()
+            {freeze}
+            for i, (x, y) in enumerate(cycle(loader)):
+                (F.cross_entropy(model(x), y) / accum).backward()
+                if (i + 1) % accum == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    """)
+    assert [f.code for f in lint_source(source.format(freeze="pass"))] == ["WB113"]
+    assert lint_source(source.format(freeze="freeze(model)")) == []
