@@ -74,13 +74,14 @@ def _sixteen_bit(sizes: dict[str, Any], *, tied: bool = False) -> Any:
 
 def _in_four_bits(model: nn.Module) -> nn.Module:
     """Replace every linear layer but the last by bitsandbytes' nf4 with double quantisation."""
-    import bitsandbytes
+    import bitsandbytes.nn
 
+    kinds: Any = bitsandbytes.nn
     layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
     for name, layer in layers:
         if name == "lm_head":
             continue
-        quantised = bitsandbytes.nn.Linear4bit(
+        quantised = kinds.Linear4bit(
             layer.in_features,
             layer.out_features,
             bias=False,
@@ -90,7 +91,7 @@ def _in_four_bits(model: nn.Module) -> nn.Module:
             device="meta",
         )
         weight = layer.weight.data.cpu()
-        quantised.weight = bitsandbytes.nn.Params4bit(
+        quantised.weight = kinds.Params4bit(
             weight, requires_grad=False, quant_type="nf4", compress_statistics=True
         )
         parent, _, last = name.rpartition(".")
@@ -159,7 +160,8 @@ def sft(job: Job, *, ours: bool = False, liger: bool = False) -> None:
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     from wholebatch.integrations.transformers import exact
 
@@ -221,9 +223,9 @@ def operations(model: nn.Module, row: Row) -> float:
     samples = row.case.window
     tokens = samples * row.tokens
     config: Any = getattr(model, "config", None)
-    matrices = [one for one in model.modules() if hasattr(one, "in_features")]
-    sizes: list[tuple[int, bool]] = [
-        (one.in_features * one.out_features, one.weight.requires_grad)  # type: ignore[operator, union-attr]
+    matrices: list[Any] = [one for one in model.modules() if hasattr(one, "in_features")]
+    sizes = [
+        (one.in_features * one.out_features, one.weight.requires_grad)
         for one in matrices
         if not hasattr(one, "base_layer")
     ]
