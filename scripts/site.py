@@ -24,6 +24,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "Your trainer": (
         "integrations/own-loop.md",
         "integrations/transformers.md",
+        "finetune.md",
         "integrations/accelerate.md",
         "integrations/lightning.md",
         "integrations/keras.md",

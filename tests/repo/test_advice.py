@@ -202,7 +202,7 @@ def test_wrong_advice_is_found() -> None:
     assert wrong_advice("not finite: pass nonfinite='skip'", allowed, flags) == ["nonfinite="]
     assert wrong_advice("it: say batch_size=100", allowed, flags) == ["batch_size="]
     assert wrong_advice("it: use wb.Close(skip=True)", allowed, flags) == ["wb.Close(skip=)"]
-    assert wrong_advice("it: give --steps", allowed, flags) == ["--steps"]
+    assert wrong_advice("it: give --stairs", allowed, flags) == ["--stairs"]
     assert not wrong_advice("it: wb.Close(nonfinite='skip'), clip_norm=1", allowed, flags)
 
 
