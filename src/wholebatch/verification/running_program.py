@@ -1,4 +1,4 @@
-"""The program that is watched: functions that are replaced in it, and the trainer that drives it."""
+"""The program that is watched: functions that are replaced in it, and the trainer at work."""
 
 from __future__ import annotations
 
