@@ -216,6 +216,7 @@ class Accumulator(HasWindow):
             scheduler=scheduler,
             memory=_without_budget(memory),
             close=as_close(close),
+            audit=audit,
         )
         models = window.target.models
         self._window = window
@@ -230,7 +231,7 @@ class Accumulator(HasWindow):
         self._refusing = [one for one in self._batchnorms if isinstance(one, Refuse) and one.norms]
         self._audits = audit
         self._checks = LoopChecks(models, audit=audit)
-        self._functions: dict[Callable[[Any], Any], RunLoss] = {}
+        self._functions: dict[Any, RunLoss] = {}
         self.epoch = 0
         self.last_step: Step | None = None
         self.last_loss: Loss | None = None
@@ -362,6 +363,11 @@ class Accumulator(HasWindow):
                 "forward pass. Give the loss function to run(), or leave precision= out"
             )
         with self._turn:
+            if not torch.is_grad_enabled():
+                raise WindowError(
+                    "backward() under torch.no_grad() or torch.inference_mode(), where there are "
+                    "no gradients: compute the loss and call backward() outside of them"
+                )
             is_last = self._begin_backward(last)
             if self._checks.active and not self._window.now.owners:
                 self._watch(self._size)
@@ -420,7 +426,7 @@ class Accumulator(HasWindow):
             )
         with self._turn:
             is_last = self._begin_backward(last)
-            function = self._functions.get(loss) or self._prepare(loss)
+            function = self._functions.get(_key_of(loss)) or self._prepare(loss)
             if self._beside:
                 self._refuse_moved(lambda: set(map(id, function.modules.parameters())))
             if self._window.now.known is not None:
@@ -456,7 +462,7 @@ class Accumulator(HasWindow):
             audit=self._audits,
             reads=reads,
         )
-        self._functions[loss] = function
+        self._functions[_key_of(loss)] = function
         return function
 
     def _begin_backward(self, last: bool | None) -> bool:
@@ -593,6 +599,7 @@ class Accumulator(HasWindow):
             if self._window.open is None:
                 self._places = 0
                 return None
+            self._end_more()
             return self._close()
 
     def discard(self) -> None:
@@ -687,6 +694,7 @@ class Accumulator(HasWindow):
         """End the body of the loop. A body without a backward counts as a micro-batch too."""
         if self._place_done:
             return
+        self._end_more()
         self._places += 1
         if not self._is_last:
             return
@@ -702,6 +710,11 @@ class Accumulator(HasWindow):
                 "micro-batches of a window may be left out, pass close=wb.Close(zero_units='skip')"
             )
         self._window.skipped += 1
+
+    def _end_more(self) -> None:
+        """Count a micro-batch whose last backward, after more=True, did not come."""
+        if self._window.now.more_of_micro_batch:
+            self._window.micro_batch_done()
 
     def _join(self) -> None:
         """Take part in a window of the other ranks, having nothing more to add."""
@@ -755,6 +768,15 @@ def _warn_of_open_windows() -> None:
     for one in list(_accumulators):
         one._warn_of_open_window()
         one._turn.failed = True  # nothing more is expected of it
+
+
+def _key_of(loss: object) -> Any:
+    """Return the function itself, or the id of one that has no hash (a dataclass)."""
+    try:
+        hash(loss)
+    except TypeError:
+        return id(loss)
+    return loss
 
 
 def _without_budget(memory: Memory | None) -> Memory:
@@ -839,12 +861,8 @@ def over(
     """
     if not accumulators:
         raise OptionError("wb.over(loader): give at least one Accumulator")
+    _refuse_nested(accumulators)
     for accumulator in accumulators:
-        if any(model in _driven for model in accumulator._window.target.models):
-            raise WindowError(
-                "over() inside over() on the same model: both would add to its gradients; use one "
-                "loop, or wb.over(loader, first, second) for several accumulators"
-            )
         accumulator._may_start(continue_window)
     models = [m for accumulator in accumulators for m in accumulator._window.target.models]
     if len({id(model) for model in models}) != len(models):
@@ -855,7 +873,17 @@ def over(
     return _drive(loader, accumulators)
 
 
+def _refuse_nested(accumulators: Sequence[Accumulator]) -> None:
+    for accumulator in accumulators:
+        if any(model in _driven for model in accumulator._window.target.models):
+            raise WindowError(
+                "over() inside over() on the same model: both would add to its gradients; use one "
+                "loop, or wb.over(loader, first, second) for several accumulators"
+            )
+
+
 def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterator[Any]:
+    _refuse_nested(accumulators)  # another loop may have started meanwhile, as in zip()
     feed = _feed_for(loader, accumulators)
     for accumulator in accumulators:
         accumulator._driver = accumulator._feed = feed

@@ -11,6 +11,7 @@ from wholebatch.distributed import choose as choose_sync
 from wholebatch.offload import choose as choose_store
 from wholebatch.options import Close, Memory, close_options
 from wholebatch.window.close import ClipNorm
+from wholebatch.window.foreign_writes import refuse_unreduced_steps
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
 from wholebatch.window.window import Window
 
@@ -24,6 +25,7 @@ def make_window(
     memory: Memory,
     close: Close,
     precision: str = "full",
+    audit: bool = True,
 ) -> Window:
     """Return the window of these models and optimizers; refuse what does not go together."""
     options = close_options(close, clip_norm)
@@ -45,4 +47,6 @@ def make_window(
         sync=sync,
         on_gradient=close.on_gradient is not None,
     )
-    return Window(target, options, sync, store, close.on_gradient)
+    window = Window(target, options, sync, store, close.on_gradient, audit=audit)
+    refuse_unreduced_steps(window)
+    return window

@@ -247,8 +247,7 @@ class Probe:
                 "units of its own"
             )
         if gradients and units is not None and not self._window.hooks:
-            seed = window.seed if window.known is None else 1.0 / window.known[SINGLE]
-            scale = seed * window.loss_scale * window.averaged_by
+            scale = window.seed * window.loss_scale * window.averaged_by
             self._measured = self._window.sync.total_norm(gradients), scale, units[0]
 
     def closed(self, step: Step, *, joined: bool) -> None:

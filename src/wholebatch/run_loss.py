@@ -71,7 +71,7 @@ class RunLoss:
         models, sync = window.target.models, window.sync
         self._window, self._precision, self._audits = window, precision, audit
         self._kind = window.target.device.type
-        self._call = _on_micro_batch(loss, models, reads or loss)
+        self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
         self._number = 0  # of the last window with a micro-batch of this function
@@ -216,10 +216,9 @@ def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:
 
 
 def _on_micro_batch(
-    loss: Callable[[Any], Any], models: Sequence[nn.Module], reads: Callable[..., Any]
+    loss: Callable[[Any], Any], models: Sequence[nn.Module], reads: Callable[..., Any], kind: str
 ) -> Callable[..., Any]:
     """Return the function as one of `(model, micro)`, under the autocast it was called with."""
-    kind = next(models[0].parameters()).device.type
     replicas = [
         m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
     ]

@@ -47,7 +47,15 @@ from wholebatch.coupled.two_pass import (
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
-from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, as_loss, refuse_in_parts, terms_of
+from wholebatch.losses.loss import (
+    Loss,
+    Term,
+    Terms,
+    as_loss,
+    cross_entropy,
+    refuse_in_parts,
+    terms_of,
+)
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
@@ -425,8 +433,8 @@ class TwoPassRunner(Runner):
         terms = terms_of(loss)
         units = self._agreed_units(terms)
         window, sync = self._window.begin(known=units), self._window.sync
-        if terms.keys() == {SINGLE}:
-            window.round_seed(terms[SINGLE].total)
+        if window.has_terms:
+            window.fix_seeds(terms)  # all ranks have the same terms
         share = 1.0 / sync.ranks
         seeds = [
             window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
@@ -510,7 +518,8 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         return
     try:
         signature.bind(None, None)
-        takes_both = next(iter(signature.parameters)) not in ("input", "logits")
+        is_of_torch = getattr(loss, "__module__", None) == "torch.nn.functional"
+        takes_both = loss is not cross_entropy and not is_of_torch  # which take logits
     except TypeError:
         takes_both = False
     if not takes_both:

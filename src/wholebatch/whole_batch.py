@@ -119,6 +119,7 @@ class WholeBatch(HasWindow):
             memory=memory,
             close=as_close(close),
             precision=precision,
+            audit=audit,
         )
         target, sync = window.target, window.sync
         self.model, self._root = model, root

@@ -180,7 +180,7 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
     assert made(["--seed=0", "--checkpointing"]) == 0
     assert seen == [{"seed": 0, "checkpointing": True}]
     assert {one.name for one in made.shown} == Config.__dataclass_fields__.keys()
-    assert len([*made.shown]) <= 22
+    assert len([*made.shown]) <= 27
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,11 @@ def test_every_option_of_train_is_a_field_and_none_is_filled_in() -> None:
     [
         (["trian"], "no such command: trian (did you mean train?)"),
         (["train", "--batch-sise", "4"], "no such option: --batch-sise (did you mean --batch-size"),
-        (["train", "--steps", "3"], "no such option: --steps"),
+        (["train", "--steps", "3"], "--steps 3: must be updates and steps from update 0 on"),
+        (["train", "--steps", "0:2,5"], "--steps 0:2,5: must be"),
+        (["train", "--steps", "0:2"], "--steps 0:2: also give --micro-batch"),
+        (["train", "--lr-rule", "sqrt"], "--lr-rule sqrt: also give --base-batch"),
+        (["train", "--base-batch", "8"], "--base-batch 8: also give --lr-rule"),
         (["train", "--updates"], "--updates: needs a value (see --help)"),
         (["train", "one.py", "two.py"], "two.py: unexpected argument (see --help)"),
         (["train", "bytes-gtp"], "there is no such file (did you mean bytes-gpt?)"),

@@ -36,7 +36,6 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     body = re.sub(r"<script>.*?</script>", "", text, flags=re.S)
     assert "<h1>Both &amp; all</h1>" in body
     assert "<title>Both &amp; all · wholebatch</title>" in body
-    assert "const [first, last] = [1, 3]," in text  # all plots have the same axis of windows
     for title in ("Loss", "Throughput", "Peak memory", "Gradient norm"):
         assert f"<h3>{title}</h3>" in body
     assert "&lt;b&gt;second" in body  # a name is not markup
@@ -47,8 +46,13 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     assert re.search(r"<th>began</th><td>\d{4}-\d\d-\d\d \d\d:\d\d</td>", body)
     assert "<noscript>" in body
     assert "Verdict: verdict.json" in body
-    assert "<p>same update: 0 off</p>" in body
-    assert '<span class="mark right">✓</span>Verdict' in body
+    assert '<span class="mark right">✓</span>same update: 0 off</p>' in body
+    places = [
+        body.index(it) for it in ("same update: 0 off", "undivided", "<h3>Loss", "<h2>Results")
+    ]
+    assert places == sorted(places)  # the verdict, memory and time, plots, tables
+    assert re.search(r"<dt>memory</dt><dd>[\d.]+ KiB \(undivided [\d.]+ KiB, [\d.]+×\)</dd>", body)
+    assert re.search(r"<dt>time</dt><dd>0:0\d for 3 of 3 updates</dd>", body)
     assert "<th>samples in the batch</th><td>256</td>" in body
     assert "<th>same</th>" not in body
     [plots] = re.findall(r"const plots = (.*);\n", text)
@@ -56,17 +60,35 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     lines = (runs / "first/metrics.jsonl").read_text().splitlines()
     assert curves["Loss"][0]["y"] == [json.loads(line)["loss"] for line in lines]
     assert [trace["name"] for trace in curves["Loss"]][:2] == ["first", "first, held out"]
+    assert curves["Loss"][0]["x"] == [1, 2, 3]
+    assert curves["Loss"][0]["seen"] == [10, 20, 24]  # units
+    assert [trace["name"] for trace in curves["Peak memory"]][2:] == [
+        "first, undivided",
+        "&lt;b&gt;second, undivided".replace("&lt;", "<").replace("&gt;", ">"),
+    ]
     assert "http:" not in body  # it refers to nothing outside
 
 
-def test_a_page_is_named_after_what_it_shows(command: Command, tmp_path: Path) -> None:
-    for name in "abcd":
-        (tmp_path / f"{name}.json").write_text('{"same": true}')
-    for names, title in (("ab", "a.json, b.json"), ("abcd", "a.json, b.json, c.json and 1 more")):
-        assert command("report", *(f"{name}.json" for name in names)).status == 0
-        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_a_page_is_named_after_what_it_shows(command: Command, runs: Path) -> None:
+    (runs / "a.json").write_text('{"same": true}')
+    for sources, title in (
+        (("a.json",), "Is the update that of the whole batch?"),
+        (("first",), "mine"),
+        (("first", "<b>second", "a.json"), "mine, 2 runs and a verdict"),
+    ):
+        assert command("report", *sources).status == 0
+        text = (runs / "report.html").read_text(encoding="utf-8")
         assert f"<title>{title} · wholebatch</title>" in text
         assert f"<h1>{title}</h1>" in text
+
+
+def test_what_a_run_costs(command: Command, runs: Path) -> None:
+    lines = (runs / "first/metrics.jsonl").read_text().splitlines()
+    seconds = sum(json.loads(line)["seconds"] for line in lines)
+    assert command("report", "first", "--price", 3600).status == 0
+    text = (runs / "report.html").read_text(encoding="utf-8")
+    assert f"<th>cost</th><td>{seconds:.4g}</td>" in text
+    assert f"<th>cost of an epoch</th><td>{seconds:.4g}</td>" in text  # three batches
 
 
 @pytest.mark.parametrize(

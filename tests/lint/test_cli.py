@@ -18,7 +18,7 @@ from wholebatch.cli.app import COMMANDS
 from wholebatch.cli.lint_command import CLEAN, FOUND, UNREAD
 from wholebatch.errors import OptionError
 from wholebatch.lint import RULES, lint_paths, lint_source, load_settings
-from wholebatch.lint.model import loop_windows
+from wholebatch.lint.model import find_windows
 from wholebatch.lint.output_formats import as_text
 
 BAD = """
@@ -188,7 +188,7 @@ def _lines_run(loops: int) -> int:
 
 def test_each_loop_of_a_file_costs_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count lines, not seconds: a search through the other loops shows on a busy machine too."""
-    monkeypatch.setattr(loop_windows, "_NEAR", 20)  # As many events as two loops have.
+    monkeypatch.setattr(find_windows, "_NEAR", 20)  # As many events as two loops have.
     _lines_run(1)
     few, some, many = map(_lines_run, (12, 20, 28))
     assert many - some == pytest.approx(some - few, rel=1e-3)

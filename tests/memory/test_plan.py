@@ -214,6 +214,7 @@ def loss(model, micro):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

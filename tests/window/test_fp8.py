@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.compile.nets import Micro, loss, mean_of_tokens, steps_of, tagged, traced
-from tests.support import Seen, Whole, distance, sgd
+from tests.compile.nets import Micro, loss, mean_of_tokens, tagged, traced
+from tests.support import Seen, distance, sgd
 from wholebatch.window import fp8
 from wholebatch.window.fp8 import Fp8, eight_bit_layers
 from wholebatch.window.precision import choose
@@ -104,26 +104,6 @@ def started(how: str, model: nn.Module, micro_batch: int, *, counts: bool = True
     if how == "traced":
         return traced(model, **options)
     return wb.WholeBatch(model, sgd(model), execute="eager", **options)
-
-
-@pytest.mark.parametrize("how", ["eager", "checkpointed", "traced"])
-def test_update_of_the_undivided_batch(how: str) -> None:
-    for micro_batch in (4,) if how == "traced" else (1, 7):
-        model = Net().double()
-        whole, full = Whole(model, loss=undivided), Whole(model, loss=mean_of_tokens)
-        model.checkpoints = how == "checkpointed"
-        train = started(how, model, micro_batch)
-        for _ in range(2):
-            wanted, plain = whole.step(tagged(10)), full.step(tagged(10))
-            assert train.step(tagged(10)).loss == pytest.approx(wanted, rel=1e-12)
-        whole.assert_same(model)
-        assert distance(whole.updates(), full.updates()) > 1e-3  # It is another arithmetic.
-        assert wanted != plain
-        assert not any("forward" in vars(layer) for layer in model.modules())
-        if how == "traced":
-            executor = train._runner.executor
-            assert any(step.joint.runs > 1 for step in steps_of(train).values())
-            assert "4 weight gradients and 1 embeddings add themselves" in executor.notes.history[0]
 
 
 def test_a_stream_makes_the_same_update_for_every_split() -> None:

@@ -79,7 +79,7 @@ def test_schedulers_and_averages_are_checked() -> None:
 
 def test_engines_that_are_not_supported_yet_are_refused_by_name() -> None:
     class FullyShardedDataParallel(nn.Linear):
-        pass
+        __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
     model = FullyShardedDataParallel(2, 2)
     refused(model, sgd(model), "wrapped in FullyShardedDataParallel: supported are plain modules")

@@ -188,10 +188,15 @@ class Feed:
         return item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the items that were taken; none may be looked ahead at."""
-        assert not self._held
+        """Return the position after the items that were taken."""
+        if self._held and _keeps_position(self.loader):
+            raise StateError(
+                "state_dict() where the next micro-batch is read already, from a loader that keeps "
+                "its own position: it would be lost. Save where the last backward of a full window "
+                "has returned a Step"
+            )
         return {
-            "fetched": self.fetched,
+            "fetched": self.fetched - len(self._held),
             "random": self._start_random,
             "generators": self._start_generators,
             "loader": self.loader.state_dict()  # type: ignore[attr-defined]

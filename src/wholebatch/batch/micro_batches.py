@@ -8,8 +8,9 @@ are padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -89,7 +90,8 @@ def joined(
     """Return these batches as one; None if they differ in more than their number of samples.
 
     With `by`, they may differ in width as well, if they have a mask: narrower ones are padded on
-    the right, labels with -100, everything else with zeros.
+    the right, each leaf with the value that it has where the mask is zero. A leaf without such a
+    value, or with several, cannot be padded.
 
     >>> import torch
     >>> parts = [{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}]
@@ -113,17 +115,29 @@ def joined(
             continue
         if not all(isinstance(value, Tensor) and value.dtype is found[0].dtype for value in found):
             return None
-        parts = _of_one_width(found, widths, _IGNORED if leaf.name == "labels" else 0)
+        parts = _of_one_width(found, widths, partial(_filler, layouts, index, by))
         if parts is None:
             return None
         values.append(torch.cat(parts))
     return first.structure.build(values)
 
 
+def _filler(layouts: Sequence[Layout], index: int, by: Tokens | None) -> float | None:
+    """Return the one value of a leaf where the mask is zero; None if there is none, or several."""
+    padding = []
+    for layout in layouts:
+        real = _real_tokens(_arrays_of(layout), None if by is None else by.mask)
+        value = layout.leaves[index].value
+        if real is not None and value.shape[:2] == real.shape:
+            padding.append(value[~real.to(value.device)].flatten())
+    values = torch.cat(padding).unique() if padding else torch.empty(0)
+    return values[0].item() if len(values) == 1 else None
+
+
 def _of_one_width(
-    tensors: list[Tensor], widths: Sequence[int | None], filler: float
+    tensors: list[Tensor], widths: Sequence[int | None], filler_of: Callable[[], float | None]
 ) -> list[Tensor] | None:
-    """Pad the tokens of each tensor to the widest; None if they differ in another dimension."""
+    """Pad the tokens of each tensor to the widest; None if that is not possible."""
     if len({tensor.shape[1:] for tensor in tensors}) == 1:
         return tensors
     if len({tensor.shape[2:] for tensor in tensors}) > 1 or any(
@@ -131,7 +145,9 @@ def _of_one_width(
         for tensor, width in zip(tensors, widths, strict=True)
     ):
         return None
-    widest = max(tensor.shape[1] for tensor in tensors)
+    widest, filler = max(tensor.shape[1] for tensor in tensors), filler_of()
+    if filler is None:
+        return None
     return [
         functional.pad(
             tensor, (0, 0) * (tensor.dim() - 2) + (0, widest - tensor.shape[1]), value=filler
@@ -229,11 +245,7 @@ _IGNORED = -100
 
 def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None]:
     """Return the length of each sample (None if unknown), and the width of the batch."""
-    arrays = {
-        leaf.name: leaf.value
-        for leaf in layout.leaves
-        if leaf.batched and is_array(leaf.value) and leaf.value.ndim >= 2
-    }
+    arrays = _arrays_of(layout)
     real = _real_tokens(arrays, by.mask)
     if real is None:  # the first [samples, tokens], else the first [samples, tokens, ...]
         widths = [value.shape[1] for value in sorted(arrays.values(), key=lambda it: it.ndim > 2)]
@@ -244,6 +256,15 @@ def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None
         if not labels.is_floating_point():  # a label that counts in the loss is never trimmed
             lengths = [max(pair) for pair in zip(lengths, _ends(labels != _IGNORED), strict=True)]
     return lengths, real.shape[1]
+
+
+def _arrays_of(layout: Layout) -> dict[str, Any]:
+    """Return the leaves that may be [samples, tokens, ...], by name."""
+    return {
+        leaf.name: leaf.value
+        for leaf in layout.leaves
+        if leaf.batched and is_array(leaf.value) and leaf.value.ndim >= 2
+    }
 
 
 def _real_tokens(arrays: Mapping[str, Any], mask: str | None) -> Tensor | None:

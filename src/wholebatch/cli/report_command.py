@@ -8,7 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from wholebatch.cli.command_options import argument, command, option, switch
+from wholebatch.cli.command_options import (
+    argument,
+    command,
+    option,
+    positive_number,
+    switch,
+)
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,
@@ -58,7 +64,10 @@ class ReportOptions:
     )
     out: Path = option(Path("report.html"), "FILE", "The page.")
     title: str | None = option(
-        None, "TEXT", "Title of the page. Default: the names of the runs and verdicts."
+        None, "TEXT", "Title of the page. Default: the recipe, and how far its runs are."
+    )
+    price: float | None = option(
+        None, "PRICE", "Price of a GPU hour: adds what runs and epochs cost.", check=positive_number
     )
     open_it: bool = switch("Open the page in a browser.", flag="--open")
 
@@ -71,15 +80,16 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Write one HTML page that compares runs and measurements.
 
-    It shows loss, throughput, memory and gradient norm as plots, and settings and verdicts as
-    tables. It needs no network.
+    The verdict, memory and time come first, then loss, throughput, memory and gradient norm as
+    plots, then tables. It needs no network.
     """
     console = console_of()
     with Spinner(console) as doing:
         doing("drawing the page")
         if options.out.is_dir():
             raise OptionError(f"--out {options.out}: is a folder; give the name of a file")
-        text = page([Path(source) for source in options.sources], title=options.title)
+        sources = [Path(source) for source in options.sources]
+        text = page(sources, title=options.title, price=options.price)
         write_atomically(options.out, text, OptionError)
     say(console, f"page: {path_from_here(options.out)}")
     if options.open_it:
@@ -88,7 +98,7 @@ def report(options: ReportOptions) -> None:
         webbrowser.open(options.out.resolve().as_uri())
 
 
-def page(sources: list[Path], *, title: str | None) -> str:
+def page(sources: list[Path], *, title: str | None, price: float | None = None) -> str:
     """Return the page of these runs and verdicts."""
     try:
         import jinja2
@@ -100,24 +110,21 @@ def page(sources: list[Path], *, title: str | None) -> str:
     names = _short_names([run["path"] for run in runs])
     for run, name, place in zip(runs, names, range(len(runs)), strict=True):
         run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
-    shown = [*names, *(verdict["name"] for verdict in verdicts)]
-    more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-    windows = [record["window"] for run in runs for record in run["records"]] or [1]
     given = (key for run in runs for key, value in run["settings"].items() if value is not None)
     settings = list(dict.fromkeys(given))
     template = Path(__file__).parent / "report" / "page.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=title if title is not None else f"{', '.join(shown[:3])}{more}",
+        title=_title(runs, verdicts) if title is None else title,
+        heads=[_head(run) for run in runs],
         runs=runs,
         verdicts=verdicts,
-        windows=[min(windows), max(windows)],
         plots=[_plot(runs, *plot) for plot in _plots_of(runs).items()] if runs else [],
         settings=[
             (key.replace("_", " "), [_shown(run["settings"].get(key)) for run in runs])
             for key in settings
         ],
-        results=_results(runs),
+        results=_results(runs, price),
         plotly=get_plotlyjs(),
     )
 
@@ -137,8 +144,18 @@ def _read_run(path: Path) -> dict[str, Any]:
         "path": path,
         "settings": settings,
         "unit": config.get("unit", "units"),
-        "records": _records(path / "metrics.jsonl"),
+        "epoch_batches": config.get("epoch_batches"),
+        "records": _seen(_records(path / "metrics.jsonl")),
     }
+
+
+def _seen(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to each record the units that all windows up to it have seen."""
+    seen = 0.0
+    for record in records:
+        seen += record.get("units") or 0.0
+        record["seen"] = seen
+    return records
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -190,6 +207,39 @@ def _read_verdict(path: Path) -> dict[str, Any]:
     }
 
 
+def _title(runs: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> str:
+    """Return what the page is about: the recipes, or the verdict."""
+    recipes = dict.fromkeys(Path(str(run["settings"]["recipe"])).stem for run in runs)
+    if not recipes:
+        return "Is the update that of the whole batch?"
+    several = f", {len(runs)} runs" if len(runs) > 1 else ""
+    return f"{', '.join(recipes)}{several}{' and a verdict' if verdicts else ''}"
+
+
+def _head(run: dict[str, Any]) -> dict[str, str]:
+    """Return the first lines about a run: memory beside the undivided batch's, and time."""
+    records, settings = run["records"], run["settings"]
+    memory, whole = _last(run, "memory"), _last(run, "undivided_memory")
+    beside = f" (undivided {bytes_said(whole)}, {whole / memory:.1f}×)" if memory and whole else ""
+    done, total = _last(run, "update") or 0, settings["updates"]
+    spent = [record.get("seconds") or 0.0 for record in records]
+    left = short_duration(sum(spent) / done * (total - done)) if done < total and done else ""
+    losses = f"{_shown(records[0].get('loss'))} → {_shown(_last(run, 'loss'))}" if records else ""
+    return {
+        "name": run["name"],
+        "colour": run["colour"],
+        "memory": f"{_size(memory) or 'not measured'}{beside}",
+        "time": f"{short_duration(sum(spent))} for {done:,} of {total:,} updates"
+        + (f", {left} left" if left else ""),
+        "loss": losses,
+    }
+
+
+def _last(run: dict[str, Any], field: str) -> Any:
+    found = (record.get(field) for record in reversed(run["records"]))
+    return next((value for value in found if value is not None), None)
+
+
 def _short_names(paths: list[Path]) -> list[str]:
     """Return names that tell the runs apart: of the folder, with parents where that is needed."""
     parts = [path.resolve().parts for path in paths]
@@ -214,6 +264,12 @@ def _plot(runs: list[dict[str, Any]], field: str, words: tuple[str, str]) -> dic
             dotted = {**line, "dash": "dot"}
             name = f"{run['name']}, held out"
             traces.append({"name": name, "line": dotted, "mode": "lines+markers", **held_out})
+    if field == "memory":
+        for run in runs:
+            whole = _points(run["records"], "undivided_memory")
+            line = {"color": run["colour"], "width": 2, "dash": "dash"}
+            if whole["x"]:
+                traces.append({"name": f"{run['name']}, undivided", "line": line, **whole})
     return {"title": words[0], "axis": words[1], "traces": traces}
 
 
@@ -226,20 +282,20 @@ def _plots_of(runs: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
 
 def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
     """Return the points of a curve, thinned to a number that a browser draws at once."""
-    unit = 2**20 if field == "memory" else 1
-    points = [(it["window"], it[field] / unit) for it in records if it.get(field) is not None]
-    step = -(-len(points) // _MOST_POINTS) or 1
-    points = [*points[::step], *points[-1:]] if step > 1 else points
-    return {"x": [x for x, _ in points], "y": [y for _, y in points]}
+    unit = 2**20 if field.endswith("memory") else 1
+    found = [it for it in records if it.get(field) is not None]
+    step = -(-len(found) // _MOST_POINTS) or 1
+    found = [*found[::step], *found[-1:]] if step > 1 else found
+    return {
+        "x": [it.get("update", it["window"]) for it in found],
+        "seen": [it["seen"] for it in found],
+        "y": [it[field] / unit for it in found],
+    }
 
 
-def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def _results(runs: list[dict[str, Any]], price: float | None) -> list[tuple[str, list[str]]]:
     """Return the rows of the table of results: one column for each run."""
-
-    def last(run: dict[str, Any], field: str) -> Any:
-        found = (record.get(field) for record in reversed(run["records"]))
-        return next((value for value in found if value is not None), None)
-
+    last = _last
     rows: dict[str, list[Any]] = {
         "folder": [str(run["path"]) for run in runs],
         "began": [_time(run["records"][0].get("time")) if run["records"] else None for run in runs],
@@ -259,11 +315,22 @@ def _results(runs: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
             sum(record.get("skipped") is not None for record in run["records"]) for run in runs
         ],
     }
+    if price is not None:
+        rows["cost"] = [_cost(run, price, len(run["records"])) for run in runs]
+        rows["cost of an epoch"] = [_cost(run, price, run["epoch_batches"]) for run in runs]
     return [
         (name, [_shown(value) for value in values])
         for name, values in rows.items()
         if any(value is not None for value in values)
     ]
+
+
+def _cost(run: dict[str, Any], price: float, windows: int | None) -> float | None:
+    """Return what so many windows cost on all GPUs of the run, by their mean time."""
+    spent = [record.get("seconds") or 0.0 for record in run["records"]]
+    if not spent or windows is None:
+        return None
+    return sum(spent) / len(spent) * windows / 3600 * price * (run["settings"].get("ranks") or 1)
 
 
 def _time(seconds: float | None) -> str | None:

@@ -83,6 +83,19 @@ def _memory(value: Any, label: str) -> str:
     )
 
 
+def _steps(value: Any, label: str) -> str:
+    """Return a schedule such as 0:2,300:4, which begins at update 0 and goes up."""
+    text = str(value).replace(" ", "")
+    pairs = [pair.split(":") for pair in text.split(",")] if re.fullmatch(r"[\d:,]+", text) else []
+    is_right = all(len(pair) == 2 and all(pair) and int(pair[1]) for pair in pairs)
+    updates = [int(pair[0]) for pair in pairs] if is_right else []
+    if not updates or updates[0] != 0 or updates != sorted(set(updates)):
+        raise OptionError(
+            f"{label} {value}: must be updates and steps from update 0 on, such as 0:2,300:4"
+        )
+    return text
+
+
 _on_or_off = must_be("True or False", lambda value: isinstance(value, bool))
 _wandb = must_be("the name of a project", lambda value: bool(str(value).strip()))
 
@@ -146,6 +159,25 @@ class Config:
     lr: float | None = _batch_setting(
         None, "RATE", "Learning rate, instead of the recipe's.", check=positive_number
     )
+    lr_rule: str = _batch_choice(
+        "none|linear|sqrt",
+        "Scale the learning rate from --base-batch to the batch size: by its ratio, or the root.",
+    )
+    base_batch: int | None = _batch_setting(
+        None, "N", "Batch size that the learning rate was chosen for.", check=whole_number()
+    )
+    warmup: int | None = _batch_setting(
+        None,
+        "N",
+        "Raise the learning rate linearly over the first N updates.",
+        check=whole_number(),
+    )
+    steps: str | None = _batch_setting(
+        None,
+        "UPDATE:STEPS,...",
+        "Micro-batches per update, by update: 0:2,300:4. The batch grows with them.",
+        check=_steps,
+    )
     execute: str = _batch_choice(
         "auto|eager|compile|graph",
         "How to run a micro-batch: plain torch, compiled, or as a CUDA graph.",
@@ -159,6 +191,7 @@ class Config:
         100, "N", "Number of updates.", check=whole_number(), may_change=True
     )
     out: Path | None = option(None, "DIR", "Folder of the run. Default: runs/RECIPE-TIME.", _RUN)
+    quiet: bool = switch("Print nothing but errors.", _RUN)
     resume: bool = switch(
         "Continue the run in --out, bit for bit. If there is none, begin it (with a RECIPE).",
         _RUN,
@@ -207,6 +240,11 @@ class Config:
         """The budget, if the micro-batch is one of tokens."""
         match = _TOKENS.fullmatch(str(self.micro_batch))
         return int(match[1]) if match else None
+
+    def steps_at(self, update: int) -> int:
+        """Return the micro-batches of an update by the schedule of `--steps`; 1 without one."""
+        pairs = [pair.split(":") for pair in (self.steps or "0:1").split(",")]
+        return int([steps for begins, steps in pairs if int(begins) <= update][-1])
 
     @property
     def budget(self) -> float | str | None:
@@ -274,7 +312,18 @@ def resolve(
         else:
             value = one.default
         values[name] = value
-    return Config(**values)
+    config = Config(**values)
+    if config.lr_rule != "none" and config.base_batch is None:
+        raise OptionError(
+            f"--lr-rule {config.lr_rule}: also give --base-batch, where it scales from"
+        )
+    if config.base_batch is not None and config.lr_rule == "none":
+        raise OptionError(f"--base-batch {config.base_batch}: also give --lr-rule linear or sqrt")
+    if config.steps is not None and not isinstance(config.micro_batch, int):
+        raise OptionError(f"--steps {config.steps}: also give --micro-batch, a number of samples")
+    if config.steps is not None and given.get("batch_size") is not None:
+        raise OptionError("--batch-size with --steps: the batch is micro-batch × steps × ranks")
+    return config
 
 
 # ----------------------------------------------------------------------------------- config.json

@@ -57,7 +57,7 @@ def train(given: Given) -> int:
     if given.get("resume") and "out" not in given:
         raise OptionError("--resume: needs --out, the folder of the run to continue")
     resolve(given, {}, stored=None)  # a wrong option is refused at once
-    with Spinner(console_of()) as doing:
+    with Spinner(console_of(quiet=given.get("quiet", False))) as doing:
         doing("importing torch")
         from wholebatch.cli.parallel_ranks import World, process_group
 
@@ -103,6 +103,7 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
                 "recipe_sha256": recipe.digest,
                 "unit": recipe.unit,
                 "schedule_updates": horizon,
+                "epoch_batches": run.batches.in_an_epoch,
                 **_about_here(world),
             }
             text = config_text(run.config, **about)
@@ -289,6 +290,14 @@ def _notes(
         yield f"{run.recipe.path} has changed since this run began"
     if stored is not None and run.config.updates != stored["schedule_updates"]:
         yield f"the learning-rate schedule stays that of {stored['schedule_updates']} updates"
+    base, size = run.recipe.defaults.get("batch_size", 0), run.config.batch_size
+    size *= run.config.steps_at(0)
+    is_rate_kept = given.get("lr") is None and run.config.lr_rule == "none"
+    if stored is None and is_rate_kept and base and size >= 8 * base:
+        yield (
+            f"the batch is {size // base} times the recipe's {base} at the same learning rate; "
+            f"--lr-rule sqrt --base-batch {base} scales it (linear: for SGD)"
+        )
     if given.get("parallel") == "fsdp2" and run.world.ranks == 1:
         yield "--parallel fsdp2 has no effect in one process; start the run with torchrun"
 
@@ -301,7 +310,7 @@ def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: 
     length = batches.length
     data = "a stream" if length is None else f"{length:,} samples"
     if length is not None:
-        data += f", {-(-length // config.batch_size):,} batches an epoch"
+        data += f", {batches.in_an_epoch:,} batches an epoch"
     clip = f", clipped to norm {config.clip_norm:g}" if config.clip_norm else ""
     group = run.optimizer.param_groups[0]
     rate = float(group.get("initial_lr", group["lr"]))
@@ -329,8 +338,16 @@ def _batch_text(run: TrainingRun) -> str:
     if size is None:
         by = config.micro_batch if config.tokens else "as memory allows"
         return f"{config.batch_size} samples an update, in micro-batches of {by}"
+    if config.steps is not None:
+        by = ", ".join(f"{n} from update {at}" for at, n in _pairs(config.steps))
+        return f"{size} × steps × {run.world.ranks} samples an update; steps: {by}"
     sums = Arithmetic(config.batch_size, size, run.world.ranks)
     return f"{sums} samples an update (micro-batch × steps × ranks)"
+
+
+def _pairs(steps: str) -> list[tuple[str, str]]:
+    parts = (pair.split(":") for pair in steps.split(","))
+    return [(update, count) for update, count in parts]
 
 
 def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:
@@ -346,4 +363,10 @@ def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:
     speed = loop.units / loop.seconds if loop.seconds else 0.0
     rows.append(("speed", f"{short_count(speed)} {run.recipe.unit}/s"))
     rows.append(("peak memory", loop.memory_text()))
-    return [*rows, ("written to", f"{path_from_here(folder)}/")]
+    tested = "tested on the first batch" if run.recipe.audit else "not tested (audit = False)"
+    rows.append(("updates", f"those of the whole batch; the loss was {tested}"))
+    return [
+        *rows,
+        ("written to", f"{path_from_here(folder)}/"),
+        ("page", f"wholebatch report {path_from_here(folder)}"),
+    ]

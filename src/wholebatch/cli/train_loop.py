@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from wholebatch.cli.checkpoints import Checkpoints
 from wholebatch.cli.metrics import Metrics, record_of
 from wholebatch.cli.recipes.recipe_batches import EmptyShare
 from wholebatch.cli.report.terminal_output import Terminal
+from wholebatch.cli.run_watch import RunWatch
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import TrainingRun
 from wholebatch.errors import WholebatchError, WindowError
@@ -42,11 +43,14 @@ class TrainingLoop:
     last_loss: float | None = None
     validation_loss: float | None = None
     peak: int | None = None
+    undivided: int | None = None
+    """The peak that is predicted for the whole batch at once."""
     units: float = 0.0
     seconds: float = 0.0
     _largest: Any = None  # the largest batch of this process
     _windows: int = 0  # of this process
     _skipped_in_a_row: int = 0
+    _watch: RunWatch = field(default_factory=RunWatch)
 
     def updates(self) -> None:
         """Make the updates, and write a checkpoint at the end."""
@@ -68,10 +72,12 @@ class TrainingLoop:
 
     def _window(self) -> Step:
         run, began = self.run, time.perf_counter()
-        batch, epoch = run.batches.peek(), run.batches.position.epoch
+        run.batches.peek()  # it moves on to the next epoch
+        epoch = run.batches.position.epoch
+        batch = run.take()
+        loading = time.perf_counter() - began
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
         step = self._step(batch)
-        run.batches.take()
         seconds = time.perf_counter() - began
         if self._windows != _METERED or run.world.device.type != "cpu":  # metering is slow there
             self.units, self.seconds = self.units + step.units, self.seconds + seconds
@@ -84,6 +90,7 @@ class TrainingLoop:
             "units_per_second": round(step.units / seconds, 3),
             "time": round(time.time(), 3),
             "memory": self.peak,
+            "undivided_memory": self.undivided,
             "recoveries": run.train.recoveries,
         }
         if self.metrics is not None:
@@ -93,6 +100,8 @@ class TrainingLoop:
             self.last_loss = step.loss
         speed = self.units / self.seconds if self.seconds else 0.0
         self.terminal.update(updates=run.train.updates, loss=step.loss, units_per_second=speed)
+        for note in self._watch.notes(step, loading=loading, seconds=seconds):
+            self.terminal.note(f"warning: {note}")
         return step
 
     def _step(self, batch: Any) -> Step:
@@ -111,6 +120,8 @@ class TrainingLoop:
             return run.train.step(batch)
         steps: list[Step] = []
         peak = measured_peak(lambda: steps.append(run.train.step(batch)), run.model, run.optimizer)
+        if self.peak is None:
+            self.undivided = self._predict_undivided()
         self.peak = max(peak, self.peak or 0)
         return steps[0]
 
@@ -141,13 +152,11 @@ class TrainingLoop:
                 "run would never end"
             )
 
-    def memory_text(self) -> str:
-        """Return the measured peak, beside that predicted for the whole batch at once."""
-        if self.peak is None:
-            return "not measured: it is measured in one process"
+    def _predict_undivided(self) -> int | None:
+        """Return the peak of the largest batch so far in one piece; None if it is not known."""
         run = self.run
         try:
-            whole = predict_peak(
+            return predict_peak(
                 run.model,
                 run.recipe.loss,
                 self._largest,
@@ -156,6 +165,18 @@ class TrainingLoop:
                 micro_batches=1,
             ).peak
         except (WholebatchError, RuntimeError, TypeError, ValueError):
-            return f"{bytes_said(self.peak)} (for the undivided batch it cannot be predicted)"
-        less = f" ({whole / self.peak:.1f}× as much)"
-        return f"{bytes_said(self.peak)}; undivided, the batch would need {bytes_said(whole)}{less}"
+            return None
+
+    def memory_text(self) -> str:
+        """Return the measured peak, beside that predicted for the whole batch at once."""
+        if self.peak is None:
+            return "not measured: it is measured in one process"
+        return memory_said(self.peak, self.undivided)
+
+
+def memory_said(peak: int, undivided: int | None) -> str:
+    """Return a peak beside that of the undivided batch."""
+    if undivided is None:
+        return f"{bytes_said(peak)} (for the undivided batch it cannot be predicted)"
+    times = f"{undivided / peak:.1f}× as much"
+    return f"{bytes_said(peak)}; undivided, the batch would need {bytes_said(undivided)} ({times})"

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch import WholeBatch
-from wholebatch.batch import split, to_device
+from wholebatch.batch import joined, split, to_device
+from wholebatch.batch_scaling import lr_factor
 from wholebatch.cli.checkpoints import Loaded, fill_shards
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import Recipe
@@ -52,6 +54,17 @@ class TrainingRun:
             return None  # it was given, or chosen by the run that is resumed
         batch = self.batches.peek()
         return self.train.choose(batch.like if isinstance(batch, EmptyShare) else batch)
+
+    def take(self) -> Any:
+        """Return the batch of the next update: as many of the data's as `--steps` says, as one."""
+        parts = [self.batches.take() for _ in range(self.config.steps_at(self.train.updates))]
+        own = [part for part in parts if not isinstance(part, EmptyShare)]
+        if len(own) <= 1:
+            return (own or parts)[0]
+        batch = joined(own)
+        if batch is None:
+            raise OptionError("--steps: the recipe's batches differ in shape and cannot be joined")
+        return batch
 
     # ------------------------------------------------------------------ state
 
@@ -157,6 +170,8 @@ def build_run(
 
     `schedule_updates` is the number of updates that the learning-rate schedule is made for.
     """
+    if config.steps is not None:
+        config = replace(config, batch_size=int(config.micro_batch) * world.ranks)
     seed_generators(config.seed)
     batches = recipe.build_batches(
         config.batch_size,
@@ -183,6 +198,11 @@ def build_run(
         on = [world.device.index] if world.device.type == "cuda" else None
         spread = DistributedDataParallel(model, device_ids=on)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
+    if config.base_batch is not None:
+        size = config.batch_size * config.steps_at(0)
+        factor = lr_factor(base_batch=config.base_batch, batch=size, rule=config.lr_rule)
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
 
     def loss(called: nn.Module, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
@@ -202,11 +222,26 @@ def build_run(
         batchnorm=config.batchnorm,  # type: ignore[arg-type]
         memory=Memory(config.budget, config.optimizer_state),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]
-        scheduler=recipe.build_scheduler(optimizer, updates=schedule_updates),
+        scheduler=_scheduler(recipe, config, optimizer, schedule_updates),
     )
     if world.rank:  # dropout of its own on every rank
         seed_generators(config.seed + world.rank)
     return TrainingRun(recipe, config, world, model, optimizer, train, batches, initialise)
+
+
+def _scheduler(
+    recipe: Recipe, config: Config, optimizer: torch.optim.Optimizer, updates: int
+) -> Any:
+    """Return the recipe's scheduler, or one that warms up over `--warmup` updates."""
+    own = recipe.build_scheduler(optimizer, updates=updates)
+    if config.warmup is None:
+        return own
+    if own is not None:
+        raise OptionError(
+            f"--warmup {config.warmup}: {recipe.path} has a scheduler(); warm up there"
+        )
+    total = config.warmup
+    return LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / total))
 
 
 def _built(recipe: Recipe, config: Config) -> nn.Module:

@@ -28,7 +28,16 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import SMALL
-from wholebatch.window.forward_state import capture_python_random, restore_random, same_random
+from wholebatch.window.forward_state import (
+    capture_python_random,
+    copy_of,
+    refill,
+    restore_random,
+    same_random,
+    set_state_of,
+    state_of,
+)
+from wholebatch.window.own_generators import own_generators
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)
@@ -215,9 +224,7 @@ class _Thing:
                 else:
                     place[name] = was
         elif isinstance(value, _CONTAINERS):
-            value.clear()
-            fill: Any = value.extend if isinstance(value, (list, deque)) else value.update
-            fill(copy)
+            refill(value, copy)
         else:
             now = fields_of(value)
             for name in now.keys() - copy.keys():
@@ -233,7 +240,7 @@ def _copied(value: Any) -> Any:
             return None
         return value.detach().clone()
     if isinstance(value, _CONTAINERS):
-        return value.copy()
+        return copy_of(value)
     if isinstance(value, FUNCTIONS):
         return list(_places_of(value))
     return dict(fields_of(value))
@@ -550,6 +557,7 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     """
     reach = Reach(model, loss)
     random = capture_python_random()
+    own = [(one, state_of(one)) for one in own_generators(model, loss)]
     try:
         yield
     finally:
@@ -557,8 +565,13 @@ def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
         reach.restore()
         now = capture_python_random()
         restore_random(random)
+        drawn = [one for one, state in own if not same_random(state, state_of(one))]
+        for one, state in own:
+            set_state_of(one, state)
     if written is not None:
         raise CannotTrace(f"it changes {written}, which a graph would do only once")
     for name, library in (("python", "Python"), ("numpy", "numpy")):
         if name in random and not same_random(random[name], now[name]):
             raise CannotTrace(f"its forward draws from {library}'s random module")
+    if drawn:
+        raise CannotTrace(f"it draws from a {type(drawn[0]).__name__} of its own")

@@ -60,7 +60,6 @@ from wholebatch.compile.trace import Added, Form, State, Traced, trace
 from wholebatch.losses.loss import Loss, Terms
 from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.precision import SIXTEEN_BIT
 
 if TYPE_CHECKING:
     from wholebatch.window.window import Window
@@ -449,8 +448,6 @@ class Executor:
 
     def _state_for(self, done: EagerResult) -> State:
         """Return the tensors of the model for a graph; raise CannotTrace if none can be made."""
-        if self._window.now.known is not None and any(d in SIXTEEN_BIT for d in done.form.dtypes):
-            raise CannotTrace("its totals are 16-bit sums, whose seed changes with the first one")
         state = State.of(self._model, self._parameters)
         parameters = list(state.trained.values())
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):

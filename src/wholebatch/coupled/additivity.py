@@ -35,7 +35,14 @@ from wholebatch.coupled.sample_runs import spread_rows
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
-from wholebatch.window.forward_state import ForwardState, capture_random, restore_random
+from wholebatch.window.forward_state import (
+    ForwardState,
+    capture_random,
+    restore_random,
+    set_state_of,
+    state_of,
+)
+from wholebatch.window.own_generators import own_generators
 from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
@@ -435,7 +442,8 @@ class AdditivityTest:
         is_alone = self._ranks == 1 and bool(samples.micros)
         if is_alone:
             try:
-                with ForwardState(self._model):
+                own = own_generators(self._model, run)
+                with ForwardState(self._model, generators=own):
                     made = run(samples.micros[0])
                     if not outputs:
                         as_loss(made)
@@ -495,6 +503,7 @@ class UnmovedLoss:
         self._few = micro if layout is None else layout.take(list(range(min(layout.size, SAMPLES))))
         self._model, self._run = model, run
         self._random = capture_random()
+        self._generators = [(one, state_of(one)) for one in own_generators(model, run)]
         self._first: float | None = None
         # A spectral norm moves with every forward, and was warned of.
         if not any(map(is_spectral_norm, model.modules())):
@@ -523,8 +532,11 @@ class UnmovedLoss:
     def _value(self) -> float | None:
         """Return the loss of the samples; None if it is not finite, or if they cannot run alone."""
         try:
-            with ForwardState(self._model):
+            own = [one for one, _ in self._generators]
+            with ForwardState(self._model, generators=own):
                 restore_random(self._random)
+                for one, state in self._generators:
+                    set_state_of(one, state)
                 terms = terms_of(as_loss(self._run(copy.deepcopy(self._few))))
                 total = sum(float(term.total) for term in terms.values())
         except Exception as problem:

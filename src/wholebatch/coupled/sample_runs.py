@@ -27,9 +27,10 @@ from wholebatch.coupled.normalisation_layers import (
     fixed_statistics,
     uses_batch_statistics,
 )
-from wholebatch.losses.loss import OfTheBatch, as_loss, terms_of
+from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState, Key, same_random
+from wholebatch.window.forward_state import ForwardState, Key
+from wholebatch.window.own_generators import own_generators
 from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import graph_nodes, refuse_reentrant
 
@@ -148,7 +149,8 @@ class ChosenSamples:
         self.named = {n: p for n, p in model.named_parameters() if _is_plain(p) and p.numel()}
         self.parameters = [(n, p) for n, p in self.named.items() if p.requires_grad]
         self._data = [(p, p.data) for p in self.named.values()]
-        self.start = ForwardState(model, results=True)
+        self._generators = own_generators(model, run)
+        self.start = ForwardState(model, results=True, generators=self._generators)
         self.weights = self.weight_norms()
         self.draws = HeldDraws()
         self._draws_nothing = self._changes_nothing = self._may_have_drawn = False
@@ -249,15 +251,21 @@ class ChosenSamples:
         if not self._seeds:
             self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
         digests = None
-        totals = {name: total for name, (_, total) in made.items() if total.requires_grad}
+        totals = {
+            name: total
+            for name, (_, total) in made.items()
+            if total.requires_grad and not is_nothing(total)
+        }
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
         del made, totals
         if self._changes_nothing:  # Reading the state takes longer than a small forward.
             self._is_clean, self._may_have_drawn = True, False
             return SampleRun(terms, digests, self.start)
-        after = ForwardState(self.model, results=True)
-        self._may_have_drawn = not same_random(self.start.random, after.random)
+        after = ForwardState(self.model, results=True, generators=self._generators)
+        self._may_have_drawn = not (
+            self.start.draws_same(after, host=True) and self.start.draws_same(after, host=False)
+        )
         return SampleRun(terms, digests, after)
 
     def _digests(self, totals: Mapping[str, Tensor], scale: float) -> Tensor:

@@ -93,19 +93,33 @@ def warn_alone(ranks: int, instead: str = _WRAPPED) -> None:
         )
 
 
+_ENGINES = {
+    ("torch", "FullyShardedDataParallel"),
+    ("fairscale", "FullyShardedDataParallel"),
+    ("apex", "DistributedDataParallel"),
+    ("megatron", "DistributedDataParallel"),
+}
+"""Wrappers that reduce gradients, by their package and class."""
+
+
+def _origins(module: nn.Module) -> set[tuple[str, str]]:
+    """Return the packages and names of a module's classes."""
+    bases = type(module).__mro__
+    return {(base.__module__.partition(".")[0], base.__name__) for base in bases}
+
+
 def _kind(model: nn.Module) -> str:
     """Return "plain", "ddp", "fsdp2", "deepspeed", or a description of another wrapper."""
     if isinstance(model, DistributedDataParallel):
         return "ddp"
-    if any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__):
+    if ("deepspeed", "DeepSpeedEngine") in _origins(model):
         return "deepspeed"
     for module in model.modules():
-        kind = type(module)
-        names = {base.__name__ for base in kind.__mro__}
-        if "FSDPModule" in names:
+        origins = _origins(module)
+        if ("torch", "FSDPModule") in origins:
             return "fsdp2"
-        if names & {"FullyShardedDataParallel", "DDP"} or kind.__module__.startswith("deepspeed"):
-            return kind.__name__
+        if not _ENGINES.isdisjoint(origins) or any(home == "deepspeed" for home, _ in origins):
+            return type(module).__name__
         if isinstance(module, DistributedDataParallel):
             return f"{type(model).__name__} around DistributedDataParallel"
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):

@@ -1,11 +1,11 @@
 """DistributedDataParallel: every rank holds the whole model.
 
-The model is kept in `no_sync` for good, and the window makes its one reduction itself, in buckets,
-while the last backward still runs. DDP's own reducer must see every parameter in its one reducing
-backward, has buckets that change after the first, and waits for ranks that have no backward to
-make. Here the layout is fixed (the same bits after a restart), buckets go out in one fixed order on
-every rank, and what the last backward did not touch is sent when it is over: gradients from earlier
-micro-batches, or zeros. Nothing is averaged, so nothing is undone.
+The model is kept in `no_sync` as long as its window exists, and the window makes its one reduction
+itself, in buckets, while the last backward still runs. DDP's own reducer must see every parameter
+in its one reducing backward, has buckets that change after the first, and waits for ranks that have
+no backward to make. Here the layout is fixed (the same bits after a restart), buckets go out in one
+fixed order on every rank, and what the last backward did not touch is sent when it is over:
+gradients from earlier micro-batches, or zeros. Nothing is averaged, so nothing is undone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -133,8 +134,25 @@ def in_buckets(
     return buckets
 
 
+_holders: WeakSet[Replicated] = WeakSet()
+
+
+def _give_back(models: Sequence[DistributedDataParallel]) -> None:
+    """Switch DDP's own synchronisation on again, where no other window holds it."""
+    held = {id(model) for holder in _holders for model in holder.models}
+    for model in models:
+        if id(model) not in held:
+            model.require_backward_grad_sync = True
+            model.require_forward_param_sync = True
+
+
 class Replicated(Sync):
-    """One or several DDP models on the same process group."""
+    """One or several DDP models on the same process group.
+
+    Their own reduction is off until this object is deleted.
+    """
+
+    reduces_at_close = True
 
     def __init__(self, models: Sequence[DistributedDataParallel], *, sync: str = "auto") -> None:
         if sync == "every":
@@ -144,7 +162,7 @@ class Replicated(Sync):
             )
         for model in models:
             _check(model)
-        self._models = tuple(models)
+        self.models = tuple(models)
         self._process_group = models[0].process_group
         device = next(models[0].parameters()).device
         rank = dist.get_rank(self._process_group)
@@ -160,9 +178,11 @@ class Replicated(Sync):
         for model in models:  # what model.no_sync() sets, for as long as this window is used
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
+        _holders.add(self)
+        finalize(self, _give_back, self.models)
 
     def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
-        if any(model.require_backward_grad_sync for model in self._models):
+        if any(model.require_backward_grad_sync for model in self.models):
             raise WindowError(
                 "DistributedDataParallel's own synchronisation was switched on again, so gradients "
                 "would be reduced twice: leave model.require_backward_grad_sync to the accumulator"
@@ -187,7 +207,7 @@ class Replicated(Sync):
 
     def after_update(self) -> None:
         """Broadcast the first rank's buffers, as DDP does at the first forward after a sync."""
-        for model in self._models:
+        for model in self.models:
             buffers = [b for b in model.module.buffers() if b.dtype.is_floating_point]
             if model.broadcast_buffers and buffers and self.ranks > 1:
                 self._group.broadcast(buffers)

@@ -58,6 +58,9 @@ class Sync(ABC):
     """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
     reduced at the close."""
 
+    reduces_at_close: bool = False
+    """True if the engine's own reduction is off, also for a plain backward beside the window."""
+
     same_parameters: bool = True
     """True if all ranks hold the same parameters, whole or in slices."""
 

@@ -245,8 +245,11 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     units = check_units(units)
     mean = wide(mean)
     if is_known_to_be_zero(units):
-        refuse_lost_mean(mean)
-        return Loss(_nothing(mean), units)
+        number = refuse_lost_mean(mean)
+        if number is None:  # it is being traced
+            return Loss(mean.nan_to_num() * 0.0, units)
+        nothing: Any = _Nothing
+        return Loss(mean * 0.0 if number == 0.0 else nothing.apply(mean), units)
     if isinstance(units, Tensor):
         value = mean.detach()
         is_lost = (units == 0) & value.isfinite() & (value != 0)
@@ -256,18 +259,22 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     return Loss(mean * units, units)
 
 
-def refuse_lost_mean(mean: Tensor) -> None:
-    """Refuse a mean over no units that is not 0: times its units, it would add nothing."""
+def refuse_lost_mean(mean: Tensor) -> float | None:
+    """Refuse a mean over no units that is not 0: times its units, it would add nothing.
+
+    Returns the mean, or None while it is traced and has no value yet.
+    """
     try:
         value = float(mean.detach())
-    except Exception:  # a tensor that is being traced has no value yet
-        return
+    except Exception:
+        return None
     if math.isfinite(value) and value != 0:
         raise LossError(
             f"a mean of {value:.6g} over units=0: it would be multiplied by 0 and lost. Pass the "
             "sum, wb.Loss(total, units) (for `sum / max(n, 1)`: wb.Loss(sum, n)). For a loss that "
             "must not count, pass `loss * 0`"
         )
+    return value
 
 
 def is_known_to_be_zero(units: Units) -> bool:
@@ -282,22 +289,25 @@ def is_known_to_be_zero(units: Units) -> bool:
         return False
 
 
-def _nothing(mean: Tensor) -> Tensor:
-    """Return zero, with gradients of zero.
+class _Nothing(torch.autograd.Function):
+    """Return zero in place of a mean that was divided by zero, and gradients of zero."""
 
-    A mean over nothing was divided by zero, and its backward would divide a zero gradient by zero
-    again. The division is among the last operations, so their gradients are replaced by zero here.
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor) -> Tensor:
+        return torch.zeros_like(mean)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.zeros_like(gradients[0])
+
+
+def is_nothing(total: Tensor) -> bool:
+    """True for a total over no units whose mean was divided by zero.
+
+    Its backward would divide a zero gradient by zero again, so it is left out where nothing else
+    needs it.
     """
-    nodes = [mean.grad_fn]
-    for node in nodes:  # grows on the way
-        if node is not None:
-            node.register_hook(
-                lambda given, _: tuple(
-                    one if one is None else torch.zeros_like(one) for one in given
-                )
-            )
-            nodes += [n for n, _ in node.next_functions if len(nodes) < 64 and n not in nodes]
-    return mean.nan_to_num() * 0.0
+    return type(total.grad_fn).__name__ == f"{_Nothing.__name__}Backward"
 
 
 def cross_entropy(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 _AT_ONCE = 1 << 26
-_OUTPUT_LAYERS: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
+_LOOKED_AT: WeakKeyDictionary[nn.Module, tuple[Any, Any, bool]] = WeakKeyDictionary()
+"""The output layer and the base of a model as they were when it was looked at, and the answer."""
 
 
 def rows_at_once(vocabulary: int) -> int:
@@ -30,28 +31,41 @@ def output_layer(
 ) -> nn.Linear | None:
     """Return the linear layer from `base_model`'s hidden states to the logits, or None.
 
-    Some models scale or bend their logits afterwards. So it is looked at, once for each model and
-    on a few tokens of what the model is called with: the layer's input must be what `base_model`
-    gave, its output the logits.
+    Some models scale or bend their logits afterwards. So a model is looked at on a few tokens of
+    what it is called with, whenever its output layer or its base is another one: the layer's input
+    must be what `base_model` gave, its output the logits.
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "base_model"):
         return None
-    if model not in _OUTPUT_LAYERS:
+    head = getattr(model, "get_output_embeddings", _none)()
+    before, base_before, is_last = _LOOKED_AT.get(model, (None, None, False))
+    if (
+        head is None
+        or before is None
+        or before() is not head
+        or base_before() is not model.base_model
+    ):
 
         def logits() -> Tensor:
             few = {name: value[:1, :4] for name, value in kwargs.items()}
             return logits_of(model(*(one[:1, :4] for one in args), **few))
 
-        _OUTPUT_LAYERS[model] = _find_output_layer(model, logits)
-    return _OUTPUT_LAYERS[model]
+        is_last = _is_output_layer(model, head, logits)
+        if head is not None:
+            _LOOKED_AT[model] = ref(head), ref(model.base_model), is_last
+    return head if is_last else None
 
 
-def _find_output_layer(model: Any, run: Callable[[], Tensor]) -> nn.Linear | None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+def _none() -> Any:
+    return None
+
+
+def _is_output_layer(model: Any, head: Any, run: Callable[[], Tensor]) -> bool:
+    """True if `head` makes the logits of the model from what its base returns, and nothing else."""
     base = model.base_model
     hooked = model._forward_hooks or model._forward_pre_hooks  # engines that shard live in these
     if not isinstance(head, nn.Linear) or base is model or hooked or hasattr(model, "module"):
-        return None
+        return False
     seen: dict[str, Any] = {}
     handles = [
         head.register_forward_hook(lambda _, given, out: seen.update(given=given[0], out=out)),
@@ -64,9 +78,9 @@ def _find_output_layer(model: Any, run: Callable[[], Tensor]) -> nn.Linear | Non
         with torch.no_grad(), torch.random.fork_rng(devices):
             logits = run()
         same = logits is seen["out"] and seen["given"].data_ptr() == seen["base"].data_ptr()
-        return head if same and seen["given"].shape == seen["base"].shape else None
+        return bool(same and seen["given"].shape == seen["base"].shape)
     except Exception:  # a model that cannot be asked keeps the plain way
-        return None
+        return False
     finally:
         for handle in handles:
             handle.remove()

@@ -106,8 +106,6 @@ class Sums:
     """True if the losses are finite and the units allow a mean."""
     normalise: Tensor
     """The factor from the gradients as they are to those of the mean loss."""
-    is_one: bool = False
-    """True if the factor is known to be 1."""
 
 
 class Closed(NamedTuple):
@@ -138,11 +136,12 @@ def close_gradients(
     for the undivided batch. `on_gradient` is called for a valid gradient only: it could hide that
     another one was not finite.
     """
-    normalise, is_valid, is_one = sums.normalise, sums.is_valid, sums.is_one
+    normalise, is_valid = sums.normalise, sums.is_valid
+    is_normalised = False
     gradients = [dense_gradients(group) for group in groups]
     if hooks:
         _multiply(_flat(gradients), torch.where(is_valid, normalise, 1.0))
-        normalise, is_one = torch.ones_like(normalise), True
+        normalise, is_normalised = torch.ones_like(normalise), True
     if hooks.taken:
         hooks.run()
         gradients = [dense_gradients(group) for group in groups]
@@ -161,13 +160,15 @@ def close_gradients(
         torch.ones_like(norm) if limit is None else (limit / (one + 1e-6)).clamp(max=1.0)
         for limit, one in zip(limits, norms.unbind(), strict=True)
     ]
-    if not is_one or options.clip_norm is not None:
+    if not is_normalised or options.clip_norm is not None:
         sets = gradients if len(clips) > 1 else [_flat(gradients)]
         for alike, clip in zip(sets, clips, strict=True):
             _multiply(alike, torch.where(is_valid, normalise * clip, 1.0))
     if options.clip_value is not None:
+        limit = torch.where(is_valid, options.clip_value, math.inf)
         for gradient in local_parts(_flat(gradients)):
-            gradient.clamp_(-options.clip_value, options.clip_value)
+            here = limit.to(gradient.device, gradient.dtype)
+            gradient.clamp_(-here, here)
     return Closed(norm, torch.stack(clips).min(), is_valid)
 
 

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,32 @@ def warn_of_empty_steps(owner: object, optimizers: Sequence[torch.optim.Optimize
         finalize(owner, optimizer.register_step_pre_hook(warn).remove)
 
 
+def refuse_unreduced_steps(window: Window) -> None:
+    """Refuse a step of the user's own on gradients that the window holds back from reduction.
+
+    While a window exists, DDP's own reduction is off: a plain `loss.backward()` beside it makes the
+    gradient of one rank, and a step with it lets the models of the ranks drift apart.
+    """
+    if not window.sync.reduces_at_close or window.sync.ranks == 1:
+        return
+    holder = ref(window)
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        window = holder()
+        if window is None or window.store.is_stepping or window.leaves_gradients:
+            return
+        if any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
+            raise WindowError(
+                "optimizer.step() outside of a window, on a DistributedDataParallel model whose "
+                "reduction is off as long as its Accumulator or WholeBatch exists: these gradients "
+                "are those of one rank. Give the losses to backward() or step() of wholebatch, or "
+                "delete its object before a plain loop"
+            )
+
+    for optimizer in window.target.optimizers:
+        finalize(window, optimizer.register_step_pre_hook(refuse).remove)
+
+
 _WHY = {
     "gradient": (
         "the gradient of {} has changed since the window's last backward. The window computes "
@@ -217,7 +243,7 @@ class Untouched:
         found = self._watch.changed(window.now.inputs)
         if found is None or window.open is None or window.now.broken:
             if rates:
-                window.schedules.refuse_moved()
+                window.schedules.refuse_moved(in_window=window.open is not None)
                 self._watch.warn_of_rates()
             return
         parameter, what = found

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,6 +24,7 @@ from wholebatch.errors import StateError
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (list, tuple, dict, deque)
+_BASES: tuple[Any, ...] = (dict, list, tuple, deque, set)
 _MUTABLE = (*_CONTAINERS, Tensor, set)
 # Attributes that are not the model's state. The last is Transformers' note that hooks which record
 # outputs are in place: those stay, and without the note they would be installed twice.
@@ -92,8 +93,11 @@ class ForwardState:
         results: bool = False,
         every: bool = True,
         attributes: bool = True,
+        generators: Sequence[Any] = (),
     ) -> None:
         """`every=False` leaves out Python's and NumPy's generators, as `capture_random`.
+
+        `generators` are the user's own random generators, beside the global ones.
 
         `attributes=False`: `read_attributes` copies them, before code that may change them runs. A
         recorded graph changes none.
@@ -127,6 +131,7 @@ class ForwardState:
         for copies, found in together.values():
             torch._foreach_copy_(copies, found)
         self.random = capture_random(every=every)
+        self._generators = [(one, state_of(one)) for one in generators]
 
     def read_attributes(self) -> None:
         """Copy the attributes, unless that is done."""
@@ -182,11 +187,18 @@ class ForwardState:
                 _put_back(item, results=only is not None)
         if only is None and random:
             restore_random(self.random)
+            for generator, state in self._generators:
+                set_state_of(generator, state)
 
     def draws_same(self, other: ForwardState, *, host: bool) -> bool:
         """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
         names = [name for name in self.random if (name in ("python", "numpy")) == host]
-        return all(same_random(self.random[n], other.random.get(n)) for n in names)
+        own = zip(self._generators, other._generators, strict=False)
+        return all(same_random(self.random[n], other.random.get(n)) for n in names) and all(
+            same_random(was, now)
+            for (one, was), (_, now) in own
+            if isinstance(one, torch.Generator) != host
+        )
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
@@ -245,12 +257,14 @@ def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) 
         return _kept_tensor(value, whole=whole, results=results)
     if type(value) is torch.Generator:
         return Kept(value, value.get_state())
-    if isinstance(value, set) or _is_array(value):
+    if isinstance(value, set):
+        return Kept(value, copy_of(value))
+    if _is_array(value):
         return Kept(value, value.copy())
     if isinstance(value, _CONTAINERS):
-        values = value.values() if isinstance(value, dict) else value
+        values = dict.values(value) if isinstance(value, dict) else value
         if _IMMUTABLE.issuperset(map(type, values)):
-            return Kept(value, dict(value) if isinstance(value, dict) else list(value), True, True)
+            return Kept(value, copy_of(value), True, True)
         deep = depth > 0 and len(value) <= _MANY
         held = _pairs(value)
         return Kept(value, {k: _kept(v, depth - 1) if deep else Kept(v, None) for k, v in held})
@@ -258,7 +272,9 @@ def _kept(value: Any, depth: int, *, whole: bool = False, results: bool = True) 
 
 
 def _pairs(container: Any) -> Iterable[tuple[Any, Any]]:
-    return container.items() if isinstance(container, dict) else enumerate(container)
+    if isinstance(container, OrderedDict):
+        return OrderedDict.items(container)
+    return dict.items(container) if isinstance(container, dict) else enumerate(container)
 
 
 def _kept_tensor(value: Tensor, *, whole: bool, results: bool) -> Kept:
@@ -331,17 +347,47 @@ def _restored(kept: Kept) -> Any:
     elif _is_array(found):
         found[...] = copy
     elif isinstance(found, set):
-        found.clear()
-        found.update(copy)
+        refill(found, copy)
     elif isinstance(found, _CONTAINERS):
         values = {key: _restored(value) for key, value in kept.entries().items()}
-        if isinstance(found, dict):
-            found.clear()
-            found.update(values)
-        elif not isinstance(found, tuple):
-            found.clear()
-            found.extend(values.values())
+        refill(found, values if isinstance(found, dict) else list(values.values()))
     return found
+
+
+def copy_of(container: Any) -> Any:
+    """Return what a container of the user's holds, as one of the base type."""
+    if isinstance(container, dict):
+        return dict(_pairs(container))
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def refill(container: Any, values: Any) -> None:
+    """Make a container hold these values again, if it does not.
+
+    It is written by its base type: the methods of a class of the user's may do more, or refuse.
+    """
+    if _holds(container, values):
+        return
+    base = next(kind for kind in (OrderedDict, *_BASES) if isinstance(container, kind))
+    if base is tuple:
+        return
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, value in values.items():
+            base.__setitem__(container, key, value)
+    else:
+        (set.update if base is set else base.extend)(container, values)
+
+
+def _holds(container: Any, values: Any) -> bool:
+    """True if a container holds these very objects, in this order."""
+    if isinstance(container, set):
+        return bool(set(container) == values)
+    now, before = list(_pairs(container)), list(_pairs(values))
+    return len(now) == len(before) and all(
+        key == other and value is was
+        for (key, value), (other, was) in zip(now, before, strict=True)
+    )
 
 
 @contextmanager
@@ -383,6 +429,38 @@ def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
 def in_backward() -> bool:
     """True if a backward runs on this thread: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_generator(value: Any) -> bool:
+    """True for a random generator: torch's, Python's or NumPy's."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        value, (numpy.random.Generator, numpy.random.RandomState)
+    )
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a random generator, as a copy."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return generator.get_state(legacy=False) if bits is None else bits.state
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Put a random generator back."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def capture_random(*, every: bool = True) -> dict[str, Any]:
@@ -436,4 +514,4 @@ def same_random(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(same_random(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_random(a[key], b[key]) for key in a)
-    return bool(a == b)
+    return bool((a == b).all()) if _is_array(a) else bool(a == b)

@@ -27,7 +27,7 @@ from wholebatch.window.close import (
     user_code_in_step,
 )
 from wholebatch.window.forward_state import replaced_attributes
-from wholebatch.window.model_and_optimizer import Target
+from wholebatch.window.model_and_optimizer import Target, needs_closure
 
 Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
 """The parameters that are trained, by parameter group."""
@@ -54,6 +54,7 @@ class Store:
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
+        self.is_stepping = False
         self._spoiled: list[tuple[nn.Parameter, int]] = []
         """Parameters of a window that failed in its update, with their versions."""
 
@@ -148,11 +149,14 @@ class Store:
 
         Optimizers that read `found_inf` on the device change nothing if it is 1.
         """
+        self.is_stepping = True
         try:
             self.step(found_inf)
             return
         except torch.OutOfMemoryError as error:
             failure = str(error)  # the text only: a traceback keeps what was allocated alive
+        finally:
+            self.is_stepping = False
         self._spoil(failure)
 
     def step(self, found_inf: Tensor | None) -> None:
@@ -161,7 +165,7 @@ class Store:
             self.target.sixteen_bit.round_once()
         for optimizer in self.target.optimizers:
             if found_inf is None:
-                optimizer.step()
+                _step_without_closure(optimizer)
                 continue
             with replaced_attributes(optimizer, found_inf=found_inf):
                 optimizer.step()
@@ -185,6 +189,17 @@ class Store:
         self.parameters = []
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.end()
+
+
+def _step_without_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer; say what to do with one that needs a closure, such as SAM."""
+    try:
+        optimizer.step()
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        text = str(error)
+        if "closure" in text or "'NoneType' object is not callable" in text:
+            raise needs_closure(optimizer) from error
+        raise
 
 
 _DEVICES_TO_WAIT_FOR = ("cuda",)

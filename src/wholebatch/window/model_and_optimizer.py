@@ -7,10 +7,11 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
@@ -82,8 +83,7 @@ class Target:
             (name, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), places.get(id(p), 0))
             for name, p in self.all_parameters().items()
         ]
-        rates = [f"{value:.6g}" for value in found if type(value) is float]
-        return zlib.crc32(repr((parameters, rates)).encode())
+        return zlib.crc32(repr((parameters, [_six_digits(value) for value in found])).encode())
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the models' parameters and others that are trained, by name ("0.weight")."""
@@ -212,6 +212,15 @@ def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters.values()), lr=0.0)
 
 
+def _six_digits(value: Any) -> Any:
+    """Return a number, or a list of them, as text; a rate may be kept in a tensor."""
+    if isinstance(value, list | tuple):
+        return [_six_digits(one) for one in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = float(value)
+    return f"{value:.6g}" if isinstance(value, Real) else None
+
+
 class Schedules:
     """The schedulers of the windows: each is stepped once per update, by the window alone."""
 
@@ -223,18 +232,22 @@ class Schedules:
         """Accept the schedulers as they are: another state was loaded."""
         self._left_at = []
 
-    def refuse_moved(self) -> None:
-        """Refuse a scheduler that the loop has stepped since the last update."""
+    def refuse_moved(self, *, in_window: bool = False) -> None:
+        """Refuse a scheduler that the loop has stepped since the last update.
+
+        Between windows another state may have been loaded into it, which moves it back, or by more
+        than a step.
+        """
         now = [_position_of(scheduler) for scheduler in self._schedulers]
         for scheduler, before, after in zip(self._schedulers, self._left_at, now, strict=False):
-            if after != before and not _is_put_back(before, after):
+            if after != before and (in_window or not _is_loaded(before, after)):
                 raise WindowError(
                     f"{type(scheduler).__name__} was stepped by the loop (from {before} to {after} "
                     "since the last update), and scheduler= steps it once per update: remove "
                     "scheduler.step() from the loop, or leave scheduler= out and step it yourself "
                     "wherever a Step is returned"
                 )
-        self._left_at = self._left_at or now
+        self._left_at = now
 
     def step(self, loss: float) -> None:
         """Step each once; a plateau scheduler gets the window's exact mean loss."""
@@ -253,9 +266,9 @@ def _position_of(scheduler: Any) -> Any:
     return steps if steps is not None or rates is None else list(rates())
 
 
-def _is_put_back(before: Any, after: Any) -> bool:
-    """True if an earlier state was loaded into the scheduler."""
-    return isinstance(before, int | float) and isinstance(after, int | float) and after < before
+def _is_loaded(before: Any, after: Any) -> bool:
+    """True if the scheduler moved back, or by more than the one step that a loop may have left."""
+    return isinstance(before, Real) and isinstance(after, Real) and after != before + 1
 
 
 def check_device(device: torch.device) -> None:
@@ -319,11 +332,16 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     except (TypeError, ValueError):
         return
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} needs a closure that evaluates the loss again in its "
-            "step; pass optimizer=None and let the closure return train.gradient(batch).loss, or "
-            "use an optimizer whose step() needs no closure"
-        )
+        raise needs_closure(optimizer)
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> UnsupportedError:
+    """Return the error of an optimizer whose step evaluates the loss again."""
+    return UnsupportedError(
+        f"{type(optimizer).__name__} needs a closure that evaluates the loss again in its step; "
+        "pass optimizer=None and let the closure return train.gradient(batch).loss, or use an "
+        "optimizer whose step() needs no closure"
+    )
 
 
 def _schedulers(

@@ -1,10 +1,10 @@
 """The window: begin, add, close. One update from its first micro-batch to its step.
 
 Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
-ranks, and adds `seed × d(total)` into the gradients. Where all units were counted before (`known`),
-the seed is exactly `1 / units`. In your own loop they are not known yet, so the seed is a power of
-two near that, from the window before or from the first micro-batch; multiplying by it does not
-round. The close knows the units and corrects with one factor.
+ranks, and adds `seed × d(total)` into the gradients. It is a power of two near `1 / units`, so that
+multiplying by it does not round: of the units that were counted before (`known`), else of those of
+the window before, else of the first micro-batch. The close knows the units and corrects with one
+factor. A loss of several terms has a seed for each, `weight / units` of the term.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ from wholebatch.errors import (
     UnsupportedError,
     WindowError,
 )
-from wholebatch.losses.loss import SINGLE, Loss, Term, Terms, Units, check_total, check_units
+from wholebatch.losses.loss import (
+    SINGLE,
+    Loss,
+    Term,
+    Terms,
+    Units,
+    check_total,
+    check_units,
+    is_nothing,
+)
 from wholebatch.window.close import (
     CloseOptions,
     DeferredHooks,
@@ -49,7 +58,7 @@ from wholebatch.window.close import (
 from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.gradient_store import Store
 from wholebatch.window.model_and_optimizer import Schedules, Target
-from wholebatch.window.precision import SIXTEEN_BIT, LossScale
+from wholebatch.window.precision import LossScale
 
 _SECOND_BACKWARD = (
     "an earlier backward has freed a part of this loss's graph. If the loop calls "
@@ -65,7 +74,8 @@ _OTHER_UNITS = (
 _CLAMPED = (
     "the loss of a micro-batch is exactly 0 over 1 unit, and another micro-batch has %g units. If "
     "the units are clamped, as in max(count, 1), the window is divided by too many: pass the "
-    "count itself (close=wb.Close(zero_units='skip') skips a window without units)"
+    "count itself (close=wb.Close(zero_units='skip') skips a window without units). If this loss "
+    "is rightly 0, go on: this is said once, and not at all with audit=False"
 )
 _log = logging.getLogger("wholebatch")
 _FORMAT = 2  # of a state dict
@@ -306,6 +316,11 @@ class OpenWindow:
             self._scaling = self.scale.value()
             self.loss_scale = self._scaling if self.scale.is_undone_at_close else 1.0
 
+    @property
+    def has_terms(self) -> bool:
+        """True if each term is divided by its own units, which were counted before."""
+        return self.known is not None and self.known.keys() != {SINGLE}
+
     def refuse_broken(self) -> None:
         """Refuse to continue a window that holds a part of a micro-batch."""
         if self.broken:
@@ -356,33 +371,28 @@ class OpenWindow:
         seed = self.seed
         if not counts:
             seed = 0.0
-        elif self.known is not None:
-            counted = self.known[name]
+        elif self.has_terms:
+            counted = self.known[name] if self.known else 0.0
             seed = self.seed * weight / counted if counted else 0.0
         value = scalar_on(total.device, seed * (self.averaged_by * self._scaling), total.dtype)
         if counts:
             self._last_seed = (name, weight, value)
         return value
 
-    def round_seed(self, total: Tensor) -> None:
-        """Take a power of two as the seed of a 16-bit total, and leave the rest to the close.
+    def fix_seeds(self, terms: Mapping[str, Term]) -> None:
+        """Choose one factor of all seeds, before the first backward, for totals in 16 bits.
 
-        1 / units would be rounded to 8 bits.
+        Each term has another weight / units, which 16 bits round; the close can undo one factor
+        only. So the factor is the one by which the seeds are rounded least.
         """
-        if self.known is not None and total.dtype in SIXTEEN_BIT:
-            self.seed, self.known = power_of_two_near(1.0 / (self.known[SINGLE] or 1.0)), None
-
-    def round_seeds(self, terms: Mapping[str, Term]) -> None:
-        """Choose a factor of all seeds by which 16-bit totals round none of them by much.
-
-        The close can undo one factor, and each term has another 1 / units.
-        """
-        factors, gaps = 1 + torch.arange(4096, dtype=torch.float64) / 4096, []
+        assert self.known is not None
+        factors = 1 + torch.arange(4096, dtype=torch.float64) / 4096
+        gaps = [torch.zeros_like(factors)]
         for name, term in terms.items():
-            if term.total.dtype in SIXTEEN_BIT and self.known and self.known[name] and term.weight:
+            if self.known[name] and term.weight:
                 seeds = factors * term.weight / self.known[name]
-                gaps.append((seeds.to(term.total.dtype) / seeds - 1).abs())
-        self.seed = float(factors[torch.stack(gaps).amax(0).argmin()]) if gaps else 1.0
+                gaps.append((seeds.to(torch.bfloat16) / seeds - 1).abs())
+        self.seed = float(factors[torch.stack(gaps).amax(0).argmin()])
 
 
 def is_tested_window(number: int) -> bool:
@@ -398,6 +408,16 @@ def is_tested_window(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
+def _without_nothing(
+    totals: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Leave out the totals of means over no units: they add nothing, and may divide by zero."""
+    if not any(map(is_nothing, totals)):
+        return totals, seeds
+    pairs = [pair for pair in zip(totals, seeds, strict=True) if not is_nothing(pair[0])]
+    return [total for total, _ in pairs], [seed for _, seed in pairs]
+
+
 _NO_WINDOW = OpenWindow([])
 
 
@@ -411,6 +431,8 @@ class Window:
         sync: Sync,
         store: Store | None = None,
         on_gradient: OnGradient | None = None,
+        *,
+        audit: bool = True,
     ) -> None:
         self.target = target
         clips = sync.clip_norm is not None
@@ -419,7 +441,7 @@ class Window:
         self.store = Store(target, self.options, sync) if store is None else store
         self.store.options = self.options
         self.open: OpenWindow | None = None
-        self._warns_of_clamped = True
+        self._warns_of_clamped = audit
         self._agreed = False  # True if all ranks are known to train the same parameters
         self.updates = 0
         self.skipped = 0
@@ -453,6 +475,8 @@ class Window:
         self.hooks.take(self.store.parameters)
         if known is None:
             window.seed = self.next_seed or self._first_seed(units)
+        elif not window.has_terms:
+            window.seed = power_of_two_near(1.0 / (known[SINGLE] or 1.0))
         self.open = window
         for observer in observers:
             observer.window_began(self)
@@ -529,13 +553,11 @@ class Window:
         check_total(total)
         units = check_units(units)
         window = self.begin(units) if self.open is None else self.open
-        if window.known is not None and window.known.keys() != {SINGLE}:
+        if window.has_terms:
             raise LossError(
-                f"units= counts the terms {sorted(window.known)}, but the loss has no named terms: "
-                "return wb.Loss.terms({...}) with the same names"
+                f"units= counts the terms {sorted(window.known or ())}, but the loss has no named "
+                "terms: return wb.Loss.terms({...}) with the same names"
             )
-        if window.known is not None:
-            window.round_seed(total)
         window.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
         self.backward([total], [window.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
 
@@ -547,7 +569,7 @@ class Window:
         check_terms(self.now.known, loss.by_name)
         terms, window = loss.by_name.items(), self.current
         if not window.owners and self.sync.ranks == 1:
-            window.round_seeds(loss.by_name)
+            window.fix_seeds(loss.by_name)
         window.record(
             {name: term.total.detach() for name, term in terms},
             {name: term.units for name, term in terms},
@@ -573,7 +595,11 @@ class Window:
                 if sync.grows_own_graph:
                     sync.run_backward(totals, seeds)
                 else:  # into the window's parameters alone
-                    torch.autograd.backward(totals, seeds, inputs=[*window.inputs, *also])
+                    inputs = [*window.inputs, *also]
+                    if not sync.counts_must_agree:
+                        totals, seeds = _without_nothing(totals, seeds)
+                    if totals:
+                        torch.autograd.backward(totals, seeds, inputs=inputs)
         except BaseException as error:
             window.broken = True  # some gradients of this micro-batch are in, others are not
             refuse_freed_graph(error)
@@ -618,7 +644,7 @@ class Window:
         while_waiting: Callable[[], object] | None,
     ) -> Step:
         window.refuse_broken()
-        self.schedules.refuse_moved()
+        self.schedules.refuse_moved(in_window=True)
         if not self.sync.owns_step:
             self.target.refuse_cast(window.inputs)
             self.target.refuse_other_parameters(window.inputs)
@@ -719,10 +745,9 @@ class Window:
         if window.known is not None and window.known.keys() == set(names):
             known = column([window.known[name] for name in names], count.device)
             is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
-        divisor = count.max() if window.known is None else torch.ones_like(count[0])
+        divisor = torch.ones_like(count[0]) if window.has_terms else count.max()
         normalise = 1.0 / (divisor * window.seed) / window.loss_scale
-        is_one = window.known is not None and bool(window.loss_scale == window.seed == 1.0)
-        return Sums(total, count, is_valid, normalise, is_one)
+        return Sums(total, count, is_valid, normalise)
 
     def _warn_of_clamped_units(self, totals: Sequence[float], units: Sequence[float]) -> None:
         """Warn of a micro-batch whose loss is exactly 0 over 1 unit: its units may be clamped."""

@@ -90,6 +90,11 @@ class Batches:
         """The batch size of a DataLoader; None for other data."""
         return self._data.batch_size if self.kind == "loader" else None
 
+    @property
+    def in_an_epoch(self) -> int | None:
+        """The number of batches of an epoch; None if it is not known."""
+        return None if self.length is None else -(-self.length // self.batch_size)
+
     def peek(self) -> Any:
         """Return the batch at `position` without moving on; the next `take` returns the same."""
         if self._peeked is None:

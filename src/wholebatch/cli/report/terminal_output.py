@@ -118,9 +118,9 @@ class Spinner(Progress):
         self.start()
 
 
-def console_of(*, stderr: bool = False) -> Console:
+def console_of(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return the console of this process: only the first of several ranks speaks."""
-    if os.environ.get("RANK", "0") != "0":
+    if quiet or os.environ.get("RANK", "0") != "0":
         return Console(quiet=True, force_terminal=False)
     console = Console(stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .events import Event, Guard, Loop
-from .loop_windows import File, LoopWindow, read
+from .find_windows import File, read
+from .loop_windows import LoopWindow
 
 __all__ = ["Event", "File", "Guard", "Loop", "LoopWindow", "read"]

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
 from ..model.call_kinds import constructors
-from ..model.expressions import keyword, last_part, names_in, text
+from ..model.events import Env
+from ..model.expressions import dotted, is_call, keyword, last_part, names_in, text
+from ..model.loop_windows import unmoved
 from ..model.loss_origin import LOSS_NAME
 from .rule_base import Report, framework_accumulates, rule
 
@@ -25,9 +27,6 @@ _COUPLED_NAME = re.compile(
     r"|SupConLoss|SigLipLoss|BiEncoderNllLoss|in_batch_neg|SimCLRLoss|ContrastiveLossWithInBatch"
 )
 _CACHED = re.compile(r"\w*grad_?cache\w*|accum_\w*features|cached_(multiple|rep|emb)\w*", re.I)
-# A product of features with features, and labels that count the samples: its diagonal.
-_SIMILARITY = re.compile(r"@|matmul|einsum|\.b?mm\(|sim|logits_per|scores")
-_DIAGONAL = re.compile(r"\b(arange|eye|diag)\(|tensor\((list\()?range\(")
 
 
 @rule("WB113", "BatchNorm under accumulation")
@@ -114,16 +113,15 @@ def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
     built = [maker for maker, _ in constructors(call.func, event.env)]
     if event.kind == "forward" and asked and any("CLIP" in maker for maker in built):
         return True
-    if not LOSS_NAME.search(" ".join([name, *makers])) or len(call.args) < 2:
-        return False
-    known = [n.id for n in ast.walk(call) if isinstance(n, ast.Name)]
-    spelled = [text(call), *(text(d.expr) for n in known for d in event.env.get(n, ()))]
-    spelled += [text(window.resolver.resolve(a, event.env)) for a in call.args]
-    return _is_cross_entropy_of_pairs(call, " ".join(spelled))
+    is_loss = LOSS_NAME.search(" ".join([name, *makers])) and len(call.args) > 1
+    return bool(is_loss) and _is_diagonal(call.args[1], event.env)
 
 
-def _is_cross_entropy_of_pairs(call: ast.Call, spelled: str) -> bool:
-    """True for `cross_entropy(a @ b.T, arange(n))`, whose labels are the diagonal."""
-    if not LOSS_NAME.search(text(call.func)):
-        return False
-    return bool(_DIAGONAL.search(spelled) and _SIMILARITY.search(spelled))
+def _is_diagonal(labels: ast.expr, env: Env, depth: int = 0) -> bool:
+    """True for labels that count the samples: `cross_entropy(a @ b.T, arange(len(a)))`."""
+    labels = unmoved(labels)
+    counts = is_call(labels, "tensor") and any(is_call(n, "range") for n in ast.walk(labels))
+    if counts or is_call(labels, "arange", "eye", "diag"):
+        return True
+    defs = env.get(dotted(labels) or "", ()) if depth < 4 else ()
+    return any(_is_diagonal(d.expr, d.env, depth + 1) for d in defs)

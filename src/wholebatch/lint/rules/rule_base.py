@@ -27,6 +27,8 @@ from ..model.loop_windows import steps_after
 # Numbers of devices: a gradient divided by one is averaged over ranks, not over micro-batches.
 _DEVICES = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|num_processes", re.I)
 _STEPS_DEEP = 3
+_TRAINERS = {"Trainer", "Seq2SeqTrainer"}
+_TELLS_TRAINER = {"compute_loss_func", "model_accepts_loss_kwargs"}
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
 
 WRONG_UPDATE, SPEED, LOG = "wrong update", "speed", "log"
@@ -116,11 +118,13 @@ def is_prepared(event: Event, window: LoopWindow) -> bool | None:
 def framework_steps(file: File) -> Iterator[tuple[list[FunctionNode], str]]:
     """Yield the method that returns the loss to a framework, those that it calls, and the name."""
     for owner in file.facts.classes:
-        if any(base.endswith("Trainer") for base in owner.bases):
+        if any(base.rpartition(".")[2] in _TRAINERS for base in owner.bases):
             first, framework = "compute_loss", "the Trainer"
             own = owner.methods.get("training_step")
             if own is not None and "compute_loss" not in names_in(own):
                 continue
+            if not _TELLS_TRAINER.isdisjoint(names_in(owner.node)):
+                continue  # The class decides whether the Trainer divides.
         elif any("Module" in b for b in owner.bases) and not is_manual(owner.node):
             first, framework = "training_step", "Lightning"
         else:

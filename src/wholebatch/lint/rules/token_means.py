@@ -178,18 +178,20 @@ def _ignores_labels(call: ast.Call, around: Surroundings) -> bool:
     if ignored is None:  # -100 is the default.
         return last_part(call.func) in _CROSS_ENTROPY and around.ask(_has_ignored_label)
     value = number(ignored)
-    if value == -100:
+    if value == -100 or last_part(ignored) == "ignore_index":  # Its own parameter, handed on.
         return around.ask(_has_ignored_label) or not around.ask(_makes_data)
     # A padding token by its name or number; -1 is often asked for and never made.
     return value >= 0 if value is not None else bool(_PADDING.search(text(ignored)))
 
 
 def _has_ignored_label(around: Surroundings) -> bool:
-    """True if -100 is used other than as `ignore_index=` or in a comparison."""
+    """True if -100 is used other than as `ignore_index=`, as a default or in a comparison."""
     asked: set[int] = set()
     for node in around.nodes:
-        if isinstance(node, ast.keyword) and node.arg == "ignore_index":
+        if isinstance(node, ast.keyword) and node.arg in {"ignore_index", "default"}:
             asked.add(id(node.value))
+        elif isinstance(node, ast.arguments):
+            asked.update(map(id, [*node.defaults, *filter(None, node.kw_defaults)]))
         elif isinstance(node, ast.Compare):
             asked.update(map(id, node.comparators))
         elif isinstance(node, ast.UnaryOp) and id(node) not in asked and number(node) == -100:

@@ -1,0 +1,122 @@
+"""Warm-up, scaled rates and batches that grow in `wholebatch train`; warnings of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.helpers import EXACT, NOISY, Ran, assert_same_bits, metrics_of, newest_checkpoint
+from wholebatch.cli.run_watch import RunWatch
+from wholebatch.window.window import Step
+
+Command = Callable[..., Ran]
+Recipe = Callable[..., Path]
+
+
+def test_warm_up_and_a_scaled_rate(command: Command, recipe: Recipe, tmp_path: Path) -> None:
+    options = ("--warmup", 4, "--lr-rule", "sqrt", "--base-batch", 40, "--lr", 0.1)
+    ran = command("train", recipe(EXACT), *options, "--updates", 6, "--out", "run")
+    assert ran.status == 0, ran.err
+    rates = [record["lr"] for record in metrics_of(tmp_path / "run")]
+    full = 0.1 * math.sqrt(10 / 40)
+    assert rates == pytest.approx([full * share for share in (0.25, 0.5, 0.75, 1, 1, 1)])
+    assert "learning rate 0.05" in ran.out
+
+
+def test_a_scheduler_of_the_recipe_warms_up_itself(command: Command, recipe: Recipe) -> None:
+    ran = command("train", recipe(NOISY), "--warmup", 4)
+    assert ran.status == 2
+    assert "--warmup 4: " in ran.err
+    assert "has a scheduler(); warm up there" in ran.err
+
+
+def test_the_batch_grows_and_a_resumed_run_is_the_same(
+    command: Command, recipe: Recipe, tmp_path: Path
+) -> None:
+    """Each update is that of an undivided batch of so many samples: 4, 4, 8, 8, and 12."""
+    path = recipe(EXACT)
+    options = ("--micro-batch", 4, "--steps", "0:1,2:2,4:3")
+    ran = command("train", path, *options, "--updates", 5, "--out", "run")
+    assert ran.status == 0, ran.err
+    assert "steps: 1 from update 0, 2 from update 2, 3 from update 4" in ran.out
+    records = metrics_of(tmp_path / "run")
+    assert [record["units"] for record in records] == [4, 4, 8, 8, 12]
+    assert [record["micro_batches"] for record in records] == [1, 1, 2, 2, 3]
+    assert command("train", path, *options, "--updates", 3, "--out", "again").status == 0
+    ran = command("train", "--resume", "--out", "again", "--updates", 5)
+    assert ran.status == 0, ran.err
+    one, other = newest_checkpoint(tmp_path / "run"), newest_checkpoint(tmp_path / "again")
+    assert_same_bits(one["model"], other["model"])
+    assert command("train", path, *options, "--batch-size", 4).status == 2
+    by_hand = _by_hand(path)
+    for name, tensor in one["model"].items():
+        assert float((tensor - by_hand[name]).norm() / tensor.norm()) <= 1e-12
+
+
+def _by_hand(path: Path) -> dict[str, torch.Tensor]:
+    from wholebatch.cli.recipes.recipe import load_recipe
+    from wholebatch.cli.recipes.recipe_batches import seed_generators
+
+    recipe = load_recipe(str(path))
+    seed_generators(0)
+    batches = recipe.build_batches(4, seed=0)
+    model = recipe.build_model()
+    optimizer = recipe.build_optimizer(model, lr=None)
+    for count in (1, 1, 2, 2, 3):
+        parts = [batches.take() for _ in range(count)]
+        x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_a_batch_eight_times_the_recipe_s_is_told(command: Command, recipe: Recipe) -> None:
+    path = recipe(EXACT, ('"batch_size": 10', '"batch_size": 2'), ('"micro_batch": 4', '"seed": 0'))
+    said = "the batch is 8 times the recipe's 2 at the same learning rate"
+    assert said in command("train", path, "--batch-size", 16, "--updates", 1).out
+    for more in (("--lr", 0.1), ("--lr-rule", "linear", "--base-batch", 2)):
+        assert said not in command("train", path, "--batch-size", 16, "--updates", 1, *more).out
+    assert said not in command("train", path, "--batch-size", 15, "--updates", 1).out
+
+
+def test_quiet(command: Command, recipe: Recipe, tmp_path: Path) -> None:
+    ran = command("train", recipe(EXACT), "--quiet", "--out", "run")
+    assert (ran.status, ran.out, ran.err) == (0, "", "")
+    assert len(metrics_of(tmp_path / "run")) == 4
+
+
+def step(loss: float = 1.0, grad_norm: float = 1.0, clip: float = 1.0) -> Step:
+    return Step(1, loss, 1, grad_norm, 1, seconds=1.0, clip=clip)
+
+
+@pytest.mark.parametrize(
+    ("bad", "loading", "said"),
+    [
+        (step(loss=11), 0.0, "more than ten times its best, 1, for 20 updates"),
+        (step(grad_norm=0.0), 0.0, "the gradient has been 0 in 20 windows"),
+        (step(clip=0.5), 0.0, "the gradient was clipped in each of 20 windows"),
+        (step(), 0.5, "reading the data takes 50% of the time: --workers"),
+    ],
+)
+def test_what_goes_wrong_is_said_once(bad: Step, loading: float, said: str) -> None:
+    watch = RunWatch()
+    notes = [note for _ in range(5) for note in watch.notes(step(), loading=0.0, seconds=1e-9)]
+    for place in range(60):
+        found = [*watch.notes(bad, loading=loading, seconds=1.0)]
+        assert bool(found) == (place == 19), (place, found)
+        notes += found
+    assert len(notes) == 1
+    assert said in notes[0]
+
+
+def test_one_bad_window_is_no_news() -> None:
+    watch = RunWatch()
+    for place in range(100):
+        bad = place % 10 == 9
+        one = step(loss=99) if bad else step()
+        assert not [*watch.notes(one, loading=0.1, seconds=1.0)]
