@@ -74,7 +74,7 @@ def _sixteen_bit(sizes: dict[str, Any], *, tied: bool = False) -> Any:
 
 def _in_four_bits(model: nn.Module) -> nn.Module:
     """Replace every linear layer but the last by bitsandbytes' nf4 with double quantisation."""
-    import bitsandbytes.nn
+    import bitsandbytes.nn  # type: ignore[import-not-found, unused-ignore]
 
     kinds: Any = bitsandbytes.nn
     layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]

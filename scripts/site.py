@@ -46,8 +46,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "whole-gradient.md",
         "engines.md",
         "distributed.md",
-        "kubernetes.md",
-        "monitoring.md",
     ),
     "Commands": (
         "train.md",
@@ -56,7 +54,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "plan.md",
         "scaling.md",
         "tune.md",
-        "report.md",
         "recipes.md",
     ),
     "Lint rules": (),
@@ -88,7 +85,6 @@ TITLES = {
     "plan.md": "plan",
     "scaling.md": "scale",
     "tune.md": "tune",
-    "report.md": "report",
     "recipes.md": "recipes",
 }
 """Names in the sidebar of pages whose first heading is not enough there."""

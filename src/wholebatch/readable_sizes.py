@@ -6,6 +6,7 @@ Here, below everything, because pages and the command line must not import torch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 CATEGORIES = (
     "parameters",
@@ -60,3 +61,15 @@ def percent(value: float) -> str:
     if value >= 0.095:
         return f"{float(f'{value:.2g}'):.0%}"
     return f"{value:.1e}" if value < 0.001 else f"{value:.2%}"
+
+
+def precision_meant(given: object, names: Iterable[str]) -> str:
+    """Return which of our precisions another library's name means, in words; else nothing.
+
+    >>> precision_meant("bf16-mixed", ["full", "bf16"]), precision_meant("int4", ["full"])
+    (' (did you mean bf16?)', '')
+    """
+    text = str(given).removeprefix("torch.").removesuffix("-mixed").removesuffix("-true")
+    text = text.replace("bfloat", "bf").replace("float", "fp")
+    name = {"16": "fp16", "half": "fp16", "32": "full", "fp32": "full"}.get(text, text)
+    return f" (did you mean {name}?)" if name in names else ""

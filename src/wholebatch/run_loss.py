@@ -211,9 +211,12 @@ def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:
     if precision is None:
         return Full()
     if precision != "fp8":
+        kind = "float16" if "16" in str(precision) and "b" not in str(precision) else "bfloat16"
+        device = window.target.device.type
+        autocast = f'torch.autocast("{device}", dtype=torch.{kind})'
         raise OptionError(
-            f"precision={precision!r}: must be 'fp8', or None for the precision of your loop "
-            "(torch.autocast around the call, or what your trainer sets)"
+            f"precision={precision!r}: must be 'fp8', or None for the precision of your loop; for "
+            f"16 bit put {autocast} around the forward and the loss"
         )
     target = window.target
     keeps = not window.sync.grows_own_graph

@@ -232,7 +232,15 @@ def test_something_is_on_the_screen_at_once(
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("wholebatch re", "recipes report"), ("wholebatch verify --batchn", "--batchnorm")],
+    [
+        ("wholebatch re", "recipes report"),
+        ("wholebatch verify --batchn", "--batchnorm"),
+        ("wholebatch train --precision b", "bf16 bf16-pure"),
+        ("wholebatch train --device c", "cpu cuda"),
+        ("wholebatch train by", "bytes-gpt"),
+        ("wholebatch lint --format g", "github"),
+        ("wholebatch lint --expl", "--explain"),
+    ],
 )
 def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--print-completion", "bash"]) == 0
@@ -244,6 +252,12 @@ def test_bash_completes(words: str, completed: str, capsys: pytest.CaptureFixtur
         ["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True
     )
     assert sorted(ran.stdout.split()) == completed.split()
+
+
+def test_bash_still_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print-completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert "complete -o bashdefault -o default -F _shtab_wholebatch wholebatch" in script
 
 
 def test_a_shell_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
 
-PAGE = Path(__file__).parents[2] / "docs/kubernetes.md"
+PAGE = Path(__file__).parents[2] / "docs/distributed.md"
 
 
 @pytest.fixture(scope="module")

@@ -255,3 +255,16 @@ def test_16_bit_totals_of_terms_are_not_scaled_by_rounded_numbers(
         acc.backward(wb.Loss.terms({"a": (a, size), "b": (b, 3 * size + 1, 0.7)}))
     exact = torch.tensor([[1.0], [0.7 * count / others]], dtype=torch.float64)
     assert float((seen.gradients[0][0] / exact - 1).abs().max()) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("bf16-mixed", "bf16"), (torch.bfloat16, "bf16"), ("16-mixed", "fp16"), ("32-true", "full")],
+)
+def test_names_of_other_libraries_are_understood(given: Any, meant: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(wb.errors.OptionError, match=rf"did you mean {meant}\?"):
+        wb.WholeBatch(model, optimizer, loss=lambda m, micro: m(micro).sum(), precision=given)
+    with pytest.raises(wb.errors.OptionError, match=r"put torch\.autocast\(\"cpu\", dtype="):
+        wb.Accumulator(model, optimizer, steps=2, precision=given)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from wholebatch import __version__
 from wholebatch.cli.command_options import Command
+from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, WholebatchError
 
@@ -125,10 +127,25 @@ def _completion(shell: str) -> str:
     commands = parser.add_subparsers()
     for name, about in COMMANDS.items():
         command = load(name)
-        parents = [command.parser()] if isinstance(command, Command) else []
-        commands.add_parser(name, help=about, parents=parents, add_help=False)
+        assert isinstance(command, Command)
+        own = command.parser()
+        for action in own._actions:
+            _add_values(action, shtab)
+        commands.add_parser(name, help=about, parents=[own], add_help=False)
     script: str = shtab.complete(parser, shell)
-    return script
+    # Where nothing else is known, bash completes files.
+    return script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F")
+
+
+def _add_values(action: argparse.Action, shtab: Any) -> None:
+    """Tell shtab the values of an option: the names of its metavar, recipes, or files."""
+    shown = str(action.metavar or "")
+    if re.fullmatch(r"[\w-]+(\|[\w-]+)+", shown):
+        action.choices = [name for name in shown.split("|") if name.islower()]
+    elif shown.startswith(("RECIPE", "NAME")) and not action.option_strings:
+        action.choices = [*EMBEDDED]
+    elif shown.startswith(("DIR", "FILE", "RUN", "PATH", "SCRIPT")):
+        action.complete = shtab.DIRECTORY if shown == "DIR" else shtab.FILE  # type: ignore[attr-defined]
 
 
 def fail(message: str, status: int) -> int:

@@ -29,6 +29,7 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import load_json
+from wholebatch.readable_sizes import precision_meant
 
 AUTOCAST = ("full", "fp32", "bf16", "fp16", "fp8")
 PRECISIONS = (*AUTOCAST, "bf16-pure")
@@ -62,8 +63,7 @@ def precision_of(*names: str) -> Check:
         text = str(value)
         if text in names:
             return "full" if text == "fp32" else text
-        short = text.replace("bfloat", "bf").replace("float", "fp")  # torch's names
-        meant = f" (did you mean {short}?)" if short in names else ""
+        meant = precision_meant(text, names)
         raise OptionError(f"{label} {text}: must be one of {', '.join(names)}{meant}")
 
     return check

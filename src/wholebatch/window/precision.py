@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.readable_sizes import precision_meant
 from wholebatch.window.autocast import Autocast, Full, OwnAutocast, Precision
 from wholebatch.window.fp8 import Fp8
 
@@ -49,6 +50,7 @@ def choose(
     raise OptionError(
         f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
         "'bf16' or 'fp16' (autocast), or 'fp8' (bf16 with linear layers in 8 bits)"
+        + precision_meant(precision, ("full", "bf16", "fp16", "fp8"))
     )
 
 

@@ -24,6 +24,7 @@ from keras.src.utils import tracking
 
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 from wholebatch.integrations.keras.loss_units import NO_UNITS, replicas, wide
+from wholebatch.warn_user import warn_user
 
 NonFinite = Literal["raise", "skip"]
 
@@ -50,10 +51,11 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
     `optimizer` and so happen once per update.
 
     `GradientAccumulateModel` makes one by itself, and gives it the units of every loss. Alone, an
-    optimizer does not see what a gradient is a mean over: it refuses, or you say `units="equal"`,
-    which is exact only if every micro-batch has the same number of units: no masks, no short last
-    batch. `callbacks=[optimizer.tail()]` closes a half-filled window at the end of an epoch;
-    without it, it goes on in the next.
+    optimizer does not see what a gradient is a mean over, and takes all micro-batches as equal.
+    That is exact only if every one has the same number of units: no masks, no short last batch. It
+    warns of this once; `units="equal"` says that you know.
+    `callbacks=[optimizer.tail()]` closes a half-filled window at the end of an epoch; without it,
+    it goes on in the next.
 
     A window with a gradient that is not finite makes no update, and is counted in `skipped`.
     `nonfinite="raise"` raises at the end of that epoch (by the callback of `tail()`).
@@ -95,6 +97,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._now: int | None = None  # the place, on torch, where reading it waits for the device
         self._flush: Any = None
         self._inside = True
+        self._warned = False
 
     @property
     def loss_scale_factor(self) -> bool:
@@ -297,13 +300,17 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         self._noted = units
 
     def scale_loss(self, loss: Any) -> Any:
-        if self.units == "equal":
-            self._noted = ops.ones((), wide())
-        if self._noted is None:
-            raise WindowError(
-                "the units of this micro-batch are not known: use GradientAccumulateModel, or "
-                'units="equal" if every micro-batch has the same number'
+        if self._noted is None and self.is_of_model:
+            raise WindowError("the units of this micro-batch are not known: train by fit()")
+        if self._noted is None and self.units is None and not self._warned:
+            self._warned = True
+            warn_user(
+                "GradientAccumulateOptimizer alone does not see the sizes of micro-batches, and "
+                "takes them as equal: a short last batch or masked samples make another update. "
+                'Use GradientAccumulateModel, or say units="equal" if all have the same size'
             )
+        if self._noted is None:
+            self._noted = ops.ones((), wide())
         self._counted, self._noted = (self._noted, loss), None
         return self.inner_optimizer.scale_loss(loss)
 
