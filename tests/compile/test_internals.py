@@ -20,10 +20,11 @@ def test_this_torch_has_them() -> None:
     assert len(torch_internals.INTERNALS) <= 25
     assert len(torch_internals.WINDOW_INTERNALS) <= 15
     assert len(torch_internals.TEST_AND_MEMORY_INTERNALS) <= 12
+    assert len(torch_internals.VERIFICATION_INTERNALS) <= 7
 
 
-# A named tuple's, DeepSpeed's, Transformers'.
-OTHERS = {"_fields", "_make", "_config", "_param_dict", "_can_checkpoint_with_cache"}
+# A named tuple's, Python's, DeepSpeed's, Transformers'.
+OTHERS = {"_fields", "_getframe", "_make", "_config", "_param_dict", "_can_checkpoint_with_cache"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ OTHERS = {"_fields", "_make", "_config", "_param_dict", "_can_checkpoint_with_ca
         (["compile", "offload"], torch_internals.INTERNALS),
         (["window", "distributed", "batch", "losses", "."], torch_internals.WINDOW_INTERNALS),
         (["coupled", "coupled/batchnorm", "memory"], torch_internals.TEST_AND_MEMORY_INTERNALS),
+        (["verification"], torch_internals.VERIFICATION_INTERNALS),
     ],
 )
 def test_every_private_name_of_torch_is_listed(

@@ -1,8 +1,8 @@
 """Private parts of torch that the package uses: what each is for, and what happens without it.
 
 `INTERNALS` are those of the engine, `WINDOW_INTERNALS` those of the window and of the classes for
-DDP, FSDP2 and DeepSpeed, `TEST_AND_MEMORY_INTERNALS` those of `coupled` and `memory`, where torch
-has no public function for the purpose.
+DDP, FSDP2 and DeepSpeed, `TEST_AND_MEMORY_INTERNALS` those of `coupled` and `memory`, and
+`VERIFICATION_INTERNALS` those of `verification`, where torch has no public function for it.
 
 `missing()` tries each. A test runs it, so that a new torch fails with a sentence. Another reads
 the code: a private name of torch that is not here fails it. (Operations of a traced graph,
@@ -192,10 +192,33 @@ TEST_AND_MEMORY_INTERNALS = (
     ),
 )
 
+_LESS = "fewer loops are judged"
+VERIFICATION_INTERNALS = (
+    Internal(
+        "torch.autograd.graph",
+        "Node",
+        "how the loss of somebody's loop is made: means, sums, factors, masks",
+        _LESS,
+        (
+            *("_saved_alpha", "_saved_dim", "_saved_ignore_index", "_saved_mask", "_saved_other"),
+            *("_saved_reduction", "_saved_self", "_saved_self_sym_sizes", "_saved_target"),
+            *("_saved_total_weight", "_saved_weight", "_input_metadata"),
+        ),
+    ),
+    Internal("torch", "Tensor._backward_hooks", "a loop that has hooks is not judged", _LESS),
+    Internal(
+        "torch.utils._python_dispatch", "TorchDispatchMode", "the lines that draw numbers", _LESS
+    ),
+    Internal("torch.nn.modules.batchnorm", "_BatchNorm", "stays as it is in a proof", _LESS),
+    Internal("torch.nn.modules.instancenorm", "_InstanceNorm", "stays as it is in a proof", _LESS),
+    Internal("torch.nn.modules.dropout", "_DropoutNd", "is switched off in a proof", _LESS),
+    Internal("torch.nn.modules.conv", "_ConvNd", "cuDNN may round to TF32", _LESS),
+)
+
 
 def missing() -> list[Internal]:
     """Return the parts that this torch does not have."""
-    every = (*INTERNALS, *WINDOW_INTERNALS, *TEST_AND_MEMORY_INTERNALS)
+    every = (*INTERNALS, *WINDOW_INTERNALS, *TEST_AND_MEMORY_INTERNALS, *VERIFICATION_INTERNALS)
     return [one for one in every if not _is_there(one)]
 
 

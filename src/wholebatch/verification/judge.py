@@ -8,10 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
-from wholebatch.verification.explanations import BESIDE, LOST, SEEN, Finding, explain, is_lost
+from wholebatch.verification.explanations import BESIDE, LOST, SEEN, is_lost
 from wholebatch.verification.loss_factors import Reading
+from wholebatch.verification.mistakes import Finding
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
 from wholebatch.verification.weights import SAME_WEIGHT, Unknown, Weights, weights_of
+from wholebatch.verification.wrong_weights import explain
 
 _TWO_LOSSES = (
     "the backwards of the window are of different losses (a GAN's, or tasks in turn): add the "

@@ -1,4 +1,4 @@
-"""The known mistakes: their names, what each does, and what to do instead."""
+"""The known mistakes: what each does, and what to do instead."""
 
 from __future__ import annotations
 
@@ -23,3 +23,20 @@ def texts_in(name: str) -> dict[str, list[str]]:
 
 
 MISTAKES = {key: Mistake(*texts) for key, texts in texts_in("mistakes.md").items()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake that explains a window: its key in `MISTAKES`, and how it shows."""
+
+    key: str
+    variant: str
+    is_beside: bool = False
+    """True if it goes wrong beside the weights, which may be wrong as well."""
+
+    @property
+    def name(self) -> str:
+        return MISTAKES[self.key].name
+
+
+STEPPED_TWICE = Finding("two-owners", "two optimizers step on the same gradients")

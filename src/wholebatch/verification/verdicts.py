@@ -10,8 +10,7 @@ from typing import Any
 
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import percent
-from wholebatch.verification.explanations import Finding
-from wholebatch.verification.mistakes import MISTAKES, Mistake, texts_in
+from wholebatch.verification.mistakes import MISTAKES, Finding, Mistake, texts_in
 from wholebatch.verification.run_comparison import Comparison, listed
 from wholebatch.verification.weights import Weights
 

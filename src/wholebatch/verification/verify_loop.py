@@ -25,8 +25,8 @@ from wholebatch.errors import OptionError
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.evidence import Counts, KnownTerms, WindowEvidence
 from wholebatch.verification.example_models import ZOO, Case
-from wholebatch.verification.explanations import STEPPED_TWICE, Finding
 from wholebatch.verification.judge import judge
+from wholebatch.verification.mistakes import STEPPED_TWICE, Finding
 from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
 from wholebatch.verification.observed_window import StartingState
 from wholebatch.verification.random_numbers import SILENCES

@@ -8,13 +8,11 @@ it is kept in `failure`, and the loop goes on.
 from __future__ import annotations
 
 import logging
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +31,7 @@ from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
 from wholebatch.verification.loss_terms import DDP_SINK, doubt_about, loss_graph, terms_of
 from wholebatch.verification.parameter_rows import ParameterRows
+from wholebatch.verification.running_program import replaced, trainer_at_hand
 from wholebatch.window import window as own_windows
 
 _log = logging.getLogger("wholebatch")
@@ -50,15 +49,6 @@ _REPLACED = {
 _MOST_WINDOWS = 8
 """Windows kept of one optimizer, and one of each further size."""
 _MOST_BACKWARDS = 1 << 9
-_TRAINERS = {
-    "trl": "TRL",
-    "transformers": "HF Trainer",
-    "lightning": "Lightning",
-    "pytorch_lightning": "Lightning",
-    "accelerate": "Accelerate",
-    "deepspeed": "DeepSpeed",
-}
-"""Packages that drive a loop, the outermost first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +140,8 @@ class WindowRecorder:
         ):
             self._undo.callback(hook.remove)
         self._undo.callback(self.rows.remove_hooks)
-        known_as = _names_in_modules()
-        for method, (owner, function) in _REPLACED.items():
-            self._replace(owner, function, getattr(self, method), known_as)
+        around = {place: getattr(self, method) for method, place in _REPLACED.items()}
+        self._undo.enter_context(replaced(around))
         own_windows.observers.append(self)
         self._undo.callback(own_windows.observers.remove, self)
         if self.model is not None:
@@ -163,23 +152,6 @@ class WindowRecorder:
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
-
-    def _replace(
-        self, owner: Any, name: str, around: Callable[..., Any], known_as: Sequence[Any]
-    ) -> None:
-        """Replace a function, also in modules that imported it, by its name or a private one."""
-        original = getattr(owner, name)
-
-        @wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        places = [(owner, name)]
-        if not isinstance(owner, type):
-            places = [(m, n) for m, n in known_as if vars(m)[n] is original]
-        for place, known in places:
-            setattr(place, known, replaced)
-            self._undo.callback(partial(setattr, place, known, original))
 
     # ------------------------------------------------------------- backwards
 
@@ -215,7 +187,7 @@ class WindowRecorder:
     def _before_backward(self, roots: Any, seeds: Any) -> _Brought | None:
         """Return the backward as it is before it runs."""
         if not self._number:
-            self.trainer = _trainer_at_hand()
+            self.trainer = trainer_at_hand()
         self.passes.note_backward()
         listed = [roots] if isinstance(roots, Tensor) else list(roots)
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
@@ -533,18 +505,3 @@ class WindowRecorder:
 
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _names_in_modules() -> list[tuple[Any, str]]:
-    """Return the modules that have a name of a replaced function, with that name."""
-    functions = [name for owner, name in _REPLACED.values() if not isinstance(owner, type)]
-    names = dict.fromkeys([*functions, *(f"_{name}" for name in functions)]).keys()
-    modules = [m for m in sys.modules.values() if hasattr(m, "__dict__")]
-    return [(module, name) for module in modules for name in names & vars(module).keys()]
-
-
-def _trainer_at_hand() -> str:
-    """Return which library drives the loop, by the modules on the call stack."""
-    frames = traceback.walk_stack(None)
-    packages = {f.f_globals.get("__name__", "").partition(".")[0] for f, _ in frames}
-    return next((name for key, name in _TRAINERS.items() if key in packages), "plain torch")
