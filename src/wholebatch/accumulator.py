@@ -460,6 +460,7 @@ class Accumulator(HasWindow):
             execute=self._execute,
             precision=self._precision,
             audit=self._audits,
+            untouched=self._untouched,
             reads=reads,
         )
         self._functions[_key_of(loss)] = function
@@ -846,9 +847,6 @@ def _leaves_of(loss: Any) -> set[int]:
     }
 
 
-_driven: WeakSet[nn.Module] = WeakSet()  # models in a loop right now: nesting two is refused
-
-
 def over(
     loader: Iterable[_MicroBatch], *accumulators: Accumulator, continue_window: bool = False
 ) -> Iterator[_MicroBatch]:
@@ -873,13 +871,26 @@ def over(
     return _drive(loader, accumulators)
 
 
+_NESTED = (
+    "over() inside over() on the same model: both would add to its gradients; use one loop, or "
+    "wb.over(loader, first, second) for several accumulators"
+)
+
+
 def _refuse_nested(accumulators: Sequence[Accumulator]) -> None:
-    for accumulator in accumulators:
-        if any(model in _driven for model in accumulator._window.target.models):
-            raise WindowError(
-                "over() inside over() on the same model: both would add to its gradients; use one "
-                "loop, or wb.over(loader, first, second) for several accumulators"
-            )
+    """Refuse a loop over models that another loop is in the middle of.
+
+    One that was left between two windows, by `next()` instead of `for`, is over.
+    """
+    models = {model for one in accumulators for model in one._window.target.models}
+    for other in list(_accumulators):
+        if other._driver is None or models.isdisjoint(other._window.target.models):
+            continue
+        is_between = other._place_done and other._window.open is None
+        if not is_between or other._beside or other._window.sync.ranks > 1:
+            raise WindowError(_NESTED)
+        other.epoch += not other._driver.has_next()
+        other._driver = None
 
 
 def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterator[Any]:
@@ -888,7 +899,6 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
     for accumulator in accumulators:
         accumulator._driver = accumulator._feed = feed
         accumulator._beside = {one: one.updates for one in accumulators if one is not accumulator}
-        _driven.update(accumulator._window.target.models)
     try:
         shared = [one for one in accumulators if one._window.sync.ranks > 1]
         if shared:
@@ -899,13 +909,13 @@ def _drive(loader: Iterable[Any], accumulators: Sequence[Accumulator]) -> Iterat
             accumulator.epoch += 1
     finally:
         for accumulator in accumulators:
+            if accumulator._driver is not feed:
+                continue  # another loop has begun
             accumulator._driver = None
             accumulator._beside, accumulator._earlier = {}, ()
             accumulator._unguard()
             accumulator._stand_in(False)
             accumulator._window.sync.restore()
-            for model in accumulator._window.target.models:
-                _driven.discard(model)
 
 
 def _own_windows(
@@ -916,6 +926,8 @@ def _own_windows(
         for one in accumulators:
             one._enter_place(is_last=one._places + 1 >= one.steps or not feed.has_next())
         yield feed.current
+        if any(one._driver is not feed for one in accumulators):
+            raise WindowError(_NESTED)
         for one in accumulators:
             one._leave_place()
         if until is not None and until._places == 0:

@@ -24,6 +24,7 @@ from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
 from wholebatch.window.autocast import Full, Precision
+from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.precision import choose
 from wholebatch.window.window import Window, is_tested_window
@@ -60,6 +61,7 @@ class RunLoss:
         execute: Execute,
         precision: Precision,
         audit: bool,
+        untouched: Untouched,
         reads: Callable[..., Any] | None = None,
     ) -> None:
         if not callable(loss):
@@ -70,6 +72,7 @@ class RunLoss:
         _refuse_other_arguments(loss)
         models, sync = window.target.models, window.sync
         self._window, self._precision, self._audits = window, precision, audit
+        self._untouched = untouched
         self._kind = window.target.device.type
         self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
         self.modules = _all_modules(models, reads or loss)
@@ -180,6 +183,8 @@ class RunLoss:
                 refuse_in_parts(loss)
                 if place.counts and is_tested_window(self._window.number):
                     self._means.add_loss(loss)
+            if self.executor.is_eager:
+                self._untouched.check()  # the loss function may have written to the window
             self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
         assert isinstance(loss, Loss)
         return loss

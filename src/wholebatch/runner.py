@@ -118,7 +118,7 @@ class Runner:
         self._device = window.target.device
         self._norms = whole_batch_norms(root)
         self._before: ForwardState | None = None  # holds the running statistics before the window
-        self._is_guarded = True  # writes by the loss function are looked for in this window
+        self._is_tested = True  # this window is one of 1, 2, 4, 8, ...
         self._untouched = Untouched(window, by="the loss function")
         self._means = MeanUnits()
         read = loss.encode if isinstance(loss, Coupled) else loss
@@ -211,9 +211,9 @@ class Runner:
 
     def begin_window(self, before: ForwardState | None) -> None:
         """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
-        self._is_guarded = is_tested_window(self._window.number)
-        if self._is_guarded:
-            self._untouched.forget()
+        self._is_tested = is_tested_window(self._window.number)
+        self._untouched.forget()
+        if self._is_tested:
             self._means.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
@@ -327,8 +327,8 @@ class Runner:
         return loss
 
     def _guarded(self) -> AbstractContextManager[None]:
-        """Refuse writes by the loss function before this backward, in windows 1, 2, 4, 8, ..."""
-        return self._untouched.backward() if self._is_guarded else nullcontext()
+        """Refuse writes by the loss function to the window, before this backward."""
+        return self._untouched.backward()
 
     def _loss_of(self, micro: Any, loss_function: LossFunction | Coupled) -> Loss | Terms:
         assert not isinstance(loss_function, Coupled)
@@ -338,7 +338,7 @@ class Runner:
             loss = as_loss(loss_function(self.model, micro))
         if self._in_parts and self._audits and type(loss) is not Loss:
             refuse_in_parts(loss)
-        if self._in_parts and self._audits and self._is_guarded and self._counts:
+        if self._in_parts and self._audits and self._is_tested and self._counts:
             self._means.add_loss(loss)
         self._test.read(loss)
         return loss

@@ -31,7 +31,7 @@ from wholebatch.runner import (
 )
 from wholebatch.window import precision as precisions
 from wholebatch.window.close import ClipNorm, read_scalars
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
 
@@ -159,6 +159,9 @@ class WholeBatch(HasWindow):
         if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
+        self._feed: Feed | None = None  # of the last loop of `over`
+        self._is_batch_done = True  # False if `over` has given a batch that was not stepped with
+        self._resume: dict[str, Any] | None = None
         # Inside `over` any rank may run out of data; forwards with collectives must be as many.
         self._meets = sync.counts_must_agree
         self._while_waiting: Callable[[], object] | None = None
@@ -268,6 +271,7 @@ class WholeBatch(HasWindow):
                     with attempt:
                         self._begin(known, attempt.before)
                         self._run(attempt, forwards, after_micro)
+            self._is_batch_done = True
             return self._close(attempt.micros, steps)
         finally:
             window.sync.restore()
@@ -340,19 +344,22 @@ class WholeBatch(HasWindow):
         """Yield the loader's batches, for `step`; ranks may have different numbers of them.
 
         A rank that has run out of batches joins the updates of the others with an empty one.
+        Samples that a DistributedSampler repeats are left out. After `load_state_dict`, pass the
+        same data from its start: the loop continues at the saved position.
 
         Args:
             loader: Any iterable of batches.
             ahead: Read the next batch while the device computes. Random numbers that the loader
                 draws are then drawn before the step ends.
         """
-        sync, feed = self._window.sync, Feed(iter(loader))
+        sync, feed = self._window.sync, self._feed_for(loader)
         last: Any = NOTHING
         self._while_waiting = feed.has_next if ahead else None
         self._meets = sync.ranks > 1
         try:
             while feed.take():
                 last = feed.current
+                self._is_batch_done = False
                 yield last
             while sync.ranks > 1 and (most := self._meet(0)):
                 with self._turn:
@@ -360,6 +367,16 @@ class WholeBatch(HasWindow):
         finally:
             self._while_waiting = None
             self._meets = sync.counts_must_agree
+            self._is_batch_done = True
+
+    def _feed_for(self, loader: Iterable[Any]) -> Feed:
+        """Return the feed of a loop over this loader, from the saved position if one was loaded."""
+        saved, self._resume = self._resume, None
+        position = None if saved is None else saved.get("feed")
+        if saved is not None and position is not None:
+            restore_random(saved["random"])  # whatever was drawn since it was loaded
+        self._feed = Feed(loader, position, static=self._layout["static"])
+        return self._feed
 
     def _needs_every_rank(self, steps: bool) -> str | None:
         """Return the reason why every rank needs data, or None."""
@@ -436,8 +453,15 @@ class WholeBatch(HasWindow):
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
                 "window that was interrupted is computed again, with the same update"
             )
+        if not self._is_batch_done:
+            raise StateError(
+                "state_dict() inside over() before the step() with this batch: the batch would be "
+                "lost. Save after a Step"
+            )
         saved = self._window.state_dict("WholeBatch")
+        feed = self._feed
         saved.update(
+            feed=None if feed is None or feed.is_exhausted else feed.state_dict(),
             noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
         )
@@ -448,6 +472,7 @@ class WholeBatch(HasWindow):
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
         self._window.load_state_dict("WholeBatch", saved)
+        self._feed, self._resume = None, saved
         self._fitting.load_state_dict(saved)
         if self._probe is not None:
             self._probe.load_state_dict(saved.get("noise"))

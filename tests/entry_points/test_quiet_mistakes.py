@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from collections import OrderedDict
@@ -13,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
 
 import wholebatch as wb
 from tests.support import EXACT, distance
 from wholebatch.batch import Batches
-from wholebatch.errors import UnsupportedError, WindowError
+from wholebatch.errors import StateError, UnsupportedError, WindowError
 
 Gradients = dict[str, Tensor]
 
@@ -399,3 +401,107 @@ def test_a_loss_of_zero_over_one_unit_is_not_warned_of_without_audit(
         acc.backward(model(torch.randn(5, 3)).square().sum(), units=5)
         assert ("exactly 0 over 1 unit" in caplog.text) is audit
         gc.collect()
+
+
+def test_a_loop_by_next_ends_with_its_last_item() -> None:
+    model = nn.Linear(3, 1)
+    acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), steps=2)
+    data = torch.randn(6, 3).split(2)
+    for epoch in range(3):
+        batches = iter(acc.over(data))
+        for _ in data:
+            step = acc.backward(model(next(batches)).square().sum(), units=2)
+        assert step is not None
+        assert (acc.epoch, acc.updates) == (epoch, 2 * (epoch + 1))
+
+
+def test_a_loop_that_gave_way_does_not_go_on() -> None:
+    model = nn.Linear(3, 1)
+    acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), steps=1)
+    first, second = acc.over(torch.randn(4, 3).split(2)), acc.over(torch.randn(4, 3).split(2))
+    for loop in (first, second):
+        acc.backward(model(next(loop)).square().sum(), units=2)
+    with pytest.raises(WindowError, match=r"over\(\) inside over\(\)"):
+        next(first)
+    acc.backward(model(next(second)).square().sum(), units=2)
+    assert next(second, None) is None
+    assert acc.epoch == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whole_batch_leaves_out_what_a_sampler_repeats(rank: int) -> None:
+    sampler: Any = DistributedSampler(range(5), num_replicas=2, rank=rank, shuffle=False)  # type: ignore[arg-type]
+    data: Any = torch.arange(5.0).view(5, 1)
+    loader: Any = DataLoader(data, batch_size=2, sampler=sampler)
+    model = nn.Linear(1, 1)
+    train = wb.WholeBatch(model, None, loss=lambda m, b: m(b).square().sum(-1), micro_batch=1)
+    read = [number for batch in train.over(loader) for number in batch.flatten().tolist()]
+    assert read == ([0, 2, 4] if rank == 0 else [1, 3])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whole_batch_resumes_in_the_middle_of_an_epoch(ahead: bool) -> None:
+    def train(saved: Any = None, stop: int = 99) -> tuple[list[Tensor], Any, nn.Module]:
+        model = seeded(lambda: nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loop = wb.WholeBatch(
+            model,
+            optimizer,
+            loss=lambda m, b: m(b).square().sum(-1),
+            micro_batch=1,
+            execute="eager",
+        )
+        torch.manual_seed(3)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            loop.load_state_dict(saved["loop"])
+        read, state = [], None
+        data: Any = torch.arange(16.0).view(8, 2) / 10
+        for batch in loop.over(DataLoader(data, batch_size=2, shuffle=True), ahead=ahead):
+            if not read:
+                with pytest.raises(StateError, match=r"before the step\(\) with this batch"):
+                    loop.state_dict()
+            loop.step(batch)
+            read.append(batch)
+            if len(read) == stop:
+                state = {"model": model.state_dict(), "loop": loop.state_dict()}
+                break
+        return read, state, model
+
+    straight, _, model = train()
+    first, state, _ = train(stop=1)
+    rest, _, resumed = train(copy.deepcopy(state))
+    assert all(map(torch.equal, straight, [*first, *rest]))
+    assert distance(resumed.parameters(), model.parameters()) == 0
+
+
+@pytest.mark.parametrize("entry", ["whole", "run"])
+def test_writes_of_the_loss_function_are_refused_in_every_window(entry: str) -> None:
+    model, writes = nn.Linear(3, 1), []
+
+    def loss(x: Tensor) -> Tensor:
+        if writes:
+            model(x).sum().backward()
+            model.zero_grad()
+        return model(x).square().sum(-1)  # type: ignore[no-any-return]
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    x = torch.randn(4, 3)
+    acc = wb.Accumulator(model, optimizer, steps=2, execute="eager")
+    whole = wb.WholeBatch(
+        model, optimizer, loss=lambda m, x: loss(x), micro_batch=2, execute="eager"
+    )
+
+    def window() -> None:
+        if entry == "whole":
+            whole.step(x)
+            return
+        for micro in x.split(2):
+            acc.run(loss, micro)
+
+    for _ in range(4):
+        window()
+    writes.append(1)  # the fifth window is not one of those that are tested
+    with pytest.raises(WindowError, match="has changed since the window's last backward"):
+        window()
+    acc.discard()

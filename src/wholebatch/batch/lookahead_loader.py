@@ -103,10 +103,13 @@ class Feed:
     `load_state_dict` keeps its own position.
     """
 
-    def __init__(self, loader: Iterable[Any], resume: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, loader: Iterable[Any], resume: dict[str, Any] | None = None, *, static: Static = ()
+    ) -> None:
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             raise OptionError(f"over({loader!r}): must be a loader, or a list of (micro-)batches")
         self.loader = loader
+        self._static = static
         self.fetched = 0
         self.current: Any = NOTHING
         self.is_exhausted = False
@@ -115,7 +118,7 @@ class Feed:
         if resume is None:
             self._start_random = capture_random()
             self._start_generators = [g.get_state() for g in generators_of(loader)]
-            self._iterator: Iterator[Any] = iter(unpadded(loader))
+            self._iterator: Iterator[Any] = iter(unpadded(loader, static=static))
         else:
             self._start_random = resume["random"]
             self._start_generators = resume["generators"]
@@ -130,7 +133,7 @@ class Feed:
                     "pass a loader of the same kind"
                 )
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            self._iterator = iter(unpadded(self.loader, start=self.fetched))
+            self._iterator = iter(unpadded(self.loader, static=self._static, start=self.fetched))
             return
         now = capture_random()
         restore_random(self._start_random)
@@ -142,7 +145,7 @@ class Feed:
             )
         for generator, saved in zip(generators, self._start_generators, strict=True):
             generator.set_state(saved)
-        self._iterator = iter(unpadded(self.loader))
+        self._iterator = iter(unpadded(self.loader, static=self._static))
         for position in range(self.fetched):
             if next(self._iterator, NOTHING) is NOTHING:
                 raise StateError(
