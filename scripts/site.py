@@ -18,7 +18,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "gradient-accumulation.md",
         "gallery.md",
         "troubleshooting.md",
-        "glossary.md",
         "compatibility.md",
     ),
     "Your trainer": (

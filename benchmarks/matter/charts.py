@@ -96,8 +96,8 @@ def draw(results: dict[str, Any], folder: Path) -> None:
             axes.axis("off")
         save(figure, folder / "does-it-matter.svg")
         pyplot.close(figure)
-        if "batchnorm" in settings:
+        if "contrastive" in settings:
             figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
-            curve(axes, settings["batchnorm"])
+            curve(axes, settings["contrastive"])
             save(figure, folder / "loss-curve.svg")
             pyplot.close(figure)
