@@ -37,15 +37,16 @@ SAMPLES, STEPS = 16, 4
 def first_update(kind: Any, steps: int) -> tuple[float, float]:
     """Return the loss and the gradient norm that a Trainer logs for one update of all samples."""
     torch.manual_seed(0)
+    options: dict[str, Any] = {"num_labels": 3}
     config = BertConfig(
         vocab_size=100,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
-        num_labels=3,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        **options,
     )
     model = BertForSequenceClassification(config)
     words = torch.randint(0, 100, (SAMPLES, 12))

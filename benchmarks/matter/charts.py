@@ -24,7 +24,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "HF Trainer": {"color": "#b07d00", "linewidth": 1.8, "linestyle": "--"},
     "wholebatch": {"color": "#1a8f74", "linewidth": 1.6},
 }
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wholebatch",
     "font.family": "sans-serif",
@@ -71,7 +71,8 @@ def curve(axes: Any, setting: dict[str, Any]) -> None:
             continue
         runs = [one["curve"] for one in row["runs"]]
         places = [place for place, _ in runs[0]]
-        losses = [statistics.fmean(values) for values in zip(*[[y for _, y in r] for r in runs])]
+        heights = zip(*([loss for _, loss in run] for run in runs), strict=True)
+        losses = [statistics.fmean(values) for values in heights]
         axes.plot(places, losses, label=way, **looks)
     axes.set_title(setting["title"], loc="left")
     axes.set_xlabel(f"{setting['units']} seen")

@@ -118,9 +118,7 @@ def short_window(seed: int) -> Task:
     """9 micro-batches an epoch, 8 a window: every second window has one micro-batch."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    return classifier(
-        model, train=72, test=1200, optimizer=sgd(0.1), micro=8, steps=8, epochs=100
-    )
+    return classifier(model, train=72, test=1200, optimizer=sgd(0.1), micro=8, steps=8, epochs=100)
 
 
 def batchnorm(seed: int) -> Task:
@@ -134,9 +132,7 @@ def batchnorm(seed: int) -> Task:
             nn.ReLU(),
         ]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return classifier(
-        model, train=512, test=1024, optimizer=sgd(0.1), micro=2, steps=16, epochs=5
-    )
+    return classifier(model, train=512, test=1024, optimizer=sgd(0.1), micro=2, steps=16, epochs=5)
 
 
 def bf16_sums(seed: int) -> Task:

@@ -72,7 +72,8 @@ def no_step_at_end(task: Task, optimizer: torch.optim.Optimizer, order: Order) -
 
 
 def loader(task: Task, order: Order) -> Any:
-    return DataLoader(range(task.count), batch_sampler=order, collate_fn=task.take)
+    indices: Any = range(task.count)
+    return DataLoader(indices, batch_sampler=order, collate_fn=task.take)
 
 
 def accelerate(task: Task, optimizer: torch.optim.Optimizer, order: Order) -> None:
