@@ -142,10 +142,18 @@ WINDOW_INTERNALS = (
     Internal(
         "torch.distributed.fsdp",
         "FSDPModule._get_fsdp_state",
-        "the mesh of the data-parallel ranks, and a divisor that the user has set",
+        "the mesh of the data-parallel ranks, and a divisor that the user has set; for gathered "
+        "windows the policy of precision and the forward hooks, which are off meanwhile",
         "FSDP2 fails",
-        ("_fsdp_param_group",),
+        (
+            "_fsdp_param_group",
+            "_mp_policy",
+            "_pre_forward_hook_handle",
+            "_post_forward_hook_handle",
+            "_is_fsdp_managed_module",
+        ),
     ),
+    Internal("torch.utils._pytree", "tree_map_only", "casts of a gathered module's inputs", _TEST),
     Internal(
         "torch.distributed.distributed_c10d",
         "_set_pg_timeout",
