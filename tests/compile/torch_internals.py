@@ -136,7 +136,12 @@ WINDOW_INTERNALS = (
     Internal("torch._C", "_current_graph_task_id", "tells a recomputed forward", _TEST),
     Internal("torch._C", "_len_torch_dispatch_stack", "tells a trace of a DDP model", _TEST),
     Internal("torch._subclasses.fake_tensor", "FakeTensor", "slices join a traced graph", _TEST),
-    Internal("torch.utils._pytree", "tree_leaves", "the tensors of a stage's inputs", _TEST),
+    Internal(
+        "torch.utils._pytree",
+        "tree_leaves",
+        "tensors of the inputs of a stage, or of a block",
+        _TEST,
+    ),
     Internal(
         "torch.distributed.fsdp",
         "FSDPModule._get_fsdp_state",
@@ -151,7 +156,6 @@ WINDOW_INTERNALS = (
             "_is_fsdp_managed_module",
         ),
     ),
-    Internal("torch.utils._pytree", "tree_map_only", "casts of a gathered module's inputs", _TEST),
     Internal(
         "torch.distributed.distributed_c10d",
         "_set_pg_timeout",
