@@ -177,6 +177,7 @@ class RunLoss:
                 refuse_in_parts(loss)
                 if place.counts and is_tested_window(self._window.number):
                     self._means.add_loss(loss)
+            self._test.read(loss)
             if self.executor.is_eager:
                 self._untouched.check()  # the loss function may have written to the window
             self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
