@@ -497,9 +497,9 @@ def _counts(rows: Sequence[dict[str, Any]], models: int) -> list[str]:
     ]
     if ratios:
         lines.append(
-            f"On the {len(ratios)} recorded ones without BatchNorm, which train the same model in all "
-            f"ways, WholeBatch is {min(ratios):.1f} to {max(ratios):.1f} times as fast as a loop "
-            f"with `torch.compile` (median {statistics.median(ratios):.1f})."
+            f"On the {len(ratios)} recorded ones without BatchNorm, which train the same model in "
+            f"all ways, WholeBatch is {min(ratios):.1f} to {max(ratios):.1f} times as fast as a "
+            f"loop with `torch.compile` (median {statistics.median(ratios):.1f})."
         )
     return lines
 
