@@ -133,7 +133,7 @@ def test_dpos_losses_are_trls_own(kind: str) -> None:
     ours = case("DPO", eager, 1, **options)
     assert ours.needs_trl_loss() is None
     own = trained(case("DPO", plain, 1, **options))
-    assert off(trained(ours), own) <= FLOAT32  # TRL's own computes in float32
+    assert off(trained(ours), own) <= 1e-5  # TRL computes in float32, discopop with exp
 
 
 def test_dpos_reference_is_the_model_without_adapters() -> None:
