@@ -21,7 +21,7 @@ from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.coupled.loop_checks import unwatched
 from wholebatch.coupled.mean_units import MeanUnits
-from wholebatch.errors import OptionError
+from wholebatch.errors import OptionError, WindowError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
 from wholebatch.window.autocast import Full, Precision
 from wholebatch.window.foreign_writes import Untouched
@@ -44,6 +44,71 @@ class Place:
     """True if its backward is the last one of the window, which reduces the gradients."""
     counts: bool
     """False if it only takes part in the other ranks' collectives."""
+
+
+_MOST_FUNCTIONS = 8
+"""The most loss functions that one accumulator runs."""
+
+
+class RunFunctions:
+    """The loss functions that `acc.run` was called with, each with its own test and graph."""
+
+    def __init__(
+        self,
+        window: Window,
+        *,
+        execute: Execute,
+        precision: Literal["fp8"] | None,
+        audit: bool,
+        untouched: Untouched,
+    ) -> None:
+        self._window = window
+        self._precision = precision_of(precision, window)
+        self._options: dict[str, Any] = {
+            "execute": execute,
+            "precision": self._precision,
+            "audit": audit,
+            "untouched": untouched,
+        }
+        self._functions: dict[Any, RunLoss] = {}
+
+    def refuse_backward(self) -> None:
+        """Refuse `backward` where only a forward by wholebatch has the precision."""
+        if self._precision.name == "fp8":
+            raise OptionError(
+                "backward() with precision='fp8': fp8 works only where wholebatch runs the "
+                "forward pass. Give the loss function to run(), or leave precision= out"
+            )
+
+    def __getitem__(self, loss: Callable[[Any], Any]) -> RunLoss:
+        return self._functions.get(_key_of(loss)) or self.prepare(loss)
+
+    def prepare(
+        self, loss: Callable[[Any], Any], reads: Callable[..., Any] | None = None
+    ) -> RunLoss:
+        """Make a loss function ready to be run (`reads`: see `RunLoss`)."""
+        if len(self._functions) == _MOST_FUNCTIONS:
+            raise WindowError(
+                f"run() was given {_MOST_FUNCTIONS + 1} different loss functions, and each gets "
+                "its own test and graph: define the function once, before the loop, and pass what "
+                "changes in the micro-batch"
+            )
+        function = RunLoss(loss, self._window, reads=reads, **self._options)
+        self._functions[_key_of(loss)] = function
+        return function
+
+    def clear(self) -> None:
+        """Forget all functions: their graphs leave the device's memory."""
+        self._functions.clear()
+
+
+def _key_of(loss: object) -> Any:
+    """Return the function itself, or the id of one that has no hash (a dataclass)."""
+    try:
+        hash(loss)
+    except TypeError:
+        return id(loss)
+    return loss
 
 
 class RunLoss:

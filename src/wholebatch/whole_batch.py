@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from wholebatch.batch import Batches, Tokens
-from wholebatch.batch.lookahead_loader import NOTHING, Feed
+from wholebatch.batch.lookahead_loader import NOTHING
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import RankError, StateError, WindowError
+from wholebatch.loop import Loop, Progress
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
 from wholebatch.memory.budget import Budget
@@ -31,7 +32,7 @@ from wholebatch.runner import (
 )
 from wholebatch.window import precision as precisions
 from wholebatch.window.close import ClipNorm, read_scalars
-from wholebatch.window.forward_state import ForwardState, restore_random
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
 
@@ -89,6 +90,9 @@ class WholeBatch(HasWindow):
     Attributes:
         last_step: The Step of the last update; None before the first.
     """
+
+    _runs_forwards: ClassVar[bool] = True
+    """True if it runs the forwards of a loop's item itself."""
 
     def __init__(
         self,
@@ -159,12 +163,7 @@ class WholeBatch(HasWindow):
         if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
-        self._feed: Feed | None = None  # of the last loop of `over`
-        self._is_batch_done = True  # False if `over` has given a batch that was not stepped with
-        self._resume: dict[str, Any] | None = None
-        # Inside `over` any rank may run out of data; forwards with collectives must be as many.
-        self._meets = sync.counts_must_agree
-        self._while_waiting: Callable[[], object] | None = None
+        self._progress = Progress(lambda: 1)  # a batch is a window
 
     def __repr__(self) -> str:
         optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
@@ -258,7 +257,7 @@ class WholeBatch(HasWindow):
                 "gradients: call it outside of them, or under torch.enable_grad()"
             )
         micros = self._fitting.split(batch)
-        forwards = self._meet(len(micros), steps) if self._meets else None
+        forwards = self._meet_with(len(micros), steps) if self._meets else None
         self._test(batch, micros)
         window = self._window
         known = None if self._count is None else self._count(micros)
@@ -271,7 +270,8 @@ class WholeBatch(HasWindow):
                     with attempt:
                         self._begin(known, attempt.before)
                         self._run(attempt, forwards, after_micro)
-            self._is_batch_done = True
+            self._progress.end_item()
+            self._progress.end_window()
             return self._close(attempt.micros, steps)
         finally:
             window.sync.restore()
@@ -306,7 +306,16 @@ class WholeBatch(HasWindow):
         window.discard()
         self._runner.executor.let_go()
 
-    def _meet(self, micro_batches: int, steps: bool = True) -> int:
+    @property
+    def _meets(self) -> bool:
+        """True if ranks meet before a window.
+
+        Inside `over` any rank may run out of data; forwards with collectives must be as many.
+        """
+        sync = self._window.sync
+        return sync.counts_must_agree or (self._progress.loop is not None and sync.ranks > 1)
+
+    def _meet_with(self, micro_batches: int, steps: bool = True) -> int:
         """Meet the other ranks before a window; return the most micro-batches that a rank brings.
 
         Refuse to go on where a rank has none and every rank is needed.
@@ -352,31 +361,27 @@ class WholeBatch(HasWindow):
             ahead: Read the next batch while the device computes. Random numbers that the loader
                 draws are then drawn before the step ends.
         """
-        sync, feed = self._window.sync, self._feed_for(loader)
-        last: Any = NOTHING
-        self._while_waiting = feed.has_next if ahead else None
-        self._meets = sync.ranks > 1
-        try:
-            while feed.take():
-                last = feed.current
-                self._is_batch_done = False
-                yield last
-            while sync.ranks > 1 and (most := self._meet(0)):
-                with self._turn:
-                    self.last_step = self._joined(last, most)
-        finally:
-            self._while_waiting = None
-            self._meets = sync.counts_must_agree
-            self._is_batch_done = True
+        loop = Loop(loader, [self], static=self._layout["static"], ahead=ahead)
+        return loop.items()
 
-    def _feed_for(self, loader: Iterable[Any]) -> Feed:
-        """Return the feed of a loop over this loader, from the saved position if one was loaded."""
-        saved, self._resume = self._resume, None
-        position = None if saved is None else saved.get("feed")
-        if saved is not None and position is not None:
-            restore_random(saved["random"])  # whatever was drawn since it was loaded
-        self._feed = Feed(loader, position, static=self._layout["static"])
-        return self._feed
+    def _begin_window(self) -> None:
+        """Do nothing: `step` begins the window, when it knows its micro-batches."""
+
+    def _end_unused(self) -> None:
+        """Leave out a batch that was not stepped with."""
+        self._progress.end_window()
+
+    def _end_epoch(self) -> None:
+        """Do nothing: no option counts the epochs."""
+
+    def _meet(self, items: int) -> tuple[int, int]:
+        """Meet ranks that have a batch, if this one has none; with a batch, `step` meets them."""
+        return (items, items) if items else (self._meet_with(0), 0)
+
+    def _join(self, like: Any, most: int) -> None:
+        """Take part in an update of the other ranks, without a batch."""
+        with self._turn:
+            self.last_step = self._joined(like, most)
 
     def _needs_every_rank(self, steps: bool) -> str | None:
         """Return the reason why every rank needs data, or None."""
@@ -391,7 +396,7 @@ class WholeBatch(HasWindow):
             like: Any batch. It is not counted.
         """
         with self._turn:
-            self.last_step = self._joined(like, self._meet(0) if self._meets else None)
+            self.last_step = self._joined(like, self._meet_with(0) if self._meets else None)
         return self.last_step
 
     def _joined(self, like: Any, forwards: int | None) -> Step:
@@ -437,7 +442,9 @@ class WholeBatch(HasWindow):
             window.sync.restore()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        step = self._window.close(steps=steps, while_waiting=self._while_waiting)
+        loop = self._progress.loop
+        waiting = loop.read_ahead if loop is not None and loop.reads_ahead else None
+        step = self._window.close(steps=steps, while_waiting=waiting)
         if self._probe is not None:
             self._probe.closed(step, joined=False)
         if step.skipped is None:
@@ -453,15 +460,10 @@ class WholeBatch(HasWindow):
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
                 "window that was interrupted is computed again, with the same update"
             )
-        if not self._is_batch_done:
-            raise StateError(
-                "state_dict() inside over() before the step() with this batch: the batch would be "
-                "lost. Save after a Step"
-            )
+        feed = self._progress.state_dict(self._window)
         saved = self._window.state_dict("WholeBatch")
-        feed = self._feed
         saved.update(
-            feed=None if feed is None or feed.is_exhausted else feed.state_dict(),
+            feed=feed,
             noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
         )
@@ -471,8 +473,9 @@ class WholeBatch(HasWindow):
         """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
+        self._progress.refuse_load()
         self._window.load_state_dict("WholeBatch", saved)
-        self._feed, self._resume = None, saved
+        self._progress.load_state_dict(saved)
         self._fitting.load_state_dict(saved)
         if self._probe is not None:
             self._probe.load_state_dict(saved.get("noise"))

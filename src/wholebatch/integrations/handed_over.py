@@ -7,7 +7,7 @@ library does then (clip, unscale, step, schedule, clear) works on the right grad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class HandedOver(Accumulator):
         model: nn.Module | Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        steps: int,
+        steps: int | Callable[[int], int],
         scaled_by: object,
         close: Close | None,
         **options: Any,
@@ -84,7 +84,6 @@ class HandedOver(Accumulator):
             close=replace(handed_over_close(close), scaler=scaler),
             **options,
         )
-        self._is_whole = False
         self._is_completed = False  # a window was closed, and no step was made from it
         store = self._window.store
         store.lends = True  # the library clears them before the next window
@@ -98,15 +97,6 @@ class HandedOver(Accumulator):
             for one in self._window.target.optimizers:
                 self._step_hooks.append(one.register_step_pre_hook(self._before_step))
                 self._step_hooks.append(one.register_step_post_hook(self._after_step))
-
-    @property
-    def _in_parts(self) -> bool:
-        return not self._is_whole or self._window.sync.ranks > 1
-
-    def _begin_backward(self, last: bool | None) -> bool:
-        is_last = super()._begin_backward(last)
-        self._is_whole = is_last and self._places == 0
-        return is_last
 
     def _close_window(self, **how: Any) -> Step:
         """Close the window, and leave its gradient in `.grad` (DeepSpeed's engine steps)."""
