@@ -154,6 +154,8 @@ def refuse_unreduced_steps(window: Window) -> None:
         window = holder()
         if window is None or window.store.is_stepping or window.leaves_gradients:
             return
+        if window.open is not None:
+            return  # refused by the window itself, or a step around its last backward
         if any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
             raise WindowError(
                 "optimizer.step() outside of a window, on a DistributedDataParallel model whose "
