@@ -14,27 +14,30 @@ from torch import Tensor, nn
 
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled import choose as choose_batchnorm
+from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import EmptyWindowError, LossError, OptionError, WindowError
 from wholebatch.joint_windows import parameters_below
 from wholebatch.loop import Loop, Progress, State
-from wholebatch.losses.loss import Loss, Terms, Units
-from wholebatch.losses.sum_and_units import sum_and_units
-from wholebatch.make_window import make_window
+from wholebatch.losses.loss import Loss, Terms, Units, sum_and_units
+from wholebatch.make_ledger import make_ledger
 from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
 from wholebatch.run_loss import Place, RunFunctions
-from wholebatch.window.close import ClipNorm
+from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
+from wholebatch.window.ledger import HasLedger, Turn
 from wholebatch.window.model_and_optimizer import Scheduler
+from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.steps import Steps
-from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount
+from wholebatch.window.units import UnitsCount
+from wholebatch.window.window import Step
 
 _log = logging.getLogger("wholebatch")
 _MicroBatch = TypeVar("_MicroBatch")
 
 
-class Accumulator(HasWindow):
+class Accumulator(HasLedger):
     """Exact gradient accumulation in your own loop: one update per `steps` micro-batches.
 
     >>> import torch, wholebatch as wb
@@ -119,7 +122,7 @@ class Accumulator(HasWindow):
                 '"allow")'
             )
         self._steps = Steps.of(steps)
-        window = make_window(
+        ledger = make_ledger(
             model,
             optimizer,
             clip_norm=clip_norm,
@@ -128,19 +131,20 @@ class Accumulator(HasWindow):
             close=as_close(close),
             audit=audit,
         )
-        models = window.target.models
-        self._window = window
-        self._untouched = Untouched(window, self._written_by)
+        models = ledger.target.models
+        self._ledger = ledger
+        self._untouched = Untouched(ledger, self._written_by)
         self._functions = RunFunctions(
-            window,
-            execute=check_execute(execute, window.target.device),
+            ledger,
+            execute=check_execute(execute, ledger.target.device),
             precision=precision,
             audit=audit,
             untouched=self._untouched,
         )
         if self._written_by == "the loop":
-            warn_of_empty_steps(self, window.target.optimizers)
+            warn_of_empty_steps(self, ledger.target.optimizers)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
+        self._refusing = [p for p in self._batchnorms if isinstance(p, Refuse) and p.norms]
         for model in models:
             warn_of_spectral_norms(model)
         self._checks = LoopChecks(models, audit=audit)
@@ -156,7 +160,7 @@ class Accumulator(HasWindow):
         _warn_of_open_window(self)
 
     def __repr__(self) -> str:
-        target = self._window.target
+        target = self._ledger.target
         models = "+".join(type(model).__name__ for model in target.models)
         optimizers = "+".join(type(optimizer).__name__ for optimizer in target.optimizers)
         steps, updates = self.steps, self.updates
@@ -178,7 +182,7 @@ class Accumulator(HasWindow):
     @property
     def micro_batches(self) -> int:
         """Micro-batches that the open window holds."""
-        return self._window.now.micro_batches
+        return self._ledger.added.micro_batches
 
     def updates_per_epoch(self, loader: Sized) -> int:
         """Return how many updates one pass of `over(loader)` makes, a short last window included.
@@ -197,13 +201,13 @@ class Accumulator(HasWindow):
         """
         micro_batches, updates = len(loader), 0
         while micro_batches > 0:
-            at = self._window.updates + updates
+            at = self._ledger.updates + updates
             micro_batches -= self._steps.at(update=at, epoch=self.epoch)
             updates += 1
         return updates
 
     def _next_size(self) -> int:
-        return self._steps.at(update=self._window.updates, epoch=self.epoch)
+        return self._steps.at(update=self._ledger.updates, epoch=self.epoch)
 
     @overload
     def backward(
@@ -249,22 +253,22 @@ class Accumulator(HasWindow):
             _refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
             is_last = self._begin_backward(last)
             progress, loop = self._progress, self._progress.loop
-            if self._checks.active and not self._window.now.owners:
+            if self._checks.active and not self._ledger.added.owners:
                 self._watch()
             if loop is not None and loop.joint.are_several:
                 used = total if mean is None else mean
                 loop.joint.refuse_moved(self, lambda: parameters_below(used))
             reduces = is_last and not more
             place: Any = {"in_parts": self._in_parts, "steps": self._planned_steps}
-            if isinstance(total, Terms) and self._window.now.known is not None:
+            if isinstance(total, Terms) and self._ledger.known is not None:
                 self._checks.check(total, **place)
-                self._window.add_loss(total, last=reduces, counts=progress.counts)
+                self._ledger.add_loss(total, last=reduces, counts=progress.counts)
             else:
                 summed, of = sum_and_units(total, units, mean)
                 if self._checks.active or self._checks.tests_units or isinstance(total, Loss):
                     self._checks.check(total, of, mean=mean, **place)
-                self._window.add(summed, of, last=reduces, counts=progress.counts)
-            self._window.current.are_units_given = True
+                self._ledger.add(summed, of, last=reduces, counts=progress.counts)
+            self._ledger.added.are_units_given = True
             return self._end_backward(more)
 
     def run(
@@ -310,7 +314,7 @@ class Accumulator(HasWindow):
             if loop is not None and loop.joint.are_several:
                 modules = function.modules
                 loop.joint.refuse_moved(self, lambda: set(map(id, modules.parameters())))
-            if self._window.now.known is not None:
+            if self._ledger.known is not None:
                 raise LossError(
                     "announce() with run(): run() takes a loss of one term only. Run the forward "
                     "pass yourself, and give its wb.Loss.terms(...) to backward()"
@@ -346,7 +350,7 @@ class Accumulator(HasWindow):
             raise WindowError(
                 "a second backward for one micro-batch: pass more=True on all but its last"
             )
-        self._window.now.refuse_broken()
+        self._ledger.added.refuse_broken()
         self._untouched.check()
         return progress.is_last
 
@@ -358,13 +362,13 @@ class Accumulator(HasWindow):
         """Count a micro-batch after its backwards; the last one closes the window."""
         self._untouched.remember()
         if more:
-            self._window.now.more_of_micro_batch = True
+            self._ledger.added.more_of_micro_batch = True
             self._progress.expect_more()
             return None
         if self._checks.active or self._checks.tests_units:
             self._checks.end_micro_batch()
         if self._progress.counts:
-            self._window.micro_batch_done()
+            self._ledger.added.end_micro_batch()
         return self._close() if self._progress.end_item() else None
 
     def announce(self, units: Mapping[str, Units]) -> None:
@@ -379,12 +383,12 @@ class Accumulator(HasWindow):
             acc.backward(wb.Loss.terms({"policy": policy(micro), "kl": (kl(micro), 0.05)}))
         ```
         """
-        if self._window.open is not None:
+        if self._ledger.open is not None:
             raise WindowError(
                 "announce() in an open window: its units must be known before its first backward"
             )
         loop = self._progress.loop
-        if loop is not None and loop.joint.are_several and self._window.sync.ranks > 1:
+        if loop is not None and loop.joint.are_several and self._ledger.sync.ranks > 1:
             raise WindowError(
                 "announce() on several ranks, with several accumulators in one loop: a rank "
                 "without data would not know which accumulator comes next; give each accumulator "
@@ -392,13 +396,13 @@ class Accumulator(HasWindow):
             )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
-        self._announced = self._announced or UnitsCount(lambda counts: counts, self._window.sync)
-        self._window.begin(known=self._announced([units]))
+        self._announced = self._announced or UnitsCount(lambda counts: counts, self._ledger.sync)
+        self._ledger.begin(known=self._announced([units]))
 
     @property
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
-        return not self._progress.is_whole or self._window.sync.ranks > 1
+        return not self._progress.is_whole or self._ledger.sync.ranks > 1
 
     @property
     def _planned_steps(self) -> int:
@@ -407,7 +411,7 @@ class Accumulator(HasWindow):
 
     def _watch(self) -> None:
         """Check the forwards of a first window in parts; none with collectives is repeated."""
-        sync = self._window.sync
+        sync = self._ledger.sync
         if self._checks.active and (sync.ranks > 1 or self._progress.size > 1):
             alone = not sync.counts_must_agree and not sync.grows_own_graph
             self._checks.watch(calls=alone)
@@ -415,16 +419,16 @@ class Accumulator(HasWindow):
     def flush(self) -> Step | None:
         """Close a short last window and return its Step, or None if the window is empty."""
         with self._turn:
-            if self._window.open is None:
+            if self._ledger.open is None:
                 self._progress.end_window()
                 return None
             if self._progress.state is State.MORE:
-                self._window.micro_batch_done()
+                self._ledger.added.end_micro_batch()
             return self._close()
 
     def discard(self) -> None:
         """Drop the open window; the next micro-batch begins a new one."""
-        self._window.discard()
+        self._ledger.discard()
         self._untouched.forget()
         self._checks.end_micro_batch()
         self._progress.end_window()
@@ -432,8 +436,8 @@ class Accumulator(HasWindow):
     def _close(self) -> Step:
         self._untouched.check(rates=True)
         progress, loop = self._progress, self._progress.loop
-        if progress.items > 1 or not progress.is_last or self._window.sync.ranks > 1:
-            self._checks.end_window(self._window.now.micro_batches)
+        if progress.items > 1 or not progress.is_last or self._ledger.sync.ranks > 1:
+            self._checks.end_window(self._ledger.added.micro_batches)
         if loop is not None:
             loop.before_close(self)
         progress.end_window()
@@ -443,7 +447,7 @@ class Accumulator(HasWindow):
 
     def _close_window(self, **how: Any) -> Step:
         self._untouched.forget()
-        return self._window.close(**how)
+        return self._ledger.close(**how)
 
     # --------------------------------------------------------------- the loop
 
@@ -458,38 +462,38 @@ class Accumulator(HasWindow):
 
     def _begin_window(self) -> None:
         """Refuse what has changed since the last window, before its first micro-batch."""
-        self._checks.begin_window(self._window.number)
+        self._checks.begin_window(self._ledger.number)
         self._watch()
-        for policy in self._batchnorms:
+        for policy in self._refusing:
             policy.begin_window()
 
     def _end_unused(self) -> None:
         """End a window whose last micro-batch made no backward."""
         size = self._progress.size
-        if self._window.open is not None or self._window.sync.ranks > 1:
+        if self._ledger.open is not None or self._ledger.sync.ranks > 1:
             self._join()
             return
         self._progress.end_window()
-        if self._window.options.zero_units == "raise":
+        if self._ledger.options.zero_units == "raise":
             raise EmptyWindowError(
                 f"none of the {size} micro-batches of this window was given to backward() or "
                 "run() of the accumulator, so there is no gradient to update with: call "
                 "acc.backward(mean=loss, units=...) in place of loss.backward(). If all "
                 "micro-batches of a window may be left out, pass close=wb.Close(zero_units='skip')"
             )
-        self._window.skipped += 1
+        self._ledger.skipped += 1
 
     def _join(self, like: Any = None, most: int = 0) -> None:
         """Take part in a window of the other ranks, having nothing more to add."""
-        if self._window.open is not None:
+        if self._ledger.open is not None:
             self._close()
             return
         self._progress.end_window()
         known = None if self._announced is None else self._announced([])
-        self.last_step = self._window.join(known)
+        self.last_step = self._ledger.join(known)
 
     def _meet(self, items: int) -> tuple[int, int]:
-        return self._window.sync.meet(items)
+        return self._ledger.sync.meet(items)
 
     def _end_epoch(self) -> None:
         self.epoch += 1
@@ -502,8 +506,8 @@ class Accumulator(HasWindow):
 
         Call it between windows: inside `over`, after the backward that returned a Step.
         """
-        feed = self._progress.state_dict(self._window)
-        return {**self._window.state_dict("Accumulator"), "epoch": self.epoch, "feed": feed}
+        feed = self._progress.state_dict(self._ledger)
+        return {**state_of(self._ledger, "Accumulator"), "epoch": self.epoch, "feed": feed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the model and optimizer are loaded.
@@ -512,7 +516,7 @@ class Accumulator(HasWindow):
         position. The random generators are restored.
         """
         self._progress.refuse_load()
-        self._window.load_state_dict("Accumulator", saved)
+        load_state(self._ledger, "Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
         self._progress.load_state_dict(saved)
@@ -523,16 +527,16 @@ _accumulators: WeakSet[Accumulator] = WeakSet()
 
 def _warn_of_open_window(accumulator: Accumulator) -> None:
     """Warn that an accumulator goes with a window that made no update."""
-    window = getattr(getattr(accumulator, "_window", None), "open", None)
+    added = getattr(getattr(accumulator, "_ledger", None), "added", None)
     # After an error, which says enough, no window is expected to be closed.
-    if window is None or accumulator._turn.failed or hasattr(sys, "last_type"):
+    if added is None or accumulator._turn.failed or hasattr(sys, "last_type"):
         return
-    if window.micro_batches:
+    if added.micro_batches:
         _log.warning(
             "%s was deleted with an open window (micro-batches in it: %d), which made no update. "
             "Close a short last window with flush(), or %s, which closes it",
             type(accumulator).__name__,
-            window.micro_batches,
+            added.micro_batches,
             accumulator._closes_the_last,
         )
 
@@ -581,13 +585,13 @@ def over(
         progress = accumulator._progress
         if continue_window or progress.resumes:
             continue
-        if accumulator._window.now.owners:
+        if accumulator._ledger.added.owners:
             raise WindowError(
                 f"a window is still open with {progress.items} of {progress.size} micro-batches "
                 "from an earlier loop: flush() to close it, discard() to drop it, or "
                 "over(loader, continue_window=True) to go on with it"
             )
-    models = [model for one in accumulators for model in one._window.target.models]
+    models = [model for one in accumulators for model in one._ledger.target.models]
     if len(set(map(id, models))) != len(models):
         raise OptionError(
             "two accumulators over the same model in one wb.over: give one Accumulator a list of "

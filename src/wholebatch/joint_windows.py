@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from wholebatch.errors import WindowError
 from wholebatch.losses.loss import Loss, Terms, terms_of
-from wholebatch.window.window import Window, graph_nodes
+from wholebatch.window.autograd_graph import graph_nodes
+from wholebatch.window.ledger import Ledger
 
 
 class Position(Protocol):
@@ -38,7 +39,7 @@ class Member(Protocol):
         """Updates that it has made."""
 
     @property
-    def _window(self) -> Window: ...
+    def _ledger(self) -> Ledger: ...
 
     @property
     def _progress(self) -> Position: ...
@@ -76,7 +77,7 @@ class JointWindows:
         for other, before, after in zip(others, self._updates[id(member)], now, strict=True):
             if before == after:
                 continue
-            for model in other._window.target.models:
+            for model in other._ledger.target.models:
                 if not used().isdisjoint(map(id, model.parameters())):
                     _raise_moved(model, member, other)
 
@@ -93,7 +94,7 @@ class JointWindows:
                 if model.training and member._progress.is_item_open:
                     _raise_moved(model, member, updated)
 
-        for model in updated._window.target.models if waiting else ():
+        for model in updated._ledger.target.models if waiting else ():
             self._guards.append(model.register_forward_pre_hook(refuse))
 
     def unguard(self) -> None:

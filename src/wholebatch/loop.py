@@ -22,7 +22,7 @@ from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, RankError, StateError, WindowError
 from wholebatch.joint_windows import JointWindows
 from wholebatch.window.forward_state import ForwardState, restore_random
-from wholebatch.window.window import Window
+from wholebatch.window.ledger import Ledger
 
 
 class State(Enum):
@@ -135,9 +135,9 @@ class Progress:
 
     # ------------------------------------------------------------ the position
 
-    def state_dict(self, window: Window) -> dict[str, Any] | None:
+    def state_dict(self, ledger: Ledger) -> dict[str, Any] | None:
         """Return the position in the loader; None if no loop has stopped in the middle of one."""
-        if self.loop is not None and self.is_item_open and window.open is None:
+        if self.loop is not None and self.is_item_open and ledger.open is None:
             raise StateError(
                 "state_dict() inside over() before this item was used (by backward(), run() or "
                 "step()): it would be lost. Save after a Step"
@@ -181,7 +181,7 @@ class Member(Protocol):
     """An accumulator or a WholeBatch, as a loop drives it."""
 
     @property
-    def _window(self) -> Window: ...
+    def _ledger(self) -> Ledger: ...
 
     @property
     def _progress(self) -> Progress: ...
@@ -258,7 +258,7 @@ class Loop:
             member._progress.attach(self)
         self.joint.begin()
         try:
-            if any(member._window.sync.ranks > 1 for member in self.members):
+            if any(member._ledger.sync.ranks > 1 for member in self.members):
                 yield from self._windows_of_ranks()
             else:
                 yield from self._items_of_window(None)
@@ -290,13 +290,13 @@ class Loop:
             model
             for member in self.members
             if not member._runs_forwards
-            for model in member._window.target.models
+            for model in member._ledger.target.models
         }
 
     def _may_be_left(self) -> bool:
         """End a loop that is between two windows; return False if it is not."""
         [member, *others] = self.members
-        if others or member._window.sync.ranks > 1 or not member._progress.is_between:
+        if others or member._ledger.sync.ranks > 1 or not member._progress.is_between:
             return False
         assert self.feed is not None
         if not self.feed.has_next():
@@ -314,11 +314,11 @@ class Loop:
             if progress.loop is not self:
                 continue  # another loop has begun
             if progress.state is State.MORE:
-                member._window.micro_batch_done()
+                member._ledger.added.end_micro_batch()
                 progress.end_item()
             progress.leave_item()
             progress.loop, progress.counts = None, True
-            member._window.sync.restore()
+            member._ledger.sync.restore()
 
     # ------------------------------------------------------------------ items
 
@@ -335,7 +335,7 @@ class Loop:
         """End the body of the loop. A body without a backward counts as an item too."""
         progress = member._progress
         if progress.state is State.MORE:
-            member._window.micro_batch_done()
+            member._ledger.added.end_micro_batch()
         if progress.state is State.WINDOW_GONE:
             progress.leave_item()
         elif progress.is_item_open and progress.end_item():
@@ -370,10 +370,10 @@ class Loop:
         last item again, with weight zero and the model's state put back.
         """
         assert self.feed is not None
-        shared = [member for member in self.members if member._window.sync.ranks > 1]
+        shared = [member for member in self.members if member._ledger.sync.ranks > 1]
         lead = shared[0]
         equal = any(
-            member._window.sync.counts_must_agree and not member._runs_forwards for member in shared
+            member._ledger.sync.counts_must_agree and not member._runs_forwards for member in shared
         )
         if equal and len(self.members) > 1:
             raise OptionError(
@@ -414,7 +414,7 @@ class Loop:
             counts = index < own
             item = self.feed.current if self.feed.take() else self._latest_item
             if not counts:
-                self._before = ForwardState(*lead._window.target.models)
+                self._before = ForwardState(*lead._ledger.target.models)
             self.begin_item(lead, last=index == most - 1, counts=counts)
             yield from self._body(item)
             self.put_back()

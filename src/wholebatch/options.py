@@ -15,7 +15,8 @@ from wholebatch.batch import Tokens
 from wholebatch.batch.micro_batches import check_micro_batch
 from wholebatch.batch.samples import Static, check_layout
 from wholebatch.errors import OptionError
-from wholebatch.window.close import ClipNorm, CloseOptions, OnGradient, Policy
+from wholebatch.window.close import OnGradient
+from wholebatch.window.close_options import ClipNorm, CloseOptions, Policy
 from wholebatch.window.model_and_optimizer import Ema
 
 BatchNormPolicy: TypeAlias = Literal["exact", "freeze", "allow", "refuse"]

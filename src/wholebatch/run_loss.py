@@ -26,8 +26,9 @@ from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
 from wholebatch.window.autocast import Full, Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.ledger import Ledger
 from wholebatch.window.precision import choose
-from wholebatch.window.window import Window, is_tested_window
+from wholebatch.window.window import is_tested_window
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,15 @@ class RunFunctions:
 
     def __init__(
         self,
-        window: Window,
+        ledger: Ledger,
         *,
         execute: Execute,
         precision: Literal["fp8"] | None,
         audit: bool,
         untouched: Untouched,
     ) -> None:
-        self._window = window
-        self._precision = precision_of(precision, window)
+        self._ledger = ledger
+        self._precision = precision_of(precision, ledger)
         self._options: dict[str, Any] = {
             "execute": execute,
             "precision": self._precision,
@@ -93,7 +94,7 @@ class RunFunctions:
                 "its own test and graph: define the function once, before the loop, and pass what "
                 "changes in the micro-batch"
             )
-        function = RunLoss(loss, self._window, reads=reads, **self._options)
+        function = RunLoss(loss, self._ledger, reads=reads, **self._options)
         self._functions[_key_of(loss)] = function
         return function
 
@@ -121,7 +122,7 @@ class RunLoss:
     def __init__(
         self,
         loss: Callable[[Any], Any],
-        window: Window,
+        ledger: Ledger,
         *,
         execute: Execute,
         precision: Precision,
@@ -135,10 +136,10 @@ class RunLoss:
                 "wb.Loss; a loss that is computed already goes to backward()"
             )
         _refuse_other_arguments(loss)
-        models, sync = window.target.models, window.sync
-        self._window, self._precision, self._audits = window, precision, audit
+        models, sync = ledger.target.models, ledger.sync
+        self._ledger, self._precision, self._audits = ledger, precision, audit
         self._untouched = untouched
-        self._kind = window.target.device.type
+        self._kind = ledger.target.device.type
         self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
@@ -163,9 +164,9 @@ class RunLoss:
             execute,
             model=self.modules,
             loss=self._call,
-            window=window,
+            window=ledger,
             precision=precision,
-            device=window.target.device,
+            device=ledger.target.device,
             eager=self._eager_step,
         )
 
@@ -193,7 +194,7 @@ class RunLoss:
         The first test takes the first micro-batch of its window, the next test another one.
         """
         place, before = self._place, self._number
-        self._number = self._window.number
+        self._number = self._ledger.number
         is_first = place.index == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
@@ -204,7 +205,7 @@ class RunLoss:
         begins = is_first and place.in_parts
         if begins:
             self._test.begin_window(self.executor.changed())
-        is_tested, is_alone = self._test.is_due, self._window.sync.ranks == 1
+        is_tested, is_alone = self._test.is_due, self._ledger.sync.ranks == 1
         if begins and is_tested and is_alone:  # A forward may meet other ranks.
             self._gathered = GatheredSamples()
         if not is_tested and self._gathered is None:
@@ -226,14 +227,14 @@ class RunLoss:
                     self._test.test_gathered(run, self._gathered, given["micro"])
 
     def _added(self) -> Loss:
-        window = self._window
-        entered = len(window.now.owners)
+        ledger = self._ledger
+        entered = len(ledger.added.owners)
         try:
             made = self.executor.micro_step(self._micro)
         except BaseException:
-            was_added = len(window.now.owners) != entered or self.executor.mode != "eager"
-            if was_added and window.open is not None:
-                window.open.broken = True  # some gradients may be in, and others not
+            was_added = len(ledger.added.owners) != entered or self.executor.mode != "eager"
+            if was_added and ledger.open is not None:
+                ledger.added.broken = True  # some gradients may be in, and others not
             raise
         with torch.no_grad():  # it has no graph, and needs none
             return Loss(made.totals[SINGLE], made.units[SINGLE], extras=made.extras)
@@ -246,11 +247,11 @@ class RunLoss:
                 loss = as_loss(function(None, self._micro))
             if place.in_parts and self._audits:
                 refuse_in_parts(loss)
-                if place.counts and is_tested_window(self._window.number):
+                if place.counts and is_tested_window(self._ledger.number):
                     self._means.add_loss(loss)
             if self.executor.is_eager:
                 self._untouched.check()  # the loss function may have written to the window
-            self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
+            self._ledger.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
         assert isinstance(loss, Loss)
         return loss
 
@@ -271,20 +272,20 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         ) from None
 
 
-def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:
+def precision_of(precision: Literal["fp8"] | None, ledger: Ledger) -> Precision:
     """Return the precision of `run`: the loop's own, or fp8."""
     if precision is None:
         return Full()
     if precision != "fp8":
         kind = "float16" if "16" in str(precision) and "b" not in str(precision) else "bfloat16"
-        device = window.target.device.type
+        device = ledger.target.device.type
         autocast = f'torch.autocast("{device}", dtype=torch.{kind})'
         raise OptionError(
             f"precision={precision!r}: must be 'fp8', or None for the precision of your loop; for "
             f"16 bit put {autocast} around the forward and the loss"
         )
-    target = window.target
-    keeps = not window.sync.grows_own_graph
+    target = ledger.target
+    keeps = not ledger.sync.grows_own_graph
     return choose(precision, target.device.type, keeps=keeps, models=target.models)
 
 

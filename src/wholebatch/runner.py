@@ -60,7 +60,8 @@ from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.window import Window, is_tested_window
+from wholebatch.window.ledger import Ledger
+from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -96,7 +97,7 @@ class Runner:
         loss: LossFunction | Coupled,
         *,
         root: nn.Module,
-        window: Window,
+        ledger: Ledger,
         precision: Precision,
         execute: Execute,
         policy: Policy | None,
@@ -113,21 +114,21 @@ class Runner:
         self._counts = True  # False if it only takes part in the other ranks' collectives
         self.extras: list[Mapping[str, Tensor]] = []
         """The tensors beside the loss of each micro-batch of the window."""
-        self._window = window
+        self._ledger = ledger
         self._precision = precision
-        self._device = window.target.device
+        self._device = ledger.target.device
         self._norms = whole_batch_norms(root)
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._is_tested = True  # this window is one of 1, 2, 4, 8, ...
-        self._untouched = Untouched(window, by="the loss function")
+        self._untouched = Untouched(ledger, by="the loss function")
         self._means = MeanUnits()
         read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
-        shares = window.sync.counts_must_agree
+        shares = ledger.sync.counts_must_agree
         self._test = AdditivityTest(
-            root, window.sync, enabled=audit, shares_forwards=shares, loss=read
+            root, ledger.sync, enabled=audit, shares_forwards=shares, loss=read
         )
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
@@ -135,7 +136,7 @@ class Runner:
             self._executed(check_execute(execute, self._device)),
             model=root,
             loss=read,
-            window=window,
+            window=ledger,
             precision=precision,
             device=self._device,
             eager=self._eager_step,
@@ -164,7 +165,7 @@ class Runner:
         steps: Collection[int] = (),
     ) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
-        sync = self._window.sync
+        sync = self._ledger.sync
         # A batch that is whole now may be cut when memory runs out: `run` tests it then.
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
@@ -192,14 +193,14 @@ class Runner:
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
         function = self._loss.addends if isinstance(self._loss, Coupled) else self._loss
-        sharded = self._window.sync.counts_must_agree  # a forward would need the other ranks
+        sharded = self._ledger.sync.counts_must_agree  # a forward would need the other ranks
         if self._looked_at_padding or not self._audits or sharded or function is None:
             return
 
         def run(micro: Any) -> Loss | Terms:  # in full precision, where it is the loop's to choose
             return as_loss(function(self.model, to_device(micro, self._device)))
 
-        models = self._window.target.models
+        models = self._ledger.target.models
         self._looked_at_padding = check_padding(run, layout_of(batch, **layout), by, models)
 
     def join_test(self) -> None:
@@ -211,14 +212,15 @@ class Runner:
 
     def begin_window(self, before: ForwardState | None) -> None:
         """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
-        self._is_tested = is_tested_window(self._window.number)
+        self._is_tested = is_tested_window(self._ledger.number)
         self._untouched.forget()
         if self._is_tested:
             self._means.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
-        if before is None:
-            before = ForwardState(*(norm for _, norm in self._norms if norm.training), every=False)
+        training = [norm for _, norm in self._norms if norm.training]
+        if before is None and training:
+            before = ForwardState(*training, every=False)
         self._before = before
         self.extras = []
 
@@ -247,20 +249,20 @@ class Runner:
         micro_step = self._eager_step if self._is_plain else self.micro_step
         self._prepare(micros)
         places = how.forwards or len(micros)
-        self._window.sync.before_forwards()
+        self._ledger.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1
                 if index < len(micros):
                     micro_step(micros[index])
-                    self._window.micro_batch_done()
+                    self._ledger.added.end_micro_batch()
                     how.after_micro(index + 1, len(micros))
                 else:
                     self._run_weightless(micros[-1] if micros else how.stand_in)
 
     def _prepare(self, micros: Sequence[Any]) -> None:
         """Test a batch that is cut only now, since memory ran out."""
-        sync = self._window.sync
+        sync = self._ledger.sync
         self._in_parts = len(micros) > 1 or sync.ranks > 1
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
@@ -270,7 +272,7 @@ class Runner:
     def _run_weightless(self, micro: Any) -> None:
         """Take part in the collectives of a micro-batch, and leave no trace of it."""
         self._counts = False
-        with ForwardState(*self._window.target.models):
+        with ForwardState(*self._ledger.target.models):
             self.micro_step(micro)
         self._counts = True
 
@@ -280,7 +282,7 @@ class Runner:
 
     def _norms_over_ranks(self) -> AbstractContextManager[None]:
         """Let BatchNorms that train normalise with the statistics of all ranks."""
-        sync = self._window.sync
+        sync = self._ledger.sync
         if sync.ranks == 1 or not self.is_undivided():
             return nullcontext()
         if sync.counts_must_agree and not isinstance(sync, Replicated):
@@ -304,7 +306,7 @@ class Runner:
 
     def micro_step(self, micro: Any) -> None:
         """Run forward and backward of a micro-batch, and enter it in the window."""
-        if self._window.sync.ranks > 1 and self.is_undivided():
+        if self._ledger.sync.ranks > 1 and self.is_undivided():
             self._eager_step(micro)  # with collectives in every BatchNorm
         else:
             extras = self.executor.micro_step(micro).extras
@@ -321,7 +323,7 @@ class Runner:
         # A graph may have added to the gradients since the last eager micro-step.
         is_eager = self._is_plain or self.executor.is_eager
         with self._guarded() if is_eager else nullcontext():
-            self._window.add_loss(loss, last=self._is_last, counts=self._counts)
+            self._ledger.add_loss(loss, last=self._is_last, counts=self._counts)
         if self._is_plain and self._counts and isinstance(loss, Loss) and loss.extras:
             self.extras.append(loss.extras)
         return loss
@@ -356,7 +358,7 @@ class TwoPassRunner(Runner):
 
     def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
         super().__init__(model, loss, **options)
-        sync = self._window.sync
+        sync = self._ledger.sync
         if sync.grows_own_graph or sync.counts_must_agree:
             raise UnsupportedError(
                 f"wb.Coupled on a model of {type(sync).__name__}: its forward runs collectives, "
@@ -383,7 +385,7 @@ class TwoPassRunner(Runner):
             self._run_passes(micros, how)
 
     def _run_passes(self, micros: Sequence[Any], how: WindowRun) -> None:
-        window = self._window
+        ledger = self._ledger
 
         def encode(micro: Any) -> Any:
             self._before_code()
@@ -391,17 +393,17 @@ class TwoPassRunner(Runner):
                 return self._coupled.encode(self.model, to_device(micro, self._device))
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-            last = how.reduces and window.current.micro_batches == len(micros) - 1
+            last = how.reduces and ledger.added.micro_batches == len(micros) - 1
             if outputs:
                 with self._guarded():
-                    window.backward(outputs, gradients, last=last)
-            window.micro_batch_done()
-            how.after_micro(window.current.micro_batches, len(micros))
+                    ledger.backward(outputs, gradients, last=last)
+            ledger.added.end_micro_batch()
+            how.after_micro(ledger.added.micro_batches, len(micros))
 
         passes = TwoPasses(
             micros,
             encode,
-            modules=window.target.models,
+            modules=ledger.target.models,
             keep=max(1, self._keep) if len(micros) == 1 else self._keep,
         )
         whole = passes.first()
@@ -411,7 +413,7 @@ class TwoPassRunner(Runner):
 
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
-        sync = self._window.sync
+        sync = self._ledger.sync
         gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
         try:
             with self._precision.forward():
@@ -432,22 +434,21 @@ class TwoPassRunner(Runner):
         """Record the loss, and run its backward into the leaves and its own parameters."""
         terms = terms_of(loss)
         units = self._agreed_units(terms)
-        window, sync = self._window.begin(known=units), self._window.sync
-        if window.has_terms:
-            window.fix_seeds(terms)  # all ranks have the same terms
+        ledger, sync = self._ledger, self._ledger.sync
+        ledger.begin(known=units, terms=terms)  # all ranks have the same terms
         share = 1.0 / sync.ranks
         seeds = [
-            window.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
+            ledger.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
         ]
         own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
-        window.record(
+        ledger.added.record(
             {name: term.total.detach() * own for name, term in terms.items()},
             {name: units[name] * own for name in terms},
             {name: term.weight for name, term in terms.items()},
         )
-        window.owners.clear()  # The loss belongs to no single micro-batch.
+        ledger.added.owners.clear()  # The loss belongs to no single micro-batch.
         with self._guarded():
-            self._window.backward([term.total for term in terms.values()], seeds, also=leaves)
+            self._ledger.backward([term.total for term in terms.values()], seeds, also=leaves)
 
     def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
         """Return the units of each term; raise LossError if the ranks' losses differ."""
@@ -457,7 +458,7 @@ class TwoPassRunner(Runner):
                 *(term.total.detach() for term in terms.values()),
             ]
         )
-        sync = self._window.sync
+        sync = self._ledger.sync
         if sync.ranks > 1:
             for own, summed in zip(read, sync.sum(read), strict=True):
                 if math.isfinite(own) and not math.isclose(
@@ -476,13 +477,13 @@ def choose_runner(
     loss: LossFunction | Coupled,
     *,
     root: nn.Module,
-    window: Window,
+    ledger: Ledger,
     batchnorm: str,
     **options: Any,
 ) -> Runner:
     """Return the runner that this model and loss need; refuse options that do not go together."""
     policy = None if batchnorm == "exact" else choose_batchnorm(batchnorm, root)
-    options.update(root=root, window=window, policy=policy)
+    options.update(root=root, ledger=ledger, policy=policy)
     if isinstance(loss, Coupled):
         return TwoPassRunner(model, loss, **options)
     return Runner(model, loss, **options)

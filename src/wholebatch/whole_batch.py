@@ -16,7 +16,7 @@ from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import RankError, StateError, WindowError
 from wholebatch.loop import Loop, Progress
 from wholebatch.losses.coupled import Coupled
-from wholebatch.make_window import make_window
+from wholebatch.make_ledger import make_ledger
 from wholebatch.memory.budget import Budget
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
@@ -31,15 +31,19 @@ from wholebatch.runner import (
     modules_of,
 )
 from wholebatch.window import precision as precisions
-from wholebatch.window.close import ClipNorm, read_scalars
+from wholebatch.window.close import read_scalars
+from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.ledger import HasLedger, Turn
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
+from wholebatch.window.saved_state import load_state, state_of
+from wholebatch.window.units import UnitsCount, UnitsFunction
+from wholebatch.window.window import Step
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
-class WholeBatch(HasWindow):
+class WholeBatch(HasLedger):
     """Make the update of the whole batch in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
@@ -115,7 +119,7 @@ class WholeBatch(HasWindow):
         check_functions(loss, units)
         given, memory = Samples.of(micro_batch), as_memory(memory)
         root, models = modules_of(model)
-        window = make_window(
+        ledger = make_ledger(
             models,
             optimizer,
             clip_norm=clip_norm,
@@ -125,7 +129,7 @@ class WholeBatch(HasWindow):
             precision=precision,
             audit=audit,
         )
-        target, sync = window.target, window.sync
+        target, sync = ledger.target, ledger.sync
         self.model, self._root = model, root
         self.micro_batch = given.micro_batch
         self.last_step: Step | None = None
@@ -135,12 +139,12 @@ class WholeBatch(HasWindow):
         self._precision = precisions.choose(
             precision, target.device.type, keeps=keeps, models=models
         )
-        self._window = window
+        self._ledger = ledger
         self._runner = choose_runner(
             model,
             loss,
             root=root,
-            window=window,
+            ledger=ledger,
             precision=self._precision,
             execute=execute,
             batchnorm=batchnorm,
@@ -166,7 +170,7 @@ class WholeBatch(HasWindow):
         self._progress = Progress(lambda: 1)  # a batch is a window
 
     def __repr__(self) -> str:
-        optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
+        optimizers = "+".join(type(one).__name__ for one in self._ledger.target.optimizers)
         return (
             f"WholeBatch({type(self._root).__name__}, {optimizers or None}, "
             f"micro_batch={self.micro_batch!r}, updates={self.updates})"
@@ -195,7 +199,7 @@ class WholeBatch(HasWindow):
             every: Measure one window of this many.
         """
         coupled = self._runner.needs_every_rank() is not None
-        self._probe = Probe(every, self._window, coupled=coupled)
+        self._probe = Probe(every, self._ledger, coupled=coupled)
 
     @property
     def noise(self) -> NoiseScale | None:
@@ -212,7 +216,7 @@ class WholeBatch(HasWindow):
         Returns:
             The exact mean loss, the gradient norm and what else happened.
         """
-        if not self._window.target.steps:
+        if not self._ledger.target.steps:
             raise WindowError(
                 "step() with optimizer=None: call gradient(batch), then your own optimizer step"
             )
@@ -230,7 +234,7 @@ class WholeBatch(HasWindow):
             batch: The whole batch, as for `step`.
             after_micro: As for `step`.
         """
-        self._window.store.check_hand_over()
+        self._ledger.store.check_hand_over()
         with self._turn:
             self.last_step = self._update(batch, after_micro, steps=False)
         return self.last_step
@@ -259,7 +263,7 @@ class WholeBatch(HasWindow):
         micros = self._fitting.split(batch)
         forwards = self._meet_with(len(micros), steps) if self._meets else None
         self._test(batch, micros)
-        window = self._window
+        ledger = self._ledger
         known = None if self._count is None else self._count(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
         if self._fitting.may_begin_again():
@@ -270,13 +274,14 @@ class WholeBatch(HasWindow):
                     with attempt:
                         self._begin(known, attempt.before)
                         self._run(attempt, forwards, after_micro)
-            self._progress.end_item()
-            self._progress.end_window()
+            if self._progress.loop is not None:
+                self._progress.end_item()
+                self._progress.end_window()
             return self._close(attempt.micros, steps)
         finally:
-            window.sync.restore()
-            if window.open is not None:
-                window.discard()
+            ledger.sync.restore()
+            if ledger.open is not None:
+                ledger.discard()
             self._runner.discard_window()
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
@@ -293,17 +298,17 @@ class WholeBatch(HasWindow):
     def _begin(self, known: dict[str, float] | None, before: ForwardState | None) -> None:
         """Open the window, unless the first loss must open it."""
         if known is not None:
-            self._window.begin(known=known)
+            self._ledger.begin(known=known)
         self._runner.begin_window(before)
         if self._probe is not None:
             self._probe.begin()
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
-        window = self._window
-        if window.open is not None and window.sync.ranks > 1 and window.next_seed is None:
-            window.next_seed = read_scalars([window.open.seed])[0]
-        window.discard()
+        ledger = self._ledger
+        if ledger.open is not None and ledger.sync.ranks > 1 and ledger.next_seed is None:
+            ledger.next_seed = read_scalars([ledger.open.seed])[0]
+        ledger.discard()
         self._runner.executor.let_go()
 
     @property
@@ -312,7 +317,7 @@ class WholeBatch(HasWindow):
 
         Inside `over` any rank may run out of data; forwards with collectives must be as many.
         """
-        sync = self._window.sync
+        sync = self._ledger.sync
         return sync.counts_must_agree or (self._progress.loop is not None and sync.ranks > 1)
 
     def _meet_with(self, micro_batches: int, steps: bool = True) -> int:
@@ -320,7 +325,7 @@ class WholeBatch(HasWindow):
 
         Refuse to go on where a rank has none and every rank is needed.
         """
-        most, fewest = self._window.sync.meet(micro_batches)
+        most, fewest = self._ledger.sync.meet(micro_batches)
         why = self._needs_every_rank(steps)
         if most > 0 and fewest == 0 and why is not None:
             raise RankError(
@@ -343,8 +348,8 @@ class WholeBatch(HasWindow):
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
         alone = self._fitting.may_begin_again() or measured
-        reduces = self._window.sync.ranks == 1 or not alone
-        forwards = forwards if self._window.sync.counts_must_agree else None
+        reduces = self._ledger.sync.ranks == 1 or not alone
+        forwards = forwards if self._ledger.sync.counts_must_agree else None
         self._runner.run(micros, WindowRun(reduces, after, forwards))
 
     # --------------------------------------------------------------- the loop
@@ -385,7 +390,7 @@ class WholeBatch(HasWindow):
 
     def _needs_every_rank(self, steps: bool) -> str | None:
         """Return the reason why every rank needs data, or None."""
-        if not steps or self._window.leaves_gradients:
+        if not steps or self._ledger.leaves_gradients:
             return "after gradient() the step is made by each rank's own loop"
         return self._runner.needs_every_rank()
 
@@ -400,11 +405,11 @@ class WholeBatch(HasWindow):
         return self.last_step
 
     def _joined(self, like: Any, forwards: int | None) -> Step:
-        window, probe = self._window, self._probe
+        ledger, probe = self._ledger, self._probe
         why = self._needs_every_rank(steps=True)
         if why is not None:
             raise RankError(
-                f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
+                f"rank {ledger.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
         if probe is not None:
@@ -414,10 +419,10 @@ class WholeBatch(HasWindow):
             self._count.learn(like)
         known = None if self._count is None else self._count([])
         self._runner.begin_window(None)
-        if window.sync.counts_must_agree:
+        if ledger.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)
         else:
-            step = window.join(known)
+            step = ledger.join(known)
         if probe is not None:
             probe.closed(step, joined=True)
         return step
@@ -426,25 +431,25 @@ class WholeBatch(HasWindow):
         self, like: Any, known: dict[str, float] | None, forwards: int | None
     ) -> Step:
         """Run as many forwards as the other ranks, none of which counts."""
-        window = self._window
+        ledger = self._ledger
         if like is NOTHING:
             raise RankError(
-                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                f"rank {ledger.sync.rank} has no data at all, and a sharded model needs every rank "
                 "in every forward: give it at least one batch"
             )
         stand_in = self._fitting.split(like)[0]
-        window.begin(0, known=known)
+        ledger.begin(0, known=known)
         try:
             with self._precision.window():
                 self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
-            return window.close()
+            return ledger.close()
         finally:
-            window.sync.restore()
+            ledger.sync.restore()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         loop = self._progress.loop
         waiting = loop.read_ahead if loop is not None and loop.reads_ahead else None
-        step = self._window.close(steps=steps, while_waiting=waiting)
+        step = self._ledger.close(steps=steps, while_waiting=waiting)
         if self._probe is not None:
             self._probe.closed(step, joined=False)
         if step.skipped is None:
@@ -460,8 +465,8 @@ class WholeBatch(HasWindow):
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
                 "window that was interrupted is computed again, with the same update"
             )
-        feed = self._progress.state_dict(self._window)
-        saved = self._window.state_dict("WholeBatch")
+        feed = self._progress.state_dict(self._ledger)
+        saved = state_of(self._ledger, "WholeBatch")
         saved.update(
             feed=feed,
             noise=None if self._probe is None else self._probe.state_dict(),
@@ -474,7 +479,7 @@ class WholeBatch(HasWindow):
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
         self._progress.refuse_load()
-        self._window.load_state_dict("WholeBatch", saved)
+        load_state(self._ledger, "WholeBatch", saved)
         self._progress.load_state_dict(saved)
         self._fitting.load_state_dict(saved)
         if self._probe is not None:

@@ -326,7 +326,7 @@ def tree(tmp_path: Path) -> Path:
     plant(tmp_path, "runner.py", "")
     plant(tmp_path, "losses/loss.py", "import torch\nfrom wholebatch import errors\n")
     plant(tmp_path, "window/window.py", "from wholebatch.losses.loss import Loss\n")
-    plant(tmp_path, "accumulator.py", "from wholebatch.window.window import Window\n")
+    plant(tmp_path, "accumulator.py", "from wholebatch.window.ledger import Ledger\n")
     plant(
         tmp_path,
         "whole_batch.py",

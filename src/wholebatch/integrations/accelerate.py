@@ -103,7 +103,7 @@ class AccelerateAccumulator(HandedOver):
     def _last_of(self, last: bool | None) -> bool | None:
         """Return what Accelerate says: it synchronises in the last micro-batch of a window."""
         self._refuse_loop_without_accumulate()
-        if self._window.open is None:
+        if self._ledger.open is None:
             self.steps = self._accelerator.gradient_accumulation_steps
         return bool(self._accelerator.sync_gradients)
 
@@ -117,7 +117,7 @@ class AccelerateAccumulator(HandedOver):
             accelerator.sync_gradients
             and steps > 1
             and not moved
-            and self._window.open is None
+            and self._ledger.open is None
             and not accelerator.gradient_state.end_of_dataloader
         ):
             raise WindowError(

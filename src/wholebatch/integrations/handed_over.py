@@ -85,7 +85,7 @@ class HandedOver(Accumulator):
             **options,
         )
         self._is_completed = False  # a window was closed, and no step was made from it
-        store = self._window.store
+        store = self._ledger.store
         store.lends = True  # the library clears them before the next window
         store.stray = (
             "holds a gradient at the first backward of a window, which would be added to it: call "
@@ -93,29 +93,29 @@ class HandedOver(Accumulator):
             "to windows.backward()"
         )
         self._step_hooks: list[Any] = []
-        if self.guards_steps and not self._window.sync.owns_step:
-            for one in self._window.target.optimizers:
+        if self.guards_steps and not self._ledger.sync.owns_step:
+            for one in self._ledger.target.optimizers:
                 self._step_hooks.append(one.register_step_pre_hook(self._before_step))
                 self._step_hooks.append(one.register_step_post_hook(self._after_step))
 
     def _close_window(self, **how: Any) -> Step:
         """Close the window, and leave its gradient in `.grad` (DeepSpeed's engine steps)."""
-        window = self._window
-        step = super()._close_window(steps=window.sync.owns_step, **how)
-        if window.sync.owns_step:
+        ledger = self._ledger
+        step = super()._close_window(steps=ledger.sync.owns_step, **how)
+        if ledger.sync.owns_step:
             return step
         self._is_completed = True
         if step.skipped is None:
-            window.updates += 1
-        elif window.target.scale is not None and window.target.scale.enabled:
-            for optimizer in window.target.optimizers:  # Its scaler needs one to skip the step by.
+            ledger.updates += 1
+        elif ledger.target.scale is not None and ledger.target.scale.enabled:
+            for optimizer in ledger.target.optimizers:  # Its scaler needs one to skip the step by.
                 first = optimizer.param_groups[0]["params"][0]
                 first.grad = torch.full_like(first, math.nan)
-        return replace(step, update=window.updates)
+        return replace(step, update=ledger.updates)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step from a part of a window, and one from gradients that no window made."""
-        if self._window.open is not None:
+        if self._ledger.open is not None:
             raise WindowError(f"optimizer.step() while the window is open: {self.closes_by}")
         parameters = (one for group in optimizer.param_groups for one in group["params"])
         if not self._is_completed and any(one.grad is not None for one in parameters):
@@ -133,12 +133,12 @@ class HandedOver(Accumulator):
         """Leave models and optimizers as they were found (a conversion of BatchNorm is kept)."""
         while self._step_hooks:
             self._step_hooks.pop().remove()
-        self._window.hooks.give_back()
+        self._ledger.hooks.give_back()
         self._functions.clear()  # graphs leave the device's memory
         self._checks.stop()
         for policy in self._batchnorms:
             policy.detach()
-        for model in self._window.target.models:
+        for model in self._ledger.target.models:
             if isinstance(model, DistributedDataParallel):  # its own reductions begin again
                 model.require_backward_grad_sync = model.require_forward_param_sync = True
 

@@ -204,7 +204,7 @@ class ExactAccumulation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
         self._windows = TrainerAccumulator(trainer, **self._options)
-        self._windows._window.updates = self._saved_updates
+        self._windows._ledger.count_from(self._saved_updates)
         self._step = step = TrainingStep(trainer, pl_module, self._windows, self._units_of)
         self._replaced.enter_context(
             replaced_attributes(
@@ -300,7 +300,7 @@ class TrainerAccumulator(HandedOver):
     @property
     def is_open(self) -> bool:
         """True if the window holds a micro-batch."""
-        return self._window.open is not None
+        return self._ledger.open is not None
 
 
 class TrainingStep:

@@ -10,8 +10,8 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.offload.partial_step import check_per_parameter
 from wholebatch.offload.state_on_host import OPTION, HostStateStore
-from wholebatch.window.close import CloseOptions
-from wholebatch.window.gradient_store import Store
+from wholebatch.window.close import Store
+from wholebatch.window.close_options import CloseOptions
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target

@@ -14,8 +14,8 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
 from wholebatch.offload.streamed_state import StreamedState
-from wholebatch.window.close import CloseOptions
-from wholebatch.window.gradient_store import Store
+from wholebatch.window.close import Store
+from wholebatch.window.close_options import CloseOptions
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target

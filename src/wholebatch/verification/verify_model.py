@@ -32,7 +32,7 @@ from wholebatch.verification.run_comparison import (
 )
 from wholebatch.verification.verdicts import Cause, Verdict, cause
 from wholebatch.whole_batch import MicroBatch, WholeBatch
-from wholebatch.window.close import ClipNorm
+from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.precision import PrecisionName
 
 _log = logging.getLogger("wholebatch.verify")
