@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Literal, TypeVar, overload
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +18,19 @@ from wholebatch.joint_windows import parameters_below
 from wholebatch.loop import Loop, Progress, State
 from wholebatch.losses.loss import Loss, Terms, Units, sum_and_units
 from wholebatch.make_ledger import make_ledger
-from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
+from wholebatch.options import BatchNormPolicy, Close, Memory, as_close, without_budget
 from wholebatch.run_loss import Place, RunFunctions
+from wholebatch.window.close import Handover
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
-from wholebatch.window.ledger import HasLedger, Turn
+from wholebatch.window.ledger import HasLedger, Turn, refuse_no_grad
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.steps import Steps
+from wholebatch.window.unclosed import UnclosedWarning
 from wholebatch.window.units import UnitsCount
 from wholebatch.window.window import Step
 
-_log = logging.getLogger("wholebatch")
 _MicroBatch = TypeVar("_MicroBatch")
 
 
@@ -95,6 +92,8 @@ class Accumulator(HasLedger):
     """How the loop closes a short last window, for messages."""
     _knows_steps: ClassVar[bool] = True
     """True if the number of micro-batches of a window is known before its end."""
+    _handover: ClassVar[Handover | None] = None
+    """How a library that makes the step gets the gradients; None if the window steps."""
     _runs_forwards: ClassVar[bool] = False
     """True if a loop's item is used without the user's own forward."""
 
@@ -127,9 +126,10 @@ class Accumulator(HasLedger):
             optimizer,
             clip_norm=clip_norm,
             scheduler=scheduler,
-            memory=_without_budget(memory),
+            memory=without_budget(memory),
             close=as_close(close),
             audit=audit,
+            handover=self._handover,
         )
         models = ledger.target.models
         self._ledger = ledger
@@ -154,10 +154,14 @@ class Accumulator(HasLedger):
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
         self._progress = Progress(self._next_size)
         self._watch()
-        _accumulators.add(self)
+        self._warning = UnclosedWarning(
+            ledger, self._turn, owner=type(self).__name__, closes=self._closes_the_last
+        )
 
     def __del__(self) -> None:
-        _warn_of_open_window(self)
+        warning = getattr(self, "_warning", None)
+        if warning is not None:
+            warning.warn()
 
     def __repr__(self) -> str:
         target = self._ledger.target
@@ -250,7 +254,7 @@ class Accumulator(HasLedger):
         """
         self._functions.refuse_backward()
         with self._turn:
-            _refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
+            refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
             is_last = self._begin_backward(last)
             progress, loop = self._progress, self._progress.loop
             if self._checks.active and not self._ledger.added.owners:
@@ -304,7 +308,7 @@ class Accumulator(HasLedger):
         Returns:
             The Step if the window was closed, else None.
         """
-        _refuse_no_grad(
+        refuse_no_grad(
             "run()", "call it outside of them; to evaluate, call the loss function itself"
         )
         with self._turn:
@@ -441,13 +445,14 @@ class Accumulator(HasLedger):
         if loop is not None:
             loop.before_close(self)
         progress.end_window()
-        self.last_step = self._close_window()
+        self._untouched.forget()
+        self.last_step = self._ledger.close()
+        self._after_close(self.last_step)
         self._watch()
         return self.last_step
 
-    def _close_window(self, **how: Any) -> Step:
-        self._untouched.forget()
-        return self._ledger.close(**how)
+    def _after_close(self, step: Step) -> None:
+        """Leave what a library needs for its own step."""
 
     # --------------------------------------------------------------- the loop
 
@@ -522,52 +527,6 @@ class Accumulator(HasLedger):
         self._progress.load_state_dict(saved)
 
 
-_accumulators: WeakSet[Accumulator] = WeakSet()
-
-
-def _warn_of_open_window(accumulator: Accumulator) -> None:
-    """Warn that an accumulator goes with a window that made no update."""
-    added = getattr(getattr(accumulator, "_ledger", None), "added", None)
-    # After an error, which says enough, no window is expected to be closed.
-    if added is None or accumulator._turn.failed or hasattr(sys, "last_type"):
-        return
-    if added.micro_batches:
-        _log.warning(
-            "%s was deleted with an open window (micro-batches in it: %d), which made no update. "
-            "Close a short last window with flush(), or %s, which closes it",
-            type(accumulator).__name__,
-            added.micro_batches,
-            accumulator._closes_the_last,
-        )
-
-
-@atexit.register
-def _warn_of_open_windows() -> None:
-    """Warn at the end of a script: later, the names of this module may be gone."""
-    for accumulator in list(_accumulators):
-        _warn_of_open_window(accumulator)
-        accumulator._turn.failed = True  # nothing more is expected of it
-
-
-def _refuse_no_grad(call: str, instead: str) -> None:
-    if not torch.is_grad_enabled():
-        raise WindowError(
-            f"{call} under torch.no_grad() or torch.inference_mode(), where there are no "
-            f"gradients: {instead}"
-        )
-
-
-def _without_budget(memory: Memory | None) -> Memory:
-    if memory is None:
-        return Memory()
-    if not isinstance(memory, Memory) or memory.budget is not None:
-        raise OptionError(
-            f"memory={memory!r}: Accumulator does not run the forward pass, so it cannot keep a "
-            "budget; give wb.Memory(optimizer_state=...), or use WholeBatch"
-        )
-    return memory
-
-
 def over(
     loader: Iterable[_MicroBatch], *accumulators: Accumulator, continue_window: bool = False
 ) -> Iterator[_MicroBatch]:
@@ -578,23 +537,4 @@ def over(
         accumulators: The accumulators to drive.
         continue_window: Continue a window that is open, instead of refusing it.
     """
-    if not accumulators:
-        raise OptionError("wb.over(loader): give at least one Accumulator")
-    loop = Loop(loader, accumulators)
-    for accumulator in accumulators:
-        progress = accumulator._progress
-        if continue_window or progress.resumes:
-            continue
-        if accumulator._ledger.added.owners:
-            raise WindowError(
-                f"a window is still open with {progress.items} of {progress.size} micro-batches "
-                "from an earlier loop: flush() to close it, discard() to drop it, or "
-                "over(loader, continue_window=True) to go on with it"
-            )
-    models = [model for one in accumulators for model in one._ledger.target.models]
-    if len(set(map(id, models))) != len(models):
-        raise OptionError(
-            "two accumulators over the same model in one wb.over: give one Accumulator a list of "
-            "optimizers instead"
-        )
-    return loop.items()
+    return Loop(loader, accumulators, continue_window=continue_window).items()

@@ -227,6 +227,7 @@ class Loop:
         loader: Any iterable of items.
         members: Those that use the items.
         static: Leaves of an item that have no samples.
+        continue_window: Continue windows that an earlier loop left open, instead of refusing them.
         ahead: Read the next item while the device computes the update.
     """
 
@@ -236,8 +237,11 @@ class Loop:
         members: Sequence[Member],
         *,
         static: Static = (),
+        continue_window: bool = False,
         ahead: bool = False,
     ) -> None:
+        if not members:
+            raise OptionError("wb.over(loader): give at least one Accumulator")
         self.members = members
         self.joint = JointWindows(members)
         self.feed: Feed | None = None
@@ -246,6 +250,9 @@ class Loop:
         self._latest_item: Any = NOTHING
         self._before: ForwardState | None = None  # of the models, before a forward without weight
         self._refuse_nested()
+        if not continue_window:
+            self._refuse_open_windows()
+        self._refuse_shared_models()
 
     def items(self) -> Iterator[Any]:
         """Yield the items, to the loader's end on every rank."""
@@ -283,6 +290,29 @@ class Loop:
             if models.isdisjoint(other._models()) or other._may_be_left():
                 continue
             raise WindowError(_NESTED)
+
+    def _refuse_open_windows(self) -> None:
+        """Refuse windows from an earlier loop, unless a state is loaded that drops them."""
+        for member in self.members:
+            progress = member._progress
+            if progress.resumes:
+                continue
+            if member._ledger.added.owners:
+                raise WindowError(
+                    f"a window is still open with {progress.items} of {progress.size} "
+                    "micro-batches from an earlier loop: flush() to close it, discard() to drop "
+                    "it, or over(loader, continue_window=True) to go on with it"
+                )
+            progress.end_window()
+
+    def _refuse_shared_models(self) -> None:
+        """Refuse two members of one model: both would add to its gradients."""
+        models = [model for member in self.members for model in member._ledger.target.models]
+        if len(set(map(id, models))) != len(models):
+            raise OptionError(
+                "two accumulators over the same model in one wb.over: give one Accumulator a list "
+                "of optimizers instead"
+            )
 
     def _models(self) -> set[Any]:
         """Return the models whose windows may be open between two items."""

@@ -10,6 +10,7 @@ from torch import nn
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.offload import choose as choose_store
 from wholebatch.options import Close, Memory, close_options
+from wholebatch.window.close import Handover
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import refuse_unreduced_steps
 from wholebatch.window.ledger import Ledger
@@ -26,6 +27,7 @@ def make_ledger(
     close: Close,
     precision: str = "full",
     audit: bool = True,
+    handover: Handover | None = None,
 ) -> Ledger:
     """Return the ledger of these models and optimizers; refuse what does not go together."""
     options = close_options(close, clip_norm)
@@ -46,6 +48,7 @@ def make_ledger(
         options=options,
         sync=sync,
         on_gradient=close.on_gradient is not None,
+        handover=handover,
     )
     ledger = Ledger(target, options, sync, store, close.on_gradient, audit=audit)
     refuse_unreduced_steps(ledger)

@@ -104,6 +104,18 @@ def as_memory(memory: Memory | int | float | str | None) -> Memory:
     return memory if isinstance(memory, Memory) else Memory(memory)
 
 
+def without_budget(memory: Memory | None) -> Memory:
+    """Return the option for an entry point that does not run the forward pass."""
+    if memory is None:
+        return Memory()
+    if not isinstance(memory, Memory) or memory.budget is not None:
+        raise OptionError(
+            f"memory={memory!r}: Accumulator does not run the forward pass, so it cannot keep a "
+            "budget; give wb.Memory(optimizer_state=...), or use WholeBatch"
+        )
+    return memory
+
+
 @dataclass(frozen=True)
 class Samples:
     """A micro-batch size, and how a batch is read; made by `samples`."""

@@ -31,10 +31,10 @@ from wholebatch.runner import (
     modules_of,
 )
 from wholebatch.window import precision as precisions
-from wholebatch.window.close import read_scalars
+from wholebatch.window.close import Handover, read_scalars
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.ledger import HasLedger, Turn
+from wholebatch.window.ledger import HasLedger, Turn, refuse_no_grad
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.units import UnitsCount, UnitsFunction
@@ -95,6 +95,8 @@ class WholeBatch(HasLedger):
         last_step: The Step of the last update; None before the first.
     """
 
+    _handover: ClassVar[Handover | None] = None
+    """How a trainer that makes the step gets the gradients; None without a trainer."""
     _runs_forwards: ClassVar[bool] = True
     """True if it runs the forwards of a loop's item itself."""
 
@@ -128,6 +130,7 @@ class WholeBatch(HasLedger):
             close=as_close(close),
             precision=precision,
             audit=audit,
+            handover=self._handover,
         )
         target, sync = ledger.target, ledger.sync
         self.model, self._root = model, root
@@ -255,16 +258,12 @@ class WholeBatch(HasLedger):
         return self._fitting.said
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
-        if not torch.is_grad_enabled():
-            raise WindowError(
-                "step() under torch.no_grad() or torch.inference_mode(), where there are no "
-                "gradients: call it outside of them, or under torch.enable_grad()"
-            )
+        refuse_no_grad("step()", "call it outside of them, or under torch.enable_grad()")
         micros = self._fitting.split(batch)
         forwards = self._meet_with(len(micros), steps) if self._meets else None
         self._test(batch, micros)
         ledger = self._ledger
-        known = None if self._count is None else self._count(micros)
+        known = self._known_units(micros)
         attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
         if self._fitting.may_begin_again():
             attempts = self._fitting.attempts(batch, micros, self._begin_again)
@@ -283,6 +282,10 @@ class WholeBatch(HasLedger):
             if ledger.open is not None:
                 ledger.discard()
             self._runner.discard_window()
+
+    def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
+        """Return all units of a window by term, if `units=` counts them before its first backward."""
+        return None if self._count is None else self._count(micros)
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
@@ -417,7 +420,7 @@ class WholeBatch(HasLedger):
         self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
-        known = None if self._count is None else self._count([])
+        known = self._known_units([])
         self._runner.begin_window(None)
         if ledger.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)

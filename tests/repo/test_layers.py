@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"verification"}),
     frozenset({"accumulator", "whole_batch", "pipeline"}),
     frozenset({"loop", "runner"}),
-    frozenset({"joint_windows", "run_loss", "noise_scale", "make_window"}),
+    frozenset({"joint_windows", "run_loss", "noise_scale", "make_ledger"}),
     frozenset({"memory"}),
     frozenset({"coupled"}),
     frozenset({"compile"}),

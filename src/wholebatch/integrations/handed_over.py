@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.accumulator import Accumulator
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.options import Close, close_with_only
+from wholebatch.window.close import Handover
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -59,6 +60,13 @@ class HandedOver(Accumulator):
     """
 
     _written_by = "the loop until the window is complete"
+    _handover = Handover(
+        lends=True,  # the library clears them before the next window
+        counts=True,
+        stray="holds a gradient at the first backward of a window, which would be added to it: "
+        "call optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
+        "to windows.backward()",
+    )
     closes_by: ClassVar[str] = "windows.flush()"
     """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True
@@ -85,33 +93,23 @@ class HandedOver(Accumulator):
             **options,
         )
         self._is_completed = False  # a window was closed, and no step was made from it
-        store = self._ledger.store
-        store.lends = True  # the library clears them before the next window
-        store.stray = (
-            "holds a gradient at the first backward of a window, which would be added to it: call "
-            "optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
-            "to windows.backward()"
-        )
         self._step_hooks: list[Any] = []
         if self.guards_steps and not self._ledger.sync.owns_step:
             for one in self._ledger.target.optimizers:
                 self._step_hooks.append(one.register_step_pre_hook(self._before_step))
                 self._step_hooks.append(one.register_step_post_hook(self._after_step))
 
-    def _close_window(self, **how: Any) -> Step:
-        """Close the window, and leave its gradient in `.grad` (DeepSpeed's engine steps)."""
+    def _after_close(self, step: Step) -> None:
+        """Note that the library may step; its scaler needs a gradient to skip the step by."""
         ledger = self._ledger
-        step = super()._close_window(steps=ledger.sync.owns_step, **how)
         if ledger.sync.owns_step:
-            return step
+            return
         self._is_completed = True
-        if step.skipped is None:
-            ledger.updates += 1
-        elif ledger.target.scale is not None and ledger.target.scale.enabled:
-            for optimizer in ledger.target.optimizers:  # Its scaler needs one to skip the step by.
+        scale = ledger.target.scale
+        if step.skipped is not None and scale is not None and scale.enabled:
+            for optimizer in ledger.target.optimizers:
                 first = optimizer.param_groups[0]["params"][0]
                 first.grad = torch.full_like(first, math.nan)
-        return replace(step, update=ledger.updates)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step from a part of a window, and one from gradients that no window made."""

@@ -10,7 +10,7 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.offload.partial_step import check_per_parameter
 from wholebatch.offload.state_on_host import OPTION, HostStateStore
-from wholebatch.window.close import Store
+from wholebatch.window.close import Handover, Store
 from wholebatch.window.close_options import CloseOptions
 
 if TYPE_CHECKING:
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def choose(
-    place: str, *, target: Target, options: CloseOptions, sync: Sync, on_gradient: bool
+    place: str,
+    *,
+    target: Target,
+    options: CloseOptions,
+    sync: Sync,
+    on_gradient: bool,
+    handover: Handover | None = None,
 ) -> Store:
     """Return the store for `optimizer_state=place`, or raise if it cannot be used here.
 
@@ -33,7 +39,7 @@ def choose(
             "not in .grad; use ZeRO 0, DDP or FSDP2"
         )
     if place == "device":
-        return Store(target, options, sync)
+        return Store(target, options, sync, handover)
     if not target.steps:
         raise OptionError(f"optimizer=None with {OPTION}: there is no optimizer state to move")
     is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())
@@ -45,4 +51,4 @@ def choose(
         )
     for optimizer in target.optimizers:
         check_per_parameter(optimizer, OPTION)
-    return HostStateStore(target, options, sync)
+    return HostStateStore(target, options, sync, handover)

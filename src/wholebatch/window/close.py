@@ -329,15 +329,14 @@ Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
 """The parameters that are trained, by parameter group."""
 
 
-class Store:
-    """The gradients of an open window in `.grad`, and the update from them."""
+@dataclass(frozen=True)
+class Handover:
+    """How a window leaves its gradients to a user, or to a library that makes the step."""
 
-    steps_at_once: bool = True
-    """True if one step of the optimizer updates all parameters."""
     lends: bool = False
-    """Gradients that are left to the user may be written again by the next window."""
-    opened: Callable[[], None] | None = None
-    """Called when a window opens, before there is a gradient."""
+    """True if they may be written again by the next window: they are cleared before it."""
+    counts: bool = False
+    """True if each of them is counted as an update."""
     stray: str = (
         "already holds a gradient that this window did not make, and it would be added. If your "
         "code calls loss.backward(), remove it: the window runs the backward pass. After "
@@ -345,7 +344,23 @@ class Store:
     )
     """The end of the error message for gradients that are there before the first backward."""
 
-    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
+
+class Store:
+    """The gradients of an open window in `.grad`, and the update from them."""
+
+    steps_at_once: bool = True
+    """True if one step of the optimizer updates all parameters."""
+    opened: Callable[[], None] | None = None
+    """Called when a window opens, before there is a gradient."""
+
+    def __init__(
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        handover: Handover | None = None,
+    ) -> None:
+        self.handover = handover or Handover()
         self.target = target
         self.options = options
         self.sync = sync
@@ -364,7 +379,7 @@ class Store:
         dirty = read_scalars([one.any() for one in local_parts(dense_gradients(holders))])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
             if is_dirty:
-                raise WindowError(f"{self.target.name_of(parameter)} {self.stray}")
+                raise WindowError(f"{self.target.name_of(parameter)} {self.handover.stray}")
         for parameter in holders:
             parameter.grad = None
 
@@ -429,11 +444,11 @@ class Store:
     def hand_over(self) -> None:
         """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
 
-        They are new tensors, unless this store `lends` its own: a compiled micro-step writes into
-        those in every window.
+        They are new tensors, unless the handover `lends` the store's own: a compiled micro-step
+        writes into those in every window.
         """
         self.target.sixteen_bit.round_once()
-        for parameter in () if self.lends else self.parameters:
+        for parameter in () if self.handover.lends else self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
         self.parameters = []

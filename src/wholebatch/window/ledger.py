@@ -345,7 +345,8 @@ class Ledger:
         """
         for observer in observers:
             observer.window_closes(self)
-        steps = steps and self.target.steps
+        handover = self.store.handover
+        steps = steps and self.target.steps and (self.sync.owns_step or not handover.counts)
         self.leaves_gradients = not steps
         window, added, training = self.current, self.added, self._training
         try:
@@ -364,7 +365,7 @@ class Ledger:
                 while_waiting=while_waiting,
             )
             apply(decision, training, steps=steps)
-            self.updates += decision.skipped is None and steps
+            self.updates += decision.skipped is None and (steps or handover.counts)
             self.skipped += decision.skipped is not None
             if decision.units:
                 self.next_seed = power_of_two_near(1.0 / decision.units)
@@ -398,6 +399,15 @@ class Ledger:
         self.sync.discard()
         self.hooks.give_back()
         self.open, self.added = None, Additions()
+
+
+def refuse_no_grad(call: str, instead: str) -> None:
+    """Refuse a call where autograd makes no gradients; `instead` says what to do."""
+    if not torch.is_grad_enabled():
+        raise WindowError(
+            f"{call} under torch.no_grad() or torch.inference_mode(), where there are no "
+            f"gradients: {instead}"
+        )
 
 
 class Turn:

@@ -14,6 +14,7 @@ from wholebatch.batch import Batches
 from wholebatch.errors import WindowError
 from wholebatch.losses.loss import SINGLE
 from wholebatch.whole_batch import WholeBatch
+from wholebatch.window.close import Handover
 from wholebatch.window.foreign_writes import Watch
 from wholebatch.window.forward_state import attributes_restored
 from wholebatch.window.window import Step
@@ -41,13 +42,12 @@ class GivenWindows(WholeBatch):
     True
     """
 
+    _handover = Handover(lends=True)  # the trainer clears them before the next window
+
     def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self._host = host
         self._announced: dict[str, float] | None = None
-        self._ledger.store.lends = True  # the trainer clears them before the next window
-        if self._count is not None:
-            self._counted, self._count = self._count, self._known  # type: ignore[assignment]
         self._batches = 0
         self._shares = torch.zeros(0)
         self.extras: dict[str, Tensor] = {}
@@ -74,8 +74,9 @@ class GivenWindows(WholeBatch):
             self._watch.remember(self._ledger.target.trained())
         return self._shares.unbind()
 
-    def _known(self, micros: Sequence[Any]) -> dict[str, float]:
-        return self._counted(micros) if self._announced is None else self._announced
+    def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
+        is_announced = self._announced is not None and self._count is not None
+        return self._announced if is_announced else super()._known_units(micros)
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         in_parts = len(micros) > 1 or self._ledger.sync.ranks > 1
