@@ -284,7 +284,7 @@ class WholeBatch(HasLedger):
             self._runner.discard_window()
 
     def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
-        """Return all units of a window by term, if `units=` counts them before its first backward."""
+        """Return all units of a window by term, if `units=` counts them before."""
         return None if self._count is None else self._count(micros)
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
