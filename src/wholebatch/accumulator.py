@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, ClassVar, Literal, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,6 @@ class Accumulator(HasLedger):
         execute: How `run` computes a micro-batch: "eager", "compile" (one compiled graph), "graph"
             (the same, captured as a CUDA graph), or "auto", which chooses by the device and by how
             long the run takes.
-        precision: "fp8" computes the linear layers of `run` in 8 bits and the rest in bf16. None is
-            the precision of your loop, with the autocast around the call.
         batchnorm: What to do with BatchNorm layers: "refuse", "freeze" (normalise with the running
             statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(optimizer_state=...)`.
@@ -106,7 +104,6 @@ class Accumulator(HasLedger):
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: BatchNormPolicy = "refuse",
         memory: Memory | None = None,
         audit: bool = True,
@@ -137,7 +134,6 @@ class Accumulator(HasLedger):
         self._functions = RunFunctions(
             ledger,
             execute=check_execute(execute, ledger.target.device),
-            precision=precision,
             audit=audit,
             untouched=self._untouched,
         )
@@ -252,7 +248,6 @@ class Accumulator(HasLedger):
         Returns:
             The Step if the window was closed, else None.
         """
-        self._functions.refuse_backward()
         with self._turn:
             refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
             is_last = self._begin_backward(last)

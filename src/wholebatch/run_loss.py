@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from wholebatch.window.autocast import Full, Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.precision import choose
 from wholebatch.window.window import is_tested_window
 
 
@@ -59,27 +58,17 @@ class RunFunctions:
         ledger: Ledger,
         *,
         execute: Execute,
-        precision: Literal["fp8"] | None,
         audit: bool,
         untouched: Untouched,
     ) -> None:
         self._ledger = ledger
-        self._precision = precision_of(precision, ledger)
         self._options: dict[str, Any] = {
             "execute": execute,
-            "precision": self._precision,
+            "precision": Full(),  # that of the loop
             "audit": audit,
             "untouched": untouched,
         }
         self._functions: dict[Any, RunLoss] = {}
-
-    def refuse_backward(self) -> None:
-        """Refuse `backward` where only a forward by wholebatch has the precision."""
-        if self._precision.name == "fp8":
-            raise OptionError(
-                "backward() with precision='fp8': fp8 works only where wholebatch runs the "
-                "forward pass. Give the loss function to run(), or leave precision= out"
-            )
 
     def __getitem__(self, loss: Callable[[Any], Any]) -> RunLoss:
         return self._functions.get(_key_of(loss)) or self.prepare(loss)
@@ -174,11 +163,6 @@ class RunLoss:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
         is_on = torch.is_autocast_enabled(self._kind)
         autocast = torch.get_autocast_dtype(self._kind) if is_on else None
-        if self._precision.name == "fp8" and autocast not in (None, torch.bfloat16):
-            raise OptionError(
-                f"precision='fp8' under autocast to {autocast}: fp8 computes the rest in bf16; use "
-                "bf16 autocast or none, and no GradScaler"
-            )
         self._micro, self._place = {"micro": micro, "autocast": autocast}, place
         try:
             # The function itself is tested, and hooks on models stop a graph.
@@ -200,7 +184,7 @@ class RunLoss:
             self._unmoved = self._gathered = None
             self._means.begin_window()
         elif self._unmoved is not None and place.last:
-            with self._precision.for_audit():
+            with self._precision.forward():
                 self._unmoved.check()
         begins = is_first and place.in_parts
         if begins:
@@ -215,7 +199,7 @@ class RunLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**given, "micro": few})
 
-        with self._precision.for_audit():
+        with self._precision.forward():
             if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
                 data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
                 self._test.test(run, data)
@@ -270,23 +254,6 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
             f"({', '.join(signature.parameters)}): "
             "give a function of the micro-batch alone, which uses the model of your loop"
         ) from None
-
-
-def precision_of(precision: Literal["fp8"] | None, ledger: Ledger) -> Precision:
-    """Return the precision of `run`: the loop's own, or fp8."""
-    if precision is None:
-        return Full()
-    if precision != "fp8":
-        kind = "float16" if "16" in str(precision) and "b" not in str(precision) else "bfloat16"
-        device = ledger.target.device.type
-        autocast = f'torch.autocast("{device}", dtype=torch.{kind})'
-        raise OptionError(
-            f"precision={precision!r}: must be 'fp8', or None for the precision of your loop; for "
-            f"16 bit put {autocast} around the forward and the loss"
-        )
-    target = ledger.target
-    keeps = not ledger.sync.grows_own_graph
-    return choose(precision, target.device.type, keeps=keeps, models=target.models)
 
 
 def _on_micro_batch(

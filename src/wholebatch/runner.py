@@ -178,7 +178,7 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.for_audit():
+            with self._precision.forward():
                 return function(self.model, to_device(few, self._device))
 
         refuse_new_norms([self._root], self._known_norms)

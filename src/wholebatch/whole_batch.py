@@ -73,7 +73,7 @@ class WholeBatch(HasLedger):
         units: A function `units(micro)` that counts the units before the first backward: a number,
             or one per term. A loss of several terms needs it.
         precision: "full" (or "fp32") computes in the parameters' dtype; "bf16" and "fp16" use
-            autocast; "fp8" is bf16 with linear layers in 8 bits (Hopper GPUs and newer).
+            autocast.
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update;
@@ -139,9 +139,7 @@ class WholeBatch(HasLedger):
         self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
         keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
-        self._precision = precisions.choose(
-            precision, target.device.type, keeps=keeps, models=models
-        )
+        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
         self._ledger = ledger
         self._runner = choose_runner(
             model,

@@ -92,7 +92,6 @@ INTERNALS = (
     Internal("torch._inductor.virtualized", "V", "both of these", "slower"),
     Internal("torch", "_foreach_zero_", "buffers zeroed by one kernel", "an error in tests"),
     Internal("torch", "_foreach_copy_", "weights cast by one kernel", "an error in tests"),
-    Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
@@ -115,7 +114,6 @@ WINDOW_INTERNALS = (
     Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
     Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
     Internal("torch", "_foreach_copy_", "one kernel copies all buffers", _TEST),
-    Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
         "torch.nn",
         "Module._apply",

@@ -370,7 +370,7 @@ def _loss_scale(
         return scaler
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
-    if scaler is not None and precision in ("bf16", "fp8"):
+    if scaler is not None and precision == "bf16":
         raise OptionError(
             f"scaler= with precision={precision!r}: bf16 has the range of fp32 and needs no loss "
             "scaling; leave the scaler out"
