@@ -19,7 +19,8 @@ from wholebatch.loop import Loop, Progress, State
 from wholebatch.losses.loss import Loss, Terms, Units, sum_and_units
 from wholebatch.make_ledger import make_ledger
 from wholebatch.options import BatchNormPolicy, Close, Memory, as_close, without_budget
-from wholebatch.run_loss import Place, RunFunctions
+from wholebatch.run_loss import RunFunctions
+from wholebatch.runner import Place
 from wholebatch.window.close import Handover
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps

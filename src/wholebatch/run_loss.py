@@ -6,10 +6,8 @@ test that the loss adds up, and run forward, backward and addition as one record
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,31 +18,14 @@ from wholebatch.compile import Execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.coupled.loop_checks import unwatched
-from wholebatch.coupled.mean_units import MeanUnits
-from wholebatch.errors import OptionError, WindowError
-from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
-from wholebatch.window.autocast import Full, Precision
+from wholebatch.errors import WindowError
+from wholebatch.loss_functions import check_run_function
+from wholebatch.losses.loss import SINGLE, Loss
+from wholebatch.runner import MicroStep, Place
+from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.window import is_tested_window
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a micro-batch in its window."""
-
-    index: int
-    """The number of micro-batches of its window before it."""
-    in_parts: bool
-    """True if it is not the whole global batch."""
-    steps: int
-    """The number of micro-batches of the window; 0 if it is not known before its end."""
-    last: bool
-    """True if its backward is the last one of the window, which reduces the gradients."""
-    counts: bool
-    """False if it only takes part in the other ranks' collectives."""
-
 
 _MOST_FUNCTIONS = 8
 """The most loss functions that one accumulator runs."""
@@ -64,7 +45,6 @@ class RunFunctions:
         self._ledger = ledger
         self._options: dict[str, Any] = {
             "execute": execute,
-            "precision": Full(),  # that of the loop
             "audit": audit,
             "untouched": untouched,
         }
@@ -114,20 +94,13 @@ class RunLoss:
         ledger: Ledger,
         *,
         execute: Execute,
-        precision: Precision,
         audit: bool,
         untouched: Untouched,
         reads: Callable[..., Any] | None = None,
     ) -> None:
-        if not callable(loss):
-            raise OptionError(
-                f"run({loss!r}, micro): must be a function of the micro-batch that returns a "
-                "wb.Loss; a loss that is computed already goes to backward()"
-            )
-        _refuse_other_arguments(loss)
+        check_run_function(loss)
         models, sync = ledger.target.models, ledger.sync
-        self._ledger, self._precision, self._audits = ledger, precision, audit
-        self._untouched = untouched
+        self._ledger = ledger
         self._kind = ledger.target.device.type
         self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
         self.modules = _all_modules(models, reads or loss)
@@ -135,7 +108,6 @@ class RunLoss:
         self._number = 0  # of the last window with a micro-batch of this function
         self._micro: Any = None  # of the call under way
         self._place: Place
-        self._means = MeanUnits()
         self._gathered: GatheredSamples | None = None  # as `_unmoved`
         self._unmoved: UnmovedLoss | None = None  # of the window that is open, if it is tested
         # Ranks that may have different numbers of micro-batches test alone.
@@ -147,17 +119,18 @@ class RunLoss:
             loss=self._call,
             given=nn.ModuleList(models),
         )
-        from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
-
-        self.executor = Executor(
-            execute,
-            model=self.modules,
-            loss=self._call,
-            window=ledger,
-            precision=precision,
-            device=ledger.target.device,
-            eager=self._eager_step,
+        self._step = MicroStep(
+            self._call,
+            None,
+            modules=self.modules,
+            ledger=ledger,
+            precision=Full(),  # that of the loop
+            execute=execute,
+            audit=audit,
+            untouched=untouched,
+            prepare=lambda _: self._micro,  # as it was given: parts of it may belong on the host
         )
+        self.executor = self._step.executor
 
     def __call__(self, micro: Any, place: Place) -> Loss:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
@@ -182,10 +155,9 @@ class RunLoss:
         is_first = place.index == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
-            self._means.begin_window()
+            self._step.means.begin_window()
         elif self._unmoved is not None and place.last:
-            with self._precision.forward():
-                self._unmoved.check()
+            self._unmoved.check()
         begins = is_first and place.in_parts
         if begins:
             self._test.begin_window(self.executor.changed())
@@ -199,61 +171,28 @@ class RunLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**given, "micro": few})
 
-        with self._precision.forward():
-            if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
-                data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
-                self._test.test(run, data)
-            if begins and is_tested and is_alone and not place.last:
-                self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
-            if self._gathered is not None:
-                self._gathered.add(given["micro"])
-                if place.last:
-                    self._test.test_gathered(run, self._gathered, given["micro"])
+        if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
+            data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
+            self._test.test(run, data)
+        if begins and is_tested and is_alone and not place.last:
+            self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
+        if self._gathered is not None:
+            self._gathered.add(given["micro"])
+            if place.last:
+                self._test.test_gathered(run, self._gathered, given["micro"])
 
     def _added(self) -> Loss:
         ledger = self._ledger
         entered = len(ledger.added.owners)
         try:
-            made = self.executor.micro_step(self._micro)
+            added = self._step.run(self._micro, self._place)
         except BaseException:
             was_added = len(ledger.added.owners) != entered or self.executor.mode != "eager"
             if was_added and ledger.open is not None:
                 ledger.added.broken = True  # some gradients may be in, and others not
             raise
         with torch.no_grad():  # it has no graph, and needs none
-            return Loss(made.totals[SINGLE], made.units[SINGLE], extras=made.extras)
-
-    def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
-        """Run the micro-step on the micro-batch as it was given: parts may belong on the host."""
-        place = self._place
-        with self._precision.window():
-            with self._precision.forward():
-                loss = as_loss(function(None, self._micro))
-            if place.in_parts and self._audits:
-                refuse_in_parts(loss)
-                if place.counts and is_tested_window(self._ledger.number):
-                    self._means.add_loss(loss)
-            if self.executor.is_eager:
-                self._untouched.check()  # the loss function may have written to the window
-            self._ledger.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
-        assert isinstance(loss, Loss)
-        return loss
-
-
-def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called with the micro-batch alone."""
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # a function of C without a signature
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise OptionError(
-            f"run() calls loss(micro), and {getattr(loss, '__name__', loss)!s} takes "
-            f"({', '.join(signature.parameters)}): "
-            "give a function of the micro-batch alone, which uses the model of your loop"
-        ) from None
+            return Loss(added.totals[SINGLE], added.units[SINGLE], extras=added.extras)
 
 
 def _on_micro_batch(

@@ -15,6 +15,7 @@ from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import RankError, StateError, WindowError
 from wholebatch.loop import Loop, Progress
+from wholebatch.loss_functions import LossFunction, check_functions, modules_of
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_ledger import make_ledger
 from wholebatch.memory.budget import Budget
@@ -22,14 +23,8 @@ from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.noise_scale import NoiseScale, Probe
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, as_close, as_memory
-from wholebatch.runner import (
-    AfterMicro,
-    LossFunction,
-    WindowRun,
-    check_functions,
-    choose_runner,
-    modules_of,
-)
+from wholebatch.runner import AfterMicro, WindowRun
+from wholebatch.two_pass_runner import choose_runner
 from wholebatch.window import precision as precisions
 from wholebatch.window.close import Handover, read_scalars
 from wholebatch.window.close_options import ClipNorm

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
+from wholebatch.loss_functions import check_functions, modules_of
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, flattened
 from wholebatch.readable_sizes import percent
-from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_causes import Measurements, diagnose
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, uneven
 from wholebatch.verification.observed_window import WindowRun
