@@ -290,7 +290,7 @@ class Accumulator(LoopWindows):
                     "pass yourself, and give its wb.Loss.terms(...) to backward()"
                 )
             place = Place(
-                index=progress.items,
+                position=progress.items,
                 in_parts=self._in_parts,
                 steps=self._planned_steps,
                 last=is_last and not more,

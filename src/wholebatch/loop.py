@@ -303,7 +303,8 @@ class Loop:
                     "micro-batches from an earlier loop: flush() to close it, discard() to drop "
                     "it, or over(loader, continue_window=True) to go on with it"
                 )
-            progress.end_window()
+            if progress.items:  # bodies that made no backward
+                progress.end_window()
 
     def _refuse_shared_models(self) -> None:
         """Refuse two members of one model: both would add to its gradients."""

@@ -152,7 +152,7 @@ class RunLoss:
         """
         place, before = self._place, self._number
         self._number = self._ledger.number
-        is_first = place.index == 0 or self._number != before  # of this function
+        is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
             self._step.means.begin_window()
@@ -171,7 +171,7 @@ class RunLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**given, "micro": few})
 
-        if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
+        if is_tested and (place.last or place.position >= self._test.turn % max(place.steps, 1)):
             data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
             self._test.test(run, data)
         if begins and is_tested and is_alone and not place.last:

@@ -71,7 +71,7 @@ class WindowRun:
 class Place(NamedTuple):
     """The place of a micro-batch in its window."""
 
-    index: int
+    position: int
     """The number of micro-batches of its window before it."""
     in_parts: bool
     """True if it is not the whole global batch."""
