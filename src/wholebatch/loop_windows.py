@@ -119,8 +119,7 @@ class LoopWindows(HasLedger):
         """Check the forwards of a first window in parts; none with collectives is repeated."""
         sync = self._ledger.sync
         if self._checks.active and (sync.ranks > 1 or self._progress.size > 1):
-            alone = not sync.counts_must_agree and not sync.grows_own_graph
-            self._checks.watch(calls=alone)
+            self._checks.watch(calls=sync.runs_alone)
 
     def _close(self) -> Step:
         self._untouched.check(rates=True)

@@ -295,7 +295,7 @@ class Probe:
 def _refuse_unmeasurable(ledger: Ledger, coupled: bool) -> None:
     """Refuse windows in which no rank sees the gradient of its own first micro-batch."""
     why = None
-    if ledger.sync.grows_own_graph:
+    if not ledger.sync.adds_to_parameters:
         why = (
             "with this engine no rank has the gradient of its own micro-batches; measure in one "
             "process, or with DDP"

@@ -82,7 +82,7 @@ def close_options(close: Close, clip_norm: ClipNorm) -> CloseOptions:
 
 def _given_fields(close: Close) -> set[str]:
     """Return the names of the fields that are not at their default."""
-    return {one.name for one in fields(close) if getattr(close, one.name) != one.default}
+    return {each.name for each in fields(close) if getattr(close, each.name) != each.default}
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class RunLoss:
             self.modules,
             sync if sync.counts_must_agree else None,
             enabled=audit,
-            shares_forwards=sync.counts_must_agree or sync.grows_own_graph,
+            shares_forwards=not sync.runs_alone,
             loss=self._call,
             given=nn.ModuleList(models),
         )
@@ -166,20 +166,20 @@ class RunLoss:
             self._gathered = GatheredSamples()
         if not is_tested and self._gathered is None:
             return
-        given = self._micro
+        call = self._micro
 
         def run(few: Any) -> Any:
-            return self._call(None, {**given, "micro": few})
+            return self._call(None, {**call, "micro": few})
 
         if is_tested and (place.last or place.position >= self._test.turn % max(place.steps, 1)):
-            data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
+            data = WindowData(call["micro"], [call["micro"]], steps=[place.steps])
             self._test.test(run, data)
         if begins and is_tested and is_alone and not place.last:
-            self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
+            self._unmoved = UnmovedLoss(self.modules, run, call["micro"])
         if self._gathered is not None:
-            self._gathered.add(given["micro"])
+            self._gathered.add(call["micro"])
             if place.last:
-                self._test.test_gathered(run, self._gathered, given["micro"])
+                self._test.test_gathered(run, self._gathered, call["micro"])
 
     def _added(self) -> Loss:
         ledger = self._ledger
@@ -209,8 +209,8 @@ def _on_micro_batch(
             if dtype is not None:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
-                for one in replicas:  # call the module inside of DDP directly
-                    stack.enter_context(replaced_attributes(one, forward=one.module))
+                for replica in replicas:  # call the module inside of DDP directly
+                    stack.enter_context(replaced_attributes(replica, forward=replica.module))
             return loss(micro["micro"])
 
     # What the user's function reads is looked at for changes; our own functions are not.
@@ -228,7 +228,7 @@ def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
     known = {module for model in inner for module in model.modules()}
     more = []
     values = [value for _, value in reached(loss)]
-    values += [v for one in values if isinstance(one, FUNCTIONS) for _, v in reached(one)]
+    values += [v for value in values if isinstance(value, FUNCTIONS) for _, v in reached(value)]
     for module in values:
         if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):
             more.append(module)

@@ -40,7 +40,7 @@ class TwoPassRunner(Runner):
     def __init__(self, model: Any, loss: Coupled, **options: Any) -> None:
         super().__init__(model, loss, **options)
         sync = self._ledger.sync
-        if sync.grows_own_graph or sync.counts_must_agree:
+        if not sync.runs_alone:
             raise UnsupportedError(
                 f"wb.Coupled on a model of {type(sync).__name__}: its forward runs collectives, "
                 "and the two passes are tested only with plain modules and "

@@ -114,7 +114,7 @@ class WholeBatch(HasLedger):
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        given, memory = Samples.of(micro_batch), as_memory(memory)
+        split, memory = Samples.of(micro_batch), as_memory(memory)
         root, models = modules_of(model)
         ledger = make_ledger(
             models,
@@ -129,11 +129,11 @@ class WholeBatch(HasLedger):
         )
         target, sync = ledger.target, ledger.sync
         self.model, self._root = model, root
-        self.micro_batch = given.micro_batch
+        self.micro_batch = split.micro_batch
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, sync)
-        self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
-        keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
+        self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
+        keeps = sync.adds_to_parameters  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
         self._ledger = ledger
         self._runner = choose_runner(
@@ -150,7 +150,7 @@ class WholeBatch(HasLedger):
             root,
             partial(encoding_loss, loss) if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
-            micro_batch=given.micro_batch,
+            micro_batch=split.micro_batch,
             memory=memory.budget,
             precision=precision,
             layout=self._layout,
@@ -166,7 +166,9 @@ class WholeBatch(HasLedger):
         self._progress = Progress(lambda: 1)  # a batch is a window
 
     def __repr__(self) -> str:
-        optimizers = "+".join(type(one).__name__ for one in self._ledger.target.optimizers)
+        optimizers = "+".join(
+            type(optimizer).__name__ for optimizer in self._ledger.target.optimizers
+        )
         return (
             f"WholeBatch({type(self._root).__name__}, {optimizers or None}, "
             f"micro_batch={self.micro_batch!r}, updates={self.updates})"
@@ -180,8 +182,8 @@ class WholeBatch(HasLedger):
     @property
     def micro_batch_size(self) -> int | None:
         """Samples in a micro-batch: the given number, or the one that fits; None before that."""
-        given = self.micro_batch if isinstance(self.micro_batch, int) else None
-        return self._fitting.size or given
+        asked = self.micro_batch if isinstance(self.micro_batch, int) else None
+        return self._fitting.size or asked
 
     @property
     def recoveries(self) -> int:

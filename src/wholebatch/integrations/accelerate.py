@@ -128,15 +128,15 @@ class AccelerateAccumulator(HandedOver):
 def _torch_optimizers(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    given: list[Any] = (
+    prepared: list[Any] = (
         [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     )
-    for one in given:
-        if not isinstance(one, AcceleratedOptimizer):
+    for each in prepared:
+        if not isinstance(each, AcceleratedOptimizer):
             raise OptionError(
-                f"optimizer={type(one).__name__}: must be what accelerator.prepare returned"
+                f"optimizer={type(each).__name__}: must be what accelerator.prepare returned"
             )
-    return [one.optimizer for one in given]
+    return [each.optimizer for each in prepared]
 
 
 def _check(accelerator: Accelerator) -> None:

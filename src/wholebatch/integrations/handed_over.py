@@ -95,9 +95,9 @@ class HandedOver(Accumulator):
         self._is_completed = False  # a window was closed, and no step was made from it
         self._step_hooks: list[Any] = []
         if self.guards_steps and not self._ledger.sync.owns_step:
-            for one in self._ledger.target.optimizers:
-                self._step_hooks.append(one.register_step_pre_hook(self._before_step))
-                self._step_hooks.append(one.register_step_post_hook(self._after_step))
+            for optimizer in self._ledger.target.optimizers:
+                self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
+                self._step_hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def _after_close(self, step: Step) -> None:
         """Note that the library may step; its scaler needs a gradient to skip the step by."""
@@ -115,8 +115,8 @@ class HandedOver(Accumulator):
         """Refuse a step from a part of a window, and one from gradients that no window made."""
         if self._ledger.open is not None:
             raise WindowError(f"optimizer.step() while the window is open: {self.closes_by}")
-        parameters = (one for group in optimizer.param_groups for one in group["params"])
-        if not self._is_completed and any(one.grad is not None for one in parameters):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not self._is_completed and any(p.grad is not None for p in parameters):
             raise WindowError(
                 "optimizer.step() with gradients that no window computed, so they are not those "
                 "of the whole batch. Pass every loss to windows.backward() of this "

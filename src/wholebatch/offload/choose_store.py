@@ -43,7 +43,7 @@ def choose(
     if not target.steps:
         raise OptionError(f"optimizer=None with {OPTION}: there is no optimizer state to move")
     is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())
-    if sync.grows_own_graph or sync.owns_hooks or not is_whole:
+    if not sync.adds_to_parameters or sync.owns_hooks or not is_whole:
         raise UnsupportedError(
             f"{OPTION} on a model that an engine shards or runs: the engine holds the optimizer "
             "state. Use a plain model or DDP, or let the engine save the memory: shard over more "

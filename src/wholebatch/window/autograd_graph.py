@@ -23,12 +23,12 @@ transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", l
 def graph_nodes(totals: Iterable[Any], until: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield every node of the graph at and below these totals or nodes, and above `until`."""
     stack: list[Any] = [getattr(total, "grad_fn", total) for total in totals]
-    seen: set[Any] = set(until)
+    visited: set[Any] = set(until)
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
+        if node is not None and node not in visited:
             yield node
-            seen.add(node)
+            visited.add(node)
             stack.extend(successor for successor, _ in node.next_functions)
 
 

@@ -110,8 +110,8 @@ def close_gradients(
     is_valid = is_valid & norm.isfinite()
     limits = options.clip_norm if isinstance(options.clip_norm, Sequence) else [options.clip_norm]
     clips = [
-        torch.ones_like(norm) if limit is None else (limit / (one + 1e-6)).clamp(max=1.0)
-        for limit, one in zip(limits, norms.unbind(), strict=True)
+        torch.ones_like(norm) if limit is None else (limit / (part + 1e-6)).clamp(max=1.0)
+        for limit, part in zip(limits, norms.unbind(), strict=True)
     ]
     if not is_normalised or options.clip_norm is not None:
         sets = gradients if len(clips) > 1 else [_flat(gradients)]
@@ -220,7 +220,7 @@ def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
 
 def local_parts(gradients: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's slices of DTensors, whose meshes may differ: for element-wise work."""
-    return [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
+    return [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
 
 
 def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
@@ -243,12 +243,12 @@ def _norms(
 ) -> Tensor:
     """Return one norm over all, or one per group where groups are clipped separately."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
-    found = [norm_of(group) for group in sets]
-    norms = torch.stack([norm.double() for norm in found])
-    if not waits or found[0].dtype is torch.float64 or bool(norms.isfinite().all()):
+    as_computed = [norm_of(group) for group in sets]
+    norms = torch.stack([norm.double() for norm in as_computed])
+    if not waits or as_computed[0].dtype is torch.float64 or bool(norms.isfinite().all()):
         return norms
     # Finite fp32 gradients above 1e19 overflow when squared.
-    in_float64 = [[norm_of([one.double()]) for one in group] or [norms[0] * 0] for group in sets]
+    in_float64 = [[norm_of([g.double()]) for g in group] or [norms[0] * 0] for group in sets]
     return torch.stack([torch.linalg.vector_norm(torch.stack(group)) for group in in_float64])
 
 
@@ -376,7 +376,7 @@ class Store:
         holders = [parameter for parameter in parameters if parameter.grad is not None]
         if not holders:
             return
-        dirty = read_scalars([one.any() for one in local_parts(dense_gradients(holders))])
+        dirty = read_scalars([part.any() for part in local_parts(dense_gradients(holders))])
         for parameter, is_dirty in zip(holders, dirty, strict=True):
             if is_dirty:
                 raise WindowError(f"{self.target.name_of(parameter)} {self.handover.stray}")
@@ -401,7 +401,7 @@ class Store:
         """Refuse a window without any gradient."""
         if (
             self.sync.ranks == 1
-            and not self.sync.grows_own_graph
+            and self.sync.adds_to_parameters
             and all(p.grad is None for p in self.parameters)
         ):
             raise WindowError(
@@ -417,7 +417,7 @@ class Store:
         return (
             self.steps_at_once
             and self.sync.ranks == 1
-            and not self.sync.grows_own_graph
+            and self.sync.adds_to_parameters
             and not hooks
             and not self.target.sixteen_bit.parameters
             and self.target.device.type in _DEVICES_TO_WAIT_FOR

@@ -193,7 +193,7 @@ class Untouched:
         self._ledger = ledger
         self._by = by
         # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
-        self._looks = not ledger.sync.grows_own_graph
+        self._looks = ledger.sync.adds_to_parameters
         self._watch = Watch(ledger.target.optimizers)
         modules = [module for model in ledger.target.models for module in model.modules()]
         self._by_mode = [module for module in modules if _depends_on_mode(module)]

@@ -314,18 +314,14 @@ class Ledger:
         self.added.refuse_broken()
         try:
             with sync.backward(window.inputs, reduces=last):
-                if sync.grows_own_graph:
-                    sync.run_backward(totals, seeds)
-                else:  # into the window's parameters alone
-                    inputs = [*window.inputs, *also]
-                    if not sync.counts_must_agree:
-                        totals, seeds = _without_nothing(totals, seeds)
-                    if totals:
-                        torch.autograd.backward(totals, seeds, inputs=inputs)
+                if sync.runs_alone:
+                    totals, seeds = _without_nothing(totals, seeds)
+                if totals:
+                    sync.run_backward(totals, seeds, [*window.inputs, *also])
         except BaseException as error:
             self.added.broken = True  # some gradients of this micro-batch are in, others are not
             refuse_freed_graph(error)
-            if isinstance(error, RuntimeError) and not sync.grows_own_graph:
+            if isinstance(error, RuntimeError) and sync.adds_to_parameters:
                 refuse_reentrant(totals)
             raise
         self.added.reduced = last

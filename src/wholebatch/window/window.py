@@ -424,7 +424,7 @@ def decide(
     }
     if norm == 0.0:
         store.refuse_nothing()
-    if hooks.calls and sync.ranks > 1 and not sync.grows_own_graph:
+    if hooks.calls and sync.ranks > 1 and sync.adds_to_parameters:
         _refuse_other_norm(training, norm)
     skipped = None
     if not is_valid:
