@@ -309,13 +309,13 @@ def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] |
         return None
     ends = [_rounded(length, by, width) for length in lengths]
     rows = sorted(
-        (row for row in range(layout.size) if rounded[row] < width), key=rounded.__getitem__
+        (row for row in range(layout.size) if ends[row] < width), key=ends.__getitem__
     )
     if not rows[:count]:
         return None
     few = rows[:count]
     trimmed = _trimmed(layout, width)
-    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, rounded[few[-1]]))
+    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, ends[few[-1]]))
 
 
 def _rounded(length: int, by: Tokens, width: int) -> int:
