@@ -278,6 +278,7 @@ class Accumulator(LoopWindows):
             "run()", "call it outside of them; to evaluate, call the loss function itself"
         )
         with self._turn:
+            self._ledger.sync.before_forwards()
             is_last = self._begin_backward(last)
             function = self._functions[loss]
             progress, loop = self._progress, self._progress.loop
@@ -343,6 +344,8 @@ class Accumulator(LoopWindows):
         self._untouched.forget()
         self._checks.end_micro_batch()
         self._progress.end_window()
+        if self._progress.loop is None:
+            self._ledger.sync.restore()
 
     # --------------------------------------------------------------- the loop
 

@@ -430,6 +430,9 @@ class Loop:
                     ": give every rank at least one"
                 )
             is_first = False
+            for member in shared:
+                if not member._runs_forwards:
+                    member._ledger.sync.before_forwards()
             if equal:
                 yield from self._equally_many(lead, own, most)
             elif own:

@@ -142,6 +142,8 @@ class LoopWindows(HasLedger):
 
     def _begin_window(self) -> None:
         """Refuse what has changed since the last window, before its first micro-batch."""
+        if self._progress.loop is not None:
+            self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
         for policy in self._refusing:

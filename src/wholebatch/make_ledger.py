@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -28,10 +28,15 @@ def make_ledger(
     precision: str = "full",
     audit: bool = True,
     handover: Handover | None = None,
+    fits: Callable[[int], bool] | None = None,
 ) -> Ledger:
-    """Return the ledger of these models and optimizers; refuse what does not go together."""
+    """Return the ledger of these models and optimizers; refuse what does not go together.
+
+    `fits`: see `wholebatch.distributed.choose`. `handover`: how a library that makes the step gets
+    the gradients.
+    """
     options = close_options(close, clip_norm)
-    sync = choose_sync(models, sync=close.sync)
+    sync = choose_sync(models, sync=close.sync, fits=fits)
     target = build_target(
         models,
         optimizer,

@@ -329,7 +329,6 @@ class Runner:
         # With several ranks, BatchNorms of an undivided batch run collectives.
         is_eager = step.is_plain or (ledger.sync.ranks > 1 and self.is_undivided())
         run = step.eager if is_eager else step.run
-        ledger.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 counts, last = index < of, how.reduces and index == places - 1

@@ -18,7 +18,7 @@ from wholebatch.loop import Loop, Progress
 from wholebatch.loss_functions import LossFunction, check_functions, modules_of
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_ledger import make_ledger
-from wholebatch.memory.budget import Budget
+from wholebatch.memory.budget import Budget, has_room
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.noise_scale import NoiseScale, Probe
@@ -126,6 +126,7 @@ class WholeBatch(HasLedger):
             precision=precision,
             audit=audit,
             handover=self._handover,
+            fits=partial(has_room, model=root, memory=memory.budget),
         )
         target, sync = ledger.target, ledger.sync
         self.model, self._root = model, root
@@ -254,20 +255,32 @@ class WholeBatch(HasLedger):
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
         refuse_no_grad("step()", "call it outside of them, or under torch.enable_grad()")
-        micros = self._fitting.split(batch)
-        forwards = self._meet_with(len(micros), steps) if self._meets else None
-        self._test(batch, micros)
         ledger = self._ledger
-        known = self._known_units(micros)
-        attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
-        if self._fitting.may_begin_again():
-            attempts = self._fitting.attempts(batch, micros, self._begin_again)
+        forwards = None
+        alike = ledger.sync.counts_must_agree
         try:
-            with self._precision.window():
-                for attempt in attempts:
-                    with attempt:
-                        self._begin(known, attempt.before)
-                        self._run(attempt, forwards, after_micro)
+            if self._meets and not alike:
+                self._meet_with(1, steps)
+            ledger.sync.before_forwards()
+            micros = self._fitting.split(batch)
+            if self._meets and alike:
+                forwards = self._meet_with(len(micros), steps)
+            self._test(batch, micros)
+            known = self._known_units(micros)
+            attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
+            if self._fitting.may_begin_again():
+                attempts = self._fitting.attempts(batch, micros, self._begin_again)
+            try:
+                with self._precision.window():
+                    for attempt in attempts:
+                        with attempt:
+                            self._begin(known, attempt.before)
+                            self._run(attempt, forwards, after_micro)
+            except torch.OutOfMemoryError as failure:
+                if ledger.open is None and ledger.sync.ranks > 1:
+                    ledger.begin(0, known=known)  # the other ranks meet there
+                self._fitting.agree(failure)
+            self._fitting.agree()
             if self._progress.loop is not None:
                 self._progress.end_item()
                 self._progress.end_window()
@@ -403,15 +416,25 @@ class WholeBatch(HasLedger):
         return self.last_step
 
     def _joined(self, like: Any, forwards: int | None) -> Step:
-        ledger, probe = self._ledger, self._probe
+        ledger = self._ledger
         why = self._needs_every_rank(steps=True)
         if why is not None:
             raise RankError(
                 f"rank {ledger.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
+        ledger.sync.before_forwards()
+        try:
+            return self._join_with(like, forwards)
+        finally:
+            ledger.sync.restore()
+
+    def _join_with(self, like: Any, forwards: int | None) -> Step:
+        """Take part in every collective of the other ranks' window, in their order."""
+        ledger, probe = self._ledger, self._probe
         if probe is not None:
             probe.begin()
+        self._fitting.join()
         self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
@@ -420,6 +443,7 @@ class WholeBatch(HasLedger):
         if ledger.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)
         else:
+            self._fitting.agree()
             step = ledger.join(known)
         if probe is not None:
             probe.closed(step, joined=True)
@@ -437,12 +461,9 @@ class WholeBatch(HasLedger):
             )
         stand_in = self._fitting.split(like)[0]
         ledger.begin(0, known=known)
-        try:
-            with self._precision.window():
-                self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
-            return ledger.close()
-        finally:
-            ledger.sync.restore()
+        with self._precision.window():
+            self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
+        return ledger.close()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         loop = self._progress.loop

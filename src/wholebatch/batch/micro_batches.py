@@ -308,9 +308,7 @@ def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] |
     if lengths is None or width is None:
         return None
     ends = [_rounded(length, by, width) for length in lengths]
-    rows = sorted(
-        (row for row in range(layout.size) if ends[row] < width), key=ends.__getitem__
-    )
+    rows = sorted((row for row in range(layout.size) if ends[row] < width), key=ends.__getitem__)
     if not rows[:count]:
         return None
     few = rows[:count]

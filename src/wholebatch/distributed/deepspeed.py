@@ -72,9 +72,7 @@ class DeepSpeed(Sync):
 
     counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
     owns_step = True
-    adds_to_parameters = (
-        False  # graphs end in the engine's hooks, and only its backward() runs them
-    )
+    adds_to_parameters = False  # graphs end in hooks, which only the engine's backward() runs
 
     def __init__(self, engine: Any, *, sync: str = "auto") -> None:
         _check(engine)

@@ -138,20 +138,23 @@ class Ledger:
             self.options.check(self.target.optimizers)
             self._groups = len(groups)
         inputs = [parameter for group in groups for parameter in group]
+        stepped = self.sync.stepped(inputs)
         self.store.refuse_stray(inputs)
+        if stepped is not inputs:
+            self.store.refuse_stray(stepped)
         self.schedules.refuse_moved()
         if not inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         scale = self.target.scale
         scaling = 1.0 if scale is None else scale.value()
         if not self.sync.owns_hooks:
-            self.target.refuse_hooks(inputs)
+            self.target.refuse_hooks(stepped)
         if not self.sync.owns_step:
-            self.target.refuse_cast(inputs)
+            self.target.refuse_cast(stepped)
         self._refuse_other_ranks()
         self.store.begin(inputs)
         self.sync.begin(inputs)
-        self.hooks.take(self.store.parameters)
+        self.hooks.take(stepped)
         window = Window(
             groups,
             known,
@@ -324,7 +327,7 @@ class Ledger:
             if isinstance(error, RuntimeError) and sync.adds_to_parameters:
                 refuse_reentrant(totals)
             raise
-        self.added.reduced = last
+        self.added.reduced = last and sync.reduces_in_backward
 
     # ------------------------------------------------------------------ close
 
@@ -377,7 +380,7 @@ class Ledger:
         self.added.refuse_broken()
         self.schedules.refuse_moved(in_window=True)
         if not self.sync.owns_step:
-            self.target.refuse_cast(window.inputs)
+            self.target.refuse_cast(self.sync.stepped(window.inputs))
             self.target.refuse_other_parameters(window.inputs)
         if not self.sync.owns_hooks:
             self.hooks.refuse_added(window.inputs)
@@ -386,6 +389,7 @@ class Ledger:
         """Take part in a window of the other ranks, without a micro-batch."""
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.sync.before_forwards()
         self.begin(0, known=known)
         return self.close()
 

@@ -361,7 +361,7 @@ def _over_ranks(
     """
     sync = training.sync
     absent = sync.filled_in()
-    shared = window.inputs if sync.same_parameters else []
+    shared = sync.stepped(window.inputs) if sync.same_parameters else []
     present = [float(id(parameter) not in absent) for parameter in shared]
     ours = float(training.target.digest(training.options) & 0xFFF) if shared else 0.0
     local = [*total.tolist(), *count.tolist()]
