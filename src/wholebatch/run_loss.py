@@ -128,6 +128,7 @@ class RunLoss:
             execute=execute,
             audit=audit,
             untouched=untouched,
+            read_loss=self._test.read,
             prepare=lambda _: self._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
