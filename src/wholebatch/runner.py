@@ -113,7 +113,7 @@ class MicroStep:
         audit: bool,
         untouched: Untouched,
         prepare: Callable[[Any], Any],
-        read_loss: Callable[[Loss | Terms], object] = lambda loss: None,
+        read_loss: Callable[[Loss | Terms], object],
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
