@@ -12,7 +12,7 @@ from tests.support import EXACT
 
 pytest.importorskip("trl")
 
-from transformers import LlamaForSequenceClassification, TrainerCallback
+from transformers import LlamaForSequenceClassification
 
 from tests.integrations import trl_training as runs
 from tests.integrations.conftest import Traces
@@ -64,17 +64,6 @@ def compiled(kind: Any) -> Any:
     return exact(kind, execute="compile")
 
 
-class Mode(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """How the micro-steps of the last update ran."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.found, self._trainer = "", trainer
-        trainer.add_callback(self)
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.found = self._trainer._whole._runner.executor.mode
-
-
 def adapters(name: str) -> Any:
     return pytest.importorskip("peft").LoraConfig(**{**LORA, **ADAPTERS[name]})
 
@@ -115,15 +104,28 @@ SFT = MASKED
     ids=str,
 )
 def test_a_graph_makes_the_update_of_the_undivided_batch(
-    name: str, options: dict[str, Any], traces: Traces
+    name: str, options: dict[str, Any], traces: Traces, said: pytest.LogCaptureFixture
 ) -> None:
     options = {"learning_rate": 0.1, "pad_to_multiple_of": 32, **options, "num_train_epochs": 3}
     whole = trained(case(name, eager, 1, **options), updates=3)
     assert not traces.made
-    ours = case(name, compiled, 4, **options)
-    mode = Mode(ours)
-    assert off(trained(ours, updates=3), whole) <= EXACT
-    assert mode.found == "operations"
+    assert off(trained(case(name, compiled, 4, **options), updates=3), whole) <= EXACT
+    assert "micro-steps are now one" in said.text
+
+
+def test_a_batch_without_a_label() -> None:
+    """A prompt longer than max_length leaves a row without any label."""
+    options: dict[str, Any] = {**MASKED, "num_train_epochs": 1, "learning_rate": 0.1}
+    whole, ours = (case("SFT", make, 1, **options) for make in (eager, eager))
+    rows = [dict(row) for row in ours.train_dataset]
+    for row in rows[2:5]:  # the second micro-batch of two rows, and one row of the third
+        row["labels"] = [-100] * len(row["input_ids"])
+    for trainer in (whole, ours):
+        trainer.train_dataset = rows
+        trainer.args.per_device_train_batch_size = len(rows)
+    ours.args.per_device_train_batch_size = 2
+    ours.args.gradient_accumulation_steps = -(-len(rows) // 2)
+    assert off(trained(ours), trained(whole)) <= EXACT
 
 
 @pytest.mark.parametrize("kind", exact_preference._PAIR_LOSSES)
