@@ -41,13 +41,9 @@ from wholebatch.coupled.sample_runs import emptied
 from wholebatch.errors import WindowError
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
+from wholebatch.window.autograd_graph import graph_nodes, refuse_freed_graph, transforms_active
 from wholebatch.window.forward_state import in_backward
-from wholebatch.window.window import (
-    graph_nodes,
-    is_tested_window,
-    refuse_freed_graph,
-    transforms_active,
-)
+from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
