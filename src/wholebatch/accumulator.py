@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
+from wholebatch.checks.loop_checks import LoopChecks
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
-from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import (
     EmptyWindowError,
     LossError,

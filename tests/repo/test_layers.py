@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runner"}),
     frozenset({"run_loss", "noise_scale", "make_window"}),
     frozenset({"memory"}),
+    frozenset({"checks"}),
     frozenset({"coupled"}),
     frozenset({"compile"}),
     frozenset({"options"}),

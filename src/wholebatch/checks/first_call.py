@@ -1,0 +1,31 @@
+"""A model whose samples act on each other, or whose forward changes state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from wholebatch.checks.check import Answer, Check, MicroBatch
+
+
+class FirstCall(Check):
+    """A model whose samples act on each other, or whose forward changes state.
+
+    Finds: a first call of a model whose outputs are not those of two parts of its samples; state
+    that the call changed (a running mean, a queue, a teacher).
+
+    Costs: four forwards of one micro-batch, without gradients, in the first window.
+
+    Certain: both are computed on your data, with the same random numbers. One unit may own all rows
+    of a micro-batch: there only state is refused.
+
+    Cannot see: what shows only in later windows; a model of which the samples are not in the first
+    dimension of every tensor; a call that meets other ranks; state inside objects that are
+    attributes.
+    """
+
+    def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
+        return [
+            finding
+            for finding in micro.first_calls
+            if micro.number != 1 or finding.kind in ("state", "outside")
+        ]
