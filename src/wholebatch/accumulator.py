@@ -417,6 +417,7 @@ class Accumulator(HasWindow):
                 "gradients: call it outside of them; to evaluate, call the loss function itself"
             )
         with self._turn:
+            self._window.sync.before_forwards()
             is_last = self._begin_backward(last)
             function = self._functions.get(_key_of(loss)) or self._prepare(loss)
             if self._beside:
@@ -601,6 +602,8 @@ class Accumulator(HasWindow):
         self._untouched.forget()
         self._checks.end_micro_batch()
         self._places = 0
+        if self._driver is None:
+            self._window.sync.restore()
 
     def _close(self) -> Step:
         self._untouched.check(rates=True)
@@ -650,6 +653,8 @@ class Accumulator(HasWindow):
     def _open_place(self) -> None:
         """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
+        if self._driver is not None:
+            self._window.sync.before_forwards()
         self._checks.begin_window(self._window.number)
         self._watch(self._size)
         for policy in self._refusing:
@@ -962,6 +967,8 @@ def _shared_windows(
                 "give every rank at least one"
             )
         is_first = False
+        for one in shared:
+            one._window.sync.before_forwards()
         if own == 0 and not equal:
             for one in shared:
                 one._join()

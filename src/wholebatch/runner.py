@@ -247,7 +247,6 @@ class Runner:
         micro_step = self._eager_step if self._is_plain else self.micro_step
         self._prepare(micros)
         places = how.forwards or len(micros)
-        self._window.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1
