@@ -65,11 +65,11 @@ def test_readme_says_how_much_faster_the_benchmark_was() -> None:
 
 
 @pytest.mark.slow
-def test_readme_shows_what_lint_and_verify_say() -> None:
-    """Of examples/usual_loop.py, but for the seconds and the digits of rounding."""
+def test_readme_shows_what_verify_says() -> None:
+    """Of examples/usual_script.py, but for the seconds and the digits of rounding."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\$ (wholebatch .*)\n((?:[^`\n].*\n)+)", text, flags=re.M)
-    assert [line.split()[1] for line, _ in shown] == ["lint", "verify"]
+    assert [line.split()[1] for line, _ in shown] == ["verify"]
     for line, said in shown:
         done = processes.run(
             "wholebatch.cli",
@@ -87,7 +87,7 @@ def test_readme_shows_what_lint_and_verify_say() -> None:
 def test_the_pages_stay_short() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     words = {str(page): len(page.read_text(encoding="utf-8").split()) for page in pages}
-    assert sum(words.values()) <= 52_000, sorted(words.items(), key=lambda item: item[1])[-5:]
+    assert sum(words.values()) <= 49_000, sorted(words.items(), key=lambda item: item[1])[-5:]
 
 
 def test_recorded_errors_keep_the_promise() -> None:
@@ -173,7 +173,11 @@ def test_messages_of_troubleshooting_are_in_the_source() -> None:
     quoted = [quote for head in heads for quote in re.findall(r'"([^"]+)"', head)]
     assert len(quoted) >= 25
     others = {"CUDA out of memory", "No inf checks were recorded for this optimizer."}  # torch's
-    for quote in {*quoted} - others - {"the command line needs rich"}:  # made from parts
+    made_from_parts = {
+        "the command line needs rich",
+        "this loss is divided by 4, and 4 is the number of steps",
+    }
+    for quote in {*quoted} - others - made_from_parts:
         for part in re.split(r"…|\d+|'mps'", quote):
             assert part.strip() in source, quote
 

@@ -17,12 +17,10 @@ from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from wholebatch.coupled.adds_up import AdditivityResult
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.errors import WholebatchError
 from wholebatch.losses.loss import Units, check_units
-from wholebatch.warn_user import warn_user
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Warned:
-    """The window goes on, and this is probably a mistake."""
+    """The window goes on, and this is probably a mistake. Each check warns once."""
 
     because: str
 
@@ -96,18 +94,6 @@ class Check:
         return None
 
 
-def report(answers: Iterable[Answer | Iterable[Answer]]) -> None:
-    """Raise what was refused; warn of the rest."""
-    flat: list[Answer] = []
-    for answer in answers:
-        if answer is None or isinstance(answer, Refused | Warned | AuditFinding):
-            flat.append(answer)
-        else:
-            flat.extend(answer)
-    for answer in flat:
-        if isinstance(answer, Refused):
-            raise answer.error(answer.because)
-    AdditivityResult(tuple(a for a in flat if isinstance(a, AuditFinding))).refuse()
-    for answer in flat:
-        if isinstance(answer, Warned):
-            warn_user(answer.because)
+def silenced(begin: str) -> str:
+    """Return how to silence a warning that begins like this."""
+    return f'warnings.filterwarnings("ignore", "{begin}") silences this warning'

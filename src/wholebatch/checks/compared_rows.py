@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from wholebatch.checks.check import Answer, Check, MicroBatch
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.sample_runs import emptied
-from wholebatch.window.window import graph_nodes
+from wholebatch.window.autograd_graph import graph_nodes
 
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24
@@ -25,8 +25,7 @@ class ComparedRows(Check):
     Finds: a loss whose gradient by one row of a model's output depends on another row, while the
     units claim more independent parts than there are.
 
-    Costs: the second derivative of the loss by the outputs, twice per micro-batch of the first
-    window.
+    Costs: the second derivative of the loss by the outputs, twice per micro-batch.
 
     Certain: the second derivative is computed, not guessed. Rows that a BatchNorm links are left
     out.

@@ -14,7 +14,7 @@ class CouplingLayers(Check):
     Finds: ghost BatchNorms, and embeddings that scale their gradient by the rows of the
     micro-batch.
 
-    Costs: one look at every module of the models, per micro-batch of the first window.
+    Costs: one look at every module of the models, per micro-batch.
 
     Certain: these layers are defined by the batch that they get.
 

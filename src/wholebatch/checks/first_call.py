@@ -13,7 +13,7 @@ class FirstCall(Check):
     Finds: a first call of a model whose outputs are not those of two parts of its samples; state
     that the call changed (a running mean, a queue, a teacher).
 
-    Costs: four forwards of one micro-batch, without gradients, in the first window.
+    Costs: four forwards of one micro-batch, without gradients.
 
     Certain: both are computed on your data, with the same random numbers. One unit may own all rows
     of a micro-batch: there only state is refused.

@@ -6,23 +6,28 @@ Your own loop passes its losses, but runs the forwards itself. So only a list of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from wholebatch.checks.check import Check, MicroBatch, report
+from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned
 from wholebatch.checks.compared_rows import ComparedRows
 from wholebatch.checks.coupling_layers import CouplingLayers
 from wholebatch.checks.divided_by_steps import DividedBySteps
 from wholebatch.checks.first_call import FirstCall
+from wholebatch.checks.mean_as_one_unit import MeanAsOneUnit
 from wholebatch.checks.mean_units import UnitsOfMeans
 from wholebatch.checks.model_calls import ModelCalls
 from wholebatch.checks.new_batchnorm import NewBatchNorm
 from wholebatch.checks.other_models import OtherModels
 from wholebatch.checks.scaled_loss import ScaledLoss
 from wholebatch.checks.sum_or_mean import SumOrMean
+from wholebatch.coupled.adds_up import AdditivityResult
+from wholebatch.coupled.causes import AuditFinding
 from wholebatch.losses.loss import Loss, Terms, Units, refuse_in_parts, terms_of
-from wholebatch.window.window import is_tested_window, refuse_freed_graph
+from wholebatch.warn_user import warn_user
+from wholebatch.window.autograd_graph import refuse_freed_graph
+from wholebatch.window.window import is_tested_window
 
 LAWS: tuple[type[Check], ...] = (
     OtherModels,
@@ -30,6 +35,7 @@ LAWS: tuple[type[Check], ...] = (
     NewBatchNorm,
     SumOrMean,
     ScaledLoss,
+    MeanAsOneUnit,
     ComparedRows,
     FirstCall,
     DividedBySteps,
@@ -72,6 +78,7 @@ class LoopChecks:
         self.tests_units = False
         """True in windows 1, 2, 4, 8, …"""
         self._calls = ModelCalls(self._models)
+        self._have_warned: set[Check] = set()
         self._has_stopped = False
 
     def _asked(self) -> list[Check]:
@@ -87,7 +94,7 @@ class LoopChecks:
         is_tested = self._audits and is_tested_window(number)
         self.tests_units = is_tested and not self._has_stopped
         if is_tested:
-            report(check.window_begins(self._models) for check in self.list)
+            self._report((check, check.window_begins(self._models)) for check in self.list)
 
     def watch(self, *, calls: bool = True) -> None:
         """Note the outputs of the models; with `calls`, test the first call of each."""
@@ -133,21 +140,38 @@ class LoopChecks:
                 keeps_parameters=self._calls.tests,
             )
             try:
-                report(check.micro_batch(micro) for check in checks)
+                self._report((check, check.micro_batch(micro)) for check in checks)
             except RuntimeError as error:
                 refuse_freed_graph(error)
                 raise
 
     def end_micro_batch(self) -> None:
         """Note that all gradients of a micro-batch have been added."""
-        report(check.addition() for check in self.list)
+        self._report((check, check.addition()) for check in self.list)
         self._calls.outputs.clear()
 
     def end_window(self, micro_batches: int = 0) -> None:
         """End a window that is about to make its update, of this many micro-batches."""
         checks, self.active = self._asked(), False
         self._take_hooks_off()
-        report(check.close(micro_batches) for check in checks)
+        self._report((check, check.close(micro_batches)) for check in checks)
+
+    def _report(self, answers: Iterable[tuple[Check, Answer | Iterable[Answer]]]) -> None:
+        """Raise what was refused; warn of the rest, once for each check."""
+        flat: list[tuple[Check, Answer]] = []
+        for check, answer in answers:
+            if answer is None or isinstance(answer, Refused | Warned | AuditFinding):
+                flat.append((check, answer))
+            else:
+                flat.extend((check, one) for one in answer)
+        for _, answer in flat:
+            if isinstance(answer, Refused):
+                raise answer.error(answer.because)
+        AdditivityResult(tuple(a for _, a in flat if isinstance(a, AuditFinding))).refuse()
+        for check, answer in flat:
+            if isinstance(answer, Warned) and check not in self._have_warned:
+                self._have_warned.add(check)
+                warn_user(answer.because)
 
     def stop(self) -> None:
         """Take the hooks off the models, and check nothing more but the type of losses."""

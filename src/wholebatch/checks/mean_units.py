@@ -16,7 +16,7 @@ class UnitsOfMeans(Check):
     Finds: two micro-batches whose means are over numbers in another proportion than their units: a
     mean over labels that counts ignored labels, too.
 
-    Costs: nothing beside the walk of `SumOrMean`, in windows 1, 2, 4, 8, …
+    Costs: the walk of `SumOrMean`.
 
     Certain, except for `units=1`, where a micro-batch may be one unit (one graph, one episode):
     likely.

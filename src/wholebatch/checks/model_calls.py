@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
+from wholebatch.window.autograd_graph import transforms_active
 from wholebatch.window.forward_state import in_backward
-from wholebatch.window.window import transforms_active
 
 _log = logging.getLogger("wholebatch")
 

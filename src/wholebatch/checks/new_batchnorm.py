@@ -16,7 +16,7 @@ class NewBatchNorm(Check):
 
     Finds: a BatchNorm in training mode that the models did not have when the object was made.
 
-    Costs: one look at every module of the models, in windows 1, 2, 4, 8, …
+    Costs: one look at every module of the models.
 
     Certain: its statistics would be those of a micro-batch.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Refused
 from wholebatch.errors import WindowError
-from wholebatch.window.window import graph_nodes
+from wholebatch.window.autograd_graph import graph_nodes
 
 
 class OtherModels(Check):
@@ -18,7 +18,7 @@ class OtherModels(Check):
     Finds: a leaf of the loss's graph (a GAN's critic) that was written since an earlier loss of the
     window.
 
-    Costs: one walk over the graph of each loss, in windows 1, 2, 4, 8, …
+    Costs: one walk over the graph of each loss.
 
     Certain: the micro-batches would not see the same weights.
 

@@ -15,15 +15,15 @@ _LOSS = "the loss"
 class SumOrMean(Check):
     """A mean given as a sum, or a sum as a mean.
 
-    Finds: `total` whose last reduction is a mean over more than one number, or a sum divided by its
-    units; `mean` that is a sum by one of torch's loss functions.
+    Finds: over several units, `total` whose last reduction is a mean over several numbers, or a sum
+    divided by its units; `mean` that is a sum by one of torch's loss functions.
 
-    Costs: a walk over the scalar end of the graph, in the first window.
+    Costs: a walk over the scalar end of the graph.
 
     Certain: the graph shows the reduction, and the units show what it must be.
 
     Cannot see: a sum given as a mean that is not by one of torch's losses; a custom function whose
-    graph does not tell its reduction.
+    graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
     """
 
     def micro_batch(self, micro: MicroBatch) -> Answer:
@@ -35,7 +35,8 @@ def sum_or_mean(
 ) -> AuditFinding | None:
     """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
     terms = [term for term in reductions if term.count > 1 or not term.sizes]
-    if units <= 0 or not terms or len(terms) >= units > 1:  # as many terms: one of each unit
+    # One unit may be a sample, whose loss is a mean over its parts: `MeanAsOneUnit` warns.
+    if units <= 1 or not terms or len(terms) >= units:  # as many terms: one of each unit
         return None
     first, number = terms[0], f"{units:g}"
     if not is_mean and all(_is_mean(term, units) for term in terms):
@@ -46,7 +47,7 @@ def sum_or_mean(
             f"say that it is a mean: backward(mean=..., units={_over(first, units)})"
         )
         return AuditFinding(_LOSS, first.function, "mean", text)
-    if is_mean and units > 1 and all(map(_is_summed_loss, terms)):
+    if is_mean and all(map(_is_summed_loss, terms)):
         text = (
             f"mean is a sum, and must be the mean over its units={number}: its "
             f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
@@ -60,8 +61,6 @@ def _is_mean(term: Reduction, units: float) -> bool:
     """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
     if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
         return False
-    if units == 1:  # It may be one sample, and the mean over what it consists of.
-        return term.kind == "mean" and len(term.sizes) > 0 and term.sizes[0] > 1
     by_units = any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = by_units and units > 2 and term.count != units * units
