@@ -55,7 +55,7 @@ class MicroBatch:
     outputs: Sequence[Tensor]
     """What the models returned, with a row for each sample."""
     models: Sequence[nn.Module]
-    first_calls: Sequence[AuditFinding]
+    first_calls: Sequence[AuditFinding | Warned]
     """What a repetition of the models' first calls showed."""
     keeps_parameters: bool = True
     """False if an engine gathers the parameters for each forward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.checks.check import Answer, Check, MicroBatch, Warned
 
 
 class FirstCall(Check):
@@ -16,16 +16,18 @@ class FirstCall(Check):
     Costs: four forwards of one micro-batch, without gradients.
 
     Certain: both are computed on your data, with the same random numbers. One unit may own all rows
-    of a micro-batch: there only state is refused.
+    of a micro-batch: there only state is refused. Likely where the rows may be no samples: a layer
+    has `batch_first=False`, or another tensor has other rows.
 
-    Cannot see: what shows only in later windows; a model of which the samples are not in the first
-    dimension of every tensor; a call that meets other ranks; state inside objects that are
-    attributes.
+    Cannot see: what shows only in later windows; a model that takes indices of other rows; a call
+    that meets other ranks; state inside objects that are attributes.
     """
 
     def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
         return [
             finding
             for finding in micro.first_calls
-            if micro.number != 1 or finding.kind in ("state", "outside")
+            if isinstance(finding, Warned)
+            or micro.number != 1
+            or finding.kind in ("state", "outside")
         ]
