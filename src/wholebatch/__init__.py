@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from wholebatch import errors as errors
     from wholebatch import losses as losses
     from wholebatch.accumulator import Accumulator as Accumulator
-    from wholebatch.accumulator import by_epoch as by_epoch
     from wholebatch.accumulator import over as over
     from wholebatch.batch import split as split
     from wholebatch.batch import tokens as tokens
     from wholebatch.batch.lookahead_loader import unpadded as unpadded
+    from wholebatch.distributed.pipeline import Pipeline as Pipeline
     from wholebatch.losses.coupled import Coupled as Coupled
     from wholebatch.losses.loss import Loss as Loss
     from wholebatch.losses.loss import causal_lm as causal_lm
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from wholebatch.options import Close as Close
     from wholebatch.options import Memory as Memory
     from wholebatch.options import samples as samples
-    from wholebatch.pipeline import Pipeline as Pipeline
     from wholebatch.verification import verify as verify
     from wholebatch.verification import watch as watch
     from wholebatch.whole_batch import WholeBatch as WholeBatch
+    from wholebatch.window.steps import by_epoch as by_epoch
     from wholebatch.window.window import Step as Step
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 # The names of each module; a submodule stands for itself. A test holds this table and the imports
 # for type checkers above to the same names.
 _NAMES = {
-    "accumulator": "Accumulator by_epoch over",
+    "accumulator": "Accumulator over",
     "batch": "split tokens",
     "batch.lookahead_loader": "unpadded",
     "losses.coupled": "Coupled",
@@ -61,9 +61,10 @@ _NAMES = {
     "losses": "losses",
     "losses.loss": "Loss causal_lm cross_entropy mean_loss",
     "options": "Close Memory samples",
-    "pipeline": "Pipeline",
+    "distributed.pipeline": "Pipeline",
     "verification": "verify watch",
     "whole_batch": "WholeBatch",
+    "window.steps": "by_epoch",
     "window.window": "Step",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -25,9 +25,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"integrations", "lint", "testing", "tune"}),
     frozenset({"verification"}),
-    frozenset({"accumulator", "whole_batch", "pipeline"}),
+    frozenset({"accumulator", "whole_batch", "distributed.pipeline"}),
+    frozenset({"loop_windows"}),
+    frozenset({"loop", "run_loss", "two_pass_runner"}),
     frozenset({"runner"}),
-    frozenset({"run_loss", "noise_scale", "make_window"}),
+    frozenset({"joint_windows", "loss_functions", "noise_scale", "make_ledger"}),
     frozenset({"memory"}),
     frozenset({"coupled"}),
     frozenset({"compile"}),
@@ -36,10 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"window"}),
     frozenset({"distributed"}),
     frozenset({"losses"}),
-    frozenset({"safe_loading"}),
-    frozenset(
-        {"batch_scaling", "gpus", "optional_packages", "plain_files", "readable_sizes", "warn_user"}
-    ),
+    frozenset({"gpus", "optional_packages", "plain_files", "readable_sizes", "warn_user"}),
     frozenset({"errors"}),
 )
 # Allowed between two units of one layer: (importer, imported).
@@ -326,7 +325,7 @@ def tree(tmp_path: Path) -> Path:
     plant(tmp_path, "runner.py", "")
     plant(tmp_path, "losses/loss.py", "import torch\nfrom wholebatch import errors\n")
     plant(tmp_path, "window/window.py", "from wholebatch.losses.loss import Loss\n")
-    plant(tmp_path, "accumulator.py", "from wholebatch.window.window import Window\n")
+    plant(tmp_path, "accumulator.py", "from wholebatch.window.ledger import Ledger\n")
     plant(
         tmp_path,
         "whole_batch.py",

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.batch.packing import packed_micro_batches
 from wholebatch.batch.samples import (
     BatchSize,
     Layout,
@@ -98,7 +97,7 @@ def joined(
     >>> joined(parts)["x"].shape, joined([*parts, {"x": torch.zeros(1, 4), "t": 0.5}])
     (torch.Size([3, 3]), None)
     """
-    layouts = [layout_of(one, batch_size=batch_size, static=static) for one in batches]
+    layouts = [layout_of(batch, batch_size=batch_size, static=static) for batch in batches]
     first, *others = layouts
     kinds = [(leaf.name, leaf.batched) for leaf in first.leaves]
     if any(kinds != [(leaf.name, leaf.batched) for leaf in other.leaves] for other in others):
@@ -107,15 +106,19 @@ def joined(
     widths = [None if known is None else width for known, width in lengths]  # of padded ones
     values = []
     for index, leaf in enumerate(first.leaves):
-        found = [layout.leaves[index].value for layout in layouts]
+        column = [layout.leaves[index].value for layout in layouts]
         if not leaf.batched:
-            if any(value is not leaf.value and not _is_equal(value, leaf.value) for value in found):
+            if any(
+                value is not leaf.value and not _is_equal(value, leaf.value) for value in column
+            ):
                 return None
             values.append(leaf.value)
             continue
-        if not all(isinstance(value, Tensor) and value.dtype is found[0].dtype for value in found):
+        if not all(
+            isinstance(value, Tensor) and value.dtype is column[0].dtype for value in column
+        ):
             return None
-        parts = _of_one_width(found, widths, partial(_filler, layouts, index, by))
+        parts = _of_one_width(column, widths, partial(_filler, layouts, index, by))
         if parts is None:
             return None
         values.append(torch.cat(parts))
@@ -156,10 +159,11 @@ def _of_one_width(
     ]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        both = isinstance(value, Tensor) and isinstance(other, Tensor)
+        return both and torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 @dataclass(frozen=True)
@@ -167,14 +171,8 @@ class Tokens:
     """A micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
 
     The length of a sample comes from `mask`, by default the "attention_mask" of the batch. Without
-    one, nothing is trimmed, and every sample counts as many tokens as the batch is wide. A sample
-    is never cut before its last label (in a leaf called "labels") that is not -100: such labels
-    count in the loss even where the mask is zero.
-
-    `pack=True` puts several samples into each row, without padding, and adds `position_ids` in
-    place of the attention mask; `pack=512` makes rows of 512 tokens. A batch that is packed
-    already (whose `position_ids` begin again within a row) is divided between its sequences.
-    Labels that are shifted already must be called "shift_labels".
+    one, nothing is trimmed, and every sample counts as many tokens as the batch is wide. A loss
+    that counts what the mask hides is refused before the first window.
 
     >>> import torch, wholebatch as wb
     >>> batch = {
@@ -190,7 +188,6 @@ class Tokens:
         sort: Sort the samples by length. False keeps their order.
         multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
             each shape has its own compiled graph.
-        pack: Put several samples into each row, without padding. A number is the length of a row.
     """
 
     budget: int
@@ -198,15 +195,8 @@ class Tokens:
     mask: str | None = None
     sort: bool = True
     multiple: int = 1
-    pack: bool | int = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pack, bool) and not is_positive(self.pack):
-            raise OptionError(
-                f"tokens(pack={self.pack!r}): must be True, False, or the number of tokens in a row"
-            )
-        if self.pack and (self.multiple > 1 or not self.sort):
-            raise OptionError("tokens(pack=...) with multiple= or sort=False: leave them out")
         if not is_positive(self.budget):
             raise OptionError(f"tokens({self.budget!r}): must be a positive number of tokens")
         if not is_positive(self.multiple):
@@ -239,10 +229,6 @@ def check_micro_batch(micro_batch: Any) -> int | Tokens | Literal["auto"]:
     return int(micro_batch)
 
 
-# The label that losses ignore, by the convention of PyTorch and Hugging Face.
-_IGNORED = -100
-
-
 def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None]:
     """Return the length of each sample (None if unknown), and the width of the batch."""
     arrays = _arrays_of(layout)
@@ -250,12 +236,7 @@ def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None
     if real is None:  # the first [samples, tokens], else the first [samples, tokens, ...]
         widths = [value.shape[1] for value in sorted(arrays.values(), key=lambda it: it.ndim > 2)]
         return None, int(widths[0]) if widths else None
-    lengths, labels = _ends(real), arrays.get("labels")
-    if labels is not None and tuple(labels.shape) == tuple(real.shape):
-        labels = _dense(labels)
-        if not labels.is_floating_point():  # a label that counts in the loss is never trimmed
-            lengths = [max(pair) for pair in zip(lengths, _ends(labels != _IGNORED), strict=True)]
-    return lengths, real.shape[1]
+    return _ends(real), real.shape[1]
 
 
 def _arrays_of(layout: Layout) -> dict[str, Any]:
@@ -269,9 +250,9 @@ def _arrays_of(layout: Layout) -> dict[str, Any]:
 
 def _real_tokens(arrays: Mapping[str, Any], mask: str | None) -> Tensor | None:
     """Return True for each real token: by the mask that is named, else by an `attention_mask`."""
-    given = arrays.get(mask or "attention_mask")
-    if given is not None and given.ndim == 2:
-        values = _dense(given)
+    leaf = arrays.get(mask or "attention_mask")
+    if leaf is not None and leaf.ndim == 2:
+        values = _dense(leaf)
         if not values.is_floating_point() or not bool((values < 0).any()):
             return values != 0
     if mask is None:
@@ -304,9 +285,6 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
     The longest samples come first.
     """
     lengths, width = lengths_of(layout, by)
-    if by.pack:
-        made = packed_micro_batches(layout, by.budget, by.pack, lengths)
-        return made  # type: ignore[return-value]
     if width is None:
         raise SplitError(
             f"tokens({by.budget}): no leaf is [samples, tokens]; give one, or split by a number of "
@@ -329,13 +307,13 @@ def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] |
     lengths, width = lengths_of(layout, by)
     if lengths is None or width is None:
         return None
-    made = [_rounded(length, by, width) for length in lengths]
-    rows = sorted((row for row in range(layout.size) if made[row] < width), key=made.__getitem__)
+    ends = [_rounded(length, by, width) for length in lengths]
+    rows = sorted((row for row in range(layout.size) if ends[row] < width), key=ends.__getitem__)
     if not rows[:count]:
         return None
     few = rows[:count]
     trimmed = _trimmed(layout, width)
-    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, made[few[-1]]))
+    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, ends[few[-1]]))
 
 
 def _rounded(length: int, by: Tokens, width: int) -> int:
@@ -390,7 +368,7 @@ def _narrow(value: Any, width: int) -> Any:
 
 def _trimmed(layout: Layout, width: int) -> set[int]:
     """Return the indices of the leaves to trim: [samples, tokens, ...]."""
-    found: set[int] = set()
+    trimmed: set[int] = set()
     for index, leaf in enumerate(layout.leaves):
         if not leaf.batched or not is_array(leaf.value) or width < 2:
             continue
@@ -402,5 +380,5 @@ def _trimmed(layout: Layout, width: int) -> set[int]:
                 "function, from one that is [samples, tokens], or split by a number of samples"
             )
         if width in shape[1:2]:
-            found.add(index)
-    return found
+            trimmed.add(index)
+    return trimmed

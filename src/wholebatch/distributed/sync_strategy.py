@@ -49,14 +49,16 @@ class Sync(ABC):
     counts_must_agree: bool = False
     """True if every rank must run equally many forwards (collectives run inside of them)."""
 
-    grows_own_graph: bool = False
-    """True if graphs lead to the engine's own tensors instead of the parameters themselves.
-
-    An open window's gradients are then not in `.grad`."""
+    adds_to_parameters: bool = True
+    """True if autograd adds to the parameters themselves: `.grad` holds what an open window has
+    added so far. Otherwise graphs lead to the engine's own tensors."""
 
     takes_graphs: bool = False
     """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
     reduced at the close."""
+
+    reduces_in_backward: bool = True
+    """True if the last backward of a window reduces; False if the close does."""
 
     reduces_at_close: bool = False
     """True if the engine's own reduction is off, also for a plain backward beside the window."""
@@ -76,6 +78,11 @@ class Sync(ABC):
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
+    @property
+    def runs_alone(self) -> bool:
+        """True if a rank may run a forward or a backward that the other ranks do not run."""
+        return self.adds_to_parameters and not self.counts_must_agree
+
     def use_group(self, group: Group) -> None:
         """Sum over these data-parallel ranks."""
         self.group, self.ranks, self.rank = group, group.ranks, group.rank
@@ -89,8 +96,16 @@ class Sync(ABC):
         return
 
     def before_forwards(self) -> None:
-        """Prepare for the forwards of a window."""
+        """Prepare for the forwards of a window, on all ranks; `restore` undoes it."""
         return
+
+    def in_window(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that the model holds now, for one of the optimizer's."""
+        return parameter
+
+    def stepped(self, parameters: Parameters) -> Parameters:
+        """Return the optimizer's parameters, for those that a window trains."""
+        return parameters
 
     def refuse_other_ranks(self, digest: int, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse ranks with another digest of their settings, or that start from other weights."""
@@ -117,9 +132,11 @@ class Sync(ABC):
         """Note that a window opens."""
         return
 
-    def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Run the backward of an engine that `grows_own_graph`."""
-        torch.autograd.backward(totals, seeds)
+    def run_backward(
+        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        """Run the backward of totals, times their seeds, into these inputs alone."""
+        torch.autograd.backward(totals, seeds, inputs=inputs)
 
     @abstractmethod
     def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
@@ -160,7 +177,7 @@ class Sync(ABC):
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         """Return the objects whose `.grad` holds the reduced gradients, by parameter group."""
-        return groups
+        return [self.stepped(group) for group in groups]
 
     def after_update(self) -> None:
         """Synchronise the buffers of all ranks after an update."""
@@ -198,13 +215,13 @@ def reduces_in_backward_only(engine: str) -> WindowError:
 
 def checksum(parameters: Iterable[nn.Parameter]) -> int:
     """Return a number that changes with the bits of these parameters, on every device alike."""
-    found = []
+    sums = []
     for parameter in parameters:
-        bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
+        bits = getattr(parameter, "to_local", lambda whole=parameter: whole)().detach()
         try:
             bits = torch.view_as_real(bits) if bits.is_complex() else bits
             bits = bits.view(_BITS[bits.element_size()])
-            found.append(bits.sum(dtype=torch.int64))
+            sums.append(bits.sum(dtype=torch.int64))
         except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
             continue
-    return zlib.crc32(repr([int(one) for one in found]).encode())
+    return zlib.crc32(repr([int(each) for each in sums]).encode())

@@ -19,7 +19,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,7 @@ class FabricAccumulator(HandedOver):
     """
 
     closes_by = "pass last=True to the backward of its last micro-batch"
+    _knows_steps = False
 
     def __init__(
         self,
@@ -96,7 +97,6 @@ class FabricAccumulator(HandedOver):
         optimizer: torch.optim.Optimizer,
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -116,7 +116,6 @@ class FabricAccumulator(HandedOver):
             steps=2,  # more than one: backward(last=) says how many
             scaled_by=fabric.strategy.precision,
             execute=execute,
-            precision=precision,
             batchnorm=batchnorm,
             close=close,
             audit=audit,
@@ -140,10 +139,6 @@ class FabricAccumulator(HandedOver):
             )
         return last
 
-    @property
-    def _planned_steps(self) -> int:
-        return 0  # not known before the window's end
-
 
 def _in_fabric_backward() -> AbstractContextManager[None]:
     """Let backwards pass that are not made by fabric.backward, whose loss scale a seed has."""
@@ -166,7 +161,6 @@ class ExactAccumulation(Callback):
 
     On a GPU, `training_step`, its backward and the addition run as one graph (`execute="auto"`) if
     the step logs only tensors and does not use `batch_idx`.
-    `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
     def __init__(
@@ -174,7 +168,6 @@ class ExactAccumulation(Callback):
         units: Callable[[Any], Units] | None = None,
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -188,7 +181,6 @@ class ExactAccumulation(Callback):
         self._units = units
         self._options: dict[str, Any] = {
             "execute": execute,
-            "precision": precision,
             "batchnorm": batchnorm,
             "close": close,
             "audit": audit,
@@ -207,7 +199,7 @@ class ExactAccumulation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
         self._windows = TrainerAccumulator(trainer, **self._options)
-        self._windows._window.updates = self._saved_updates
+        self._windows._ledger.count_from(self._saved_updates)
         self._step = step = TrainingStep(trainer, pl_module, self._windows, self._units_of)
         self._replaced.enter_context(
             replaced_attributes(
@@ -283,16 +275,11 @@ class TrainerAccumulator(HandedOver):
     guards_steps = False
 
     def __init__(self, trainer: Trainer, *, execute: Execute, **options: Any) -> None:
-        if trainer.world_size > 1 and options["precision"] is not None:
-            raise UnsupportedError(
-                f"ExactAccumulation(precision={options['precision']!r}) on {trainer.world_size} "
-                "ranks: it is tested in one process only; use Lightning's own precision there"
-            )
         model: Any = trainer.strategy.model
         super().__init__(
             model,
             trainer.optimizers,
-            steps=max(trainer.accumulate_grad_batches, 2),  # more than one: run(last=) says which
+            steps=lambda _: trainer.accumulate_grad_batches,  # a scheduler may change it
             scaled_by=trainer.precision_plugin,
             execute="eager" if trainer.world_size > 1 else execute,
             **options,
@@ -303,11 +290,7 @@ class TrainerAccumulator(HandedOver):
     @property
     def is_open(self) -> bool:
         """True if the window holds a micro-batch."""
-        return self._window.open is not None
-
-    @property
-    def _planned_steps(self) -> int:
-        return self._trainer.accumulate_grad_batches
+        return self._ledger.open is not None
 
 
 class TrainingStep:
@@ -333,7 +316,7 @@ class TrainingStep:
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        self.executor = windows._prepare(self._run, reads=self._inner).executor
+        self.executor = windows._functions.prepare(self._run, reads=self._inner).executor
 
         @functools.wraps(self._inner)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
