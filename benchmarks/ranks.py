@@ -87,13 +87,15 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         gate, up = self.gate_and_up(self.second_norm(x)).chunk(2, dim=-1)
-        return x + self.down(functional.silu(gate) * up)
+        out: Tensor = x + self.down(functional.silu(gate) * up)
+        return out
 
 
 def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     cos, sin = rotation.to(x.dtype)
     half = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], dim=-1)
-    return x * cos + half * sin
+    rotated: Tensor = x * cos + half * sin
+    return rotated
 
 
 class Llama(nn.Module):
@@ -171,10 +173,12 @@ def run(
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        wrapped = model
     if way == "ZeRO-1":
+        of_groups: Any = lambda groups, **_: make(groups)  # noqa: E731
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=lambda groups, **_: make(groups)
+            model.parameters(), optimizer_class=of_groups
         )
     else:
         optimizer = make(wrapped.parameters())
