@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -474,12 +474,13 @@ class WindowRecorder:
 
     def _of(self, micro: _Brought, window: WindowEvidence) -> Backward:
         """Return a backward as one window has it: with the parameters of its optimizer alone."""
-        own = {one.name: getattr(micro, one.name) for one in fields(Backward)}
-        for name in ("before", "after", "contribution"):
-            own[name] = self.rows.selected(own[name], window.indices)
-        own["rates"] = (micro.rates_by_optimizer or {}).get(window.optimizer, ())
-        own["moved"] = not micro.moved_parameters.isdisjoint(window.indices)
-        return Backward(**own)
+        rows = {
+            name: self.rows.selected(getattr(micro, name), window.indices)
+            for name in ("before", "after", "contribution")
+        }
+        rates = (micro.rates_by_optimizer or {}).get(window.optimizer, ())
+        moved = not micro.moved_parameters.isdisjoint(window.indices)
+        return replace(micro, **rows, rates=rates, moved=moved)  # type: ignore[arg-type]
 
     def _keep(self, window: WindowEvidence) -> None:
         """Keep a window: the first ones, those of another size, and the last one."""
