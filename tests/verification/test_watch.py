@@ -556,12 +556,10 @@ def test_at_most_six_functions_are_replaced_and_all_are_put_back() -> None:
     from wholebatch.verification.window_recorder import _REPLACED
 
     assert len(_REPLACED) <= 6
-    before = [getattr(owner, name) for owner, name in _REPLACED.values()]
+    before = [getattr(owner, name) for owner, name in _REPLACED]
     with wb.watch(nn.Linear(2, 2)):
-        assert all(
-            getattr(o, n) is not b for (o, n), b in zip(_REPLACED.values(), before, strict=True)
-        )
-    assert [getattr(owner, name) for owner, name in _REPLACED.values()] == before
+        assert all(getattr(o, n) is not b for (o, n), b in zip(_REPLACED, before, strict=True))
+    assert [getattr(owner, name) for owner, name in _REPLACED] == before
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,14 +38,14 @@ from wholebatch.window import window as own_windows
 _log = logging.getLogger("wholebatch")
 
 _REPLACED = {
-    "_backward": (torch.autograd, "backward"),
-    "_clip": (torch.nn.utils, "clip_grads_with_norm_"),  # clip_grad_norm_ calls it too
-    "_clip_by_value": (torch.nn.utils, "clip_grad_value_"),
-    "_scale": (torch.amp.GradScaler, "scale"),
-    "_iterate": (DataLoader, "__iter__"),
-    "_average": (AveragedModel, "update_parameters"),
+    (torch.autograd, "backward"): "_backward",
+    (torch.nn.utils, "clip_grads_with_norm_"): "_clip",  # clip_grad_norm_ calls it too
+    (torch.nn.utils, "clip_grad_value_"): "_clip",
+    (torch.amp.GradScaler, "scale"): "_scale",
+    (DataLoader, "__iter__"): "passes.iterate",
+    (AveragedModel, "update_parameters"): "_average",
 }
-"""The functions that are replaced while a recorder is open: owner and name, by the method."""
+"""The functions that are replaced while a recorder is open, and what is called in their place."""
 
 _MOST_WINDOWS = 8
 """Windows kept of one optimizer, and one of each further size."""
@@ -140,7 +141,7 @@ class WindowRecorder:
         ):
             self._undo.callback(hook.remove)
         self._undo.callback(self.rows.remove_hooks)
-        around = {place: getattr(self, method) for method, place in _REPLACED.items()}
+        around = {place: attrgetter(method)(self) for place, method in _REPLACED.items()}
         self._undo.enter_context(replaced(around))
         own_windows.observers.append(self)
         self._undo.callback(own_windows.observers.remove, self)
@@ -157,9 +158,8 @@ class WindowRecorder:
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        device = self.rows.parameters[0].device.type if self.rows.parameters else _DEVICE
-        if torch.is_autocast_enabled(device):
-            self.autocast.add(torch.get_autocast_dtype(device))
+        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        self.autocast.update(map(torch.get_autocast_dtype, enabled))
         if not self._inside:
             self._modules.enter(module)
 
@@ -246,6 +246,7 @@ class WindowRecorder:
             shared = ""
         is_first = not self.pending
         moved = self._modules.moved(is_first=is_first, trained=self._trained)
+        self._averaged += [self._number] * self._modules.is_averaged
         evaluated = self._modules.evaluated()
         shared = shared or ("" if is_first else evaluated) or moved
         return shared or next(filter(None, map(doubt_about, graph)), "")
@@ -305,8 +306,6 @@ class WindowRecorder:
             self._keep_clip(next((one for one in limit if one is not None), 0.0), before)
         return result
 
-    _clip_by_value = _clip
-
     @_never_fails
     def _keep_clip(self, limit: Any, before: Tensor) -> None:
         self._clips.append(Clip(self._number, float(limit), before, self.rows.gradients()))
@@ -319,9 +318,6 @@ class WindowRecorder:
     def _average(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._averaged.append(self._number)
         return original(*args, **kwargs)
-
-    def _iterate(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.passes.iterate(original, loader, *args, **kwargs)
 
     # ------------------------------------------------------------- windows of wholebatch
 
@@ -345,8 +341,9 @@ class WindowRecorder:
         """Record a window of wholebatch that is complete."""
         own, self._own = self._own, None
         self.passes.note_backward()
-        for optimizer in own.optimizers if own is not None else ():
-            assert own is not None
+        if own is None:  # the watch began within it
+            return
+        for optimizer in own.optimizers:
             kept = self._new_window(optimizer, [])
             self._keep(replace(kept, ledger=own.ledger(optimizer), doubt=own.doubt))
 
@@ -364,11 +361,10 @@ class WindowRecorder:
         self._step_depth += 1
         if self._step_depth > 1 or self._own is not None:  # of a wrapper
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure, evaluations = kwargs.get("closure", args[1] if len(args) > 1 else None), 0
         if not callable(closure):
             self._see(optimizer)
             return None
-        evaluations = 0
 
         def observed() -> Any:
             nonlocal evaluations
@@ -404,9 +400,8 @@ class WindowRecorder:
     def _gradient(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> Tensor:
         """Return the gradient of a step; a fused optimizer divides by its scale itself."""
         scale = getattr(optimizer, "grad_scale", None)
-        return self.rows.selected(self.rows.gradients(), indices) / float(
-            1 if scale is None else scale
-        )
+        gradient = self.rows.selected(self.rows.gradients(), indices)
+        return gradient if scale is None else gradient / float(scale)
 
     def _see_own(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
         """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
@@ -503,6 +498,3 @@ class WindowRecorder:
         without = sorted(self._had_gradient - set(self._stepped_at))
         owned = self._own_parameters
         return [self.rows.names[i] for i in without if id(self.rows.parameters[i]) not in owned]
-
-
-_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

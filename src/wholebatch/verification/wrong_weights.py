@@ -99,8 +99,10 @@ def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
         yield "world-size-forgotten", f"the mean, {again}", mean(1 / ranks)
         yield "world-size-forgotten", f"mean losses, {again}", means(ranks**2)
     own = "mean losses divided by their own units a second time"
-    is_even = len(set(every)) == 1
-    yield "other-units", own, [1 / u / ranks if u and not is_even else 0.0 for u in every]
+    if len(set(every)) == 1:  # a constant, which other mistakes explain
+        yield "other-units", own, [math.nan] * len(every)
+    else:
+        yield "other-units", own, [1 / u / ranks if u else 0.0 for u in every]
     for name, counted in counts.others.items():
         by = [one / (sum(row) or 1.0) / ranks for row in counted for one in row]
         over = [1 / (sum(row) or 1.0) / ranks for row in counted for _ in row]
@@ -129,14 +131,15 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     if count == usual == 1 and counts.divisor > 2:
         words = f"the loss is divided by {counts.divisor}"
         yield "stepped-every-micro-batch", words, means(counts.divisor)
-    if counts.number == 1 and count == 1 < usual:
+    is_first_alone = counts.number == 1 and count == 1 < usual
+    if is_first_alone:
         words = f"the first window has 1 micro-batch, others {usual}"
         yield "only-the-first", words, means(usual)
     yield "not-divided", "mean losses added", means(1)
     yield "not-divided", "sums added", list(row)
     yield "not-divided", f"the mean, times {count}", mean(size)
     for by in counts.nominals:
-        if by != count:
+        if by != count and not is_first_alone:
             yield "nominal-count", f"mean losses divided by {by}", means(by)
             yield "nominal-count", f"the mean, times {count}/{by}", mean(size / by)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", means(size)
