@@ -19,7 +19,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,6 @@ class FabricAccumulator(HandedOver):
         optimizer: torch.optim.Optimizer,
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -116,7 +115,6 @@ class FabricAccumulator(HandedOver):
             steps=2,  # more than one: backward(last=) says how many
             scaled_by=fabric.strategy.precision,
             execute=execute,
-            precision=precision,
             batchnorm=batchnorm,
             close=close,
             audit=audit,
@@ -166,7 +164,6 @@ class ExactAccumulation(Callback):
 
     On a GPU, `training_step`, its backward and the addition run as one graph (`execute="auto"`) if
     the step logs only tensors and does not use `batch_idx`.
-    `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
     def __init__(
@@ -174,7 +171,6 @@ class ExactAccumulation(Callback):
         units: Callable[[Any], Units] | None = None,
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -188,7 +184,6 @@ class ExactAccumulation(Callback):
         self._units = units
         self._options: dict[str, Any] = {
             "execute": execute,
-            "precision": precision,
             "batchnorm": batchnorm,
             "close": close,
             "audit": audit,
@@ -283,11 +278,6 @@ class TrainerAccumulator(HandedOver):
     guards_steps = False
 
     def __init__(self, trainer: Trainer, *, execute: Execute, **options: Any) -> None:
-        if trainer.world_size > 1 and options["precision"] is not None:
-            raise UnsupportedError(
-                f"ExactAccumulation(precision={options['precision']!r}) on {trainer.world_size} "
-                "ranks: it is tested in one process only; use Lightning's own precision there"
-            )
         model: Any = trainer.strategy.model
         super().__init__(
             model,
