@@ -23,7 +23,7 @@ class CalledModules:
         self._beside: dict[int, nn.Module] = {}
         self._held: dict[tuple[int, str], Tensor] = {}
         self.is_averaged = False
-        """True if an average of the weights has moved since the last backward of a window."""
+        """True if an average of the weights has moved since the last backward."""
 
     def enter(self, module: nn.Module) -> None:
         """Note a module that is called, and if that is without gradients."""
@@ -57,20 +57,19 @@ class CalledModules:
             for key, was in self._held.items()
             if key in held and not held[key].equal(was)
         ]
-        self._held, self.is_averaged = held, False
-        if is_first or not changes:
-            return ""
-        moved = [name for name, *_ in changes]
+        self._held = held
         weights = {id(p): p for module in self.modules.values() for p in module.parameters()}
-        ours = [_few(weights[number]) for number in trained if number in weights]
+        ours = [_few(weights[number]) for number in trained if changes and number in weights]
         self.is_averaged = any(
             was.shape == now.shape == weight.shape and _approaches(was, now, weight)
             for _, was, now in changes
             for weight in ours
         )
+        if is_first or not changes:
+            return ""
         return (
-            f"{moved[0]} changes between two backwards of the window, so a micro-batch may depend "
-            "on those before it"
+            f"{changes[0][0]} changes between two backwards of the window, so a micro-batch may "
+            "depend on those before it"
         )
 
     def evaluated(self) -> str:
@@ -107,11 +106,14 @@ def _few(tensor: Tensor) -> Tensor:
 
 
 def _approaches(was: Tensor, now: Tensor, weight: Tensor) -> bool:
-    """True if numbers move straight towards weights, as a moving average of them does."""
+    """True if numbers move straight towards weights, as a moving average of them does.
+
+    A copy of the weights arrives there at once: it is no average.
+    """
     change, way = (now - was).double(), (weight - was).double()
     factor = float(change @ way / (way @ way).clamp_min(1e-30))
     is_straight = float((change - factor * way).norm()) <= 1e-2 * float(change.norm())
-    return len(change) > 3 and 0 < factor <= 1 and is_straight
+    return len(change) > 3 and 0 < factor < 1 - 1e-3 and is_straight
 
 
 def _modules_in_frames() -> dict[int, nn.Module]:

@@ -275,11 +275,6 @@ class WindowRecorder:
         return [micro for micro in self._history if not self._steps_since(micro)]
 
     @property
-    def has_open_window(self) -> bool:
-        """True if there are micro-batches that wait for a step."""
-        return bool(self.pending or self.open_ledger)
-
-    @property
     def overflowed(self) -> bool:
         """True if a backward without a step has brought numbers that are not finite."""
         return not all(bool(micro.contribution.isfinite().all()) for micro in self.pending)
@@ -442,7 +437,7 @@ class WindowRecorder:
         doubt = next((micro.doubt for micro in mine if micro.doubt), "")
         if window.number > 1 and not any(float(group["lr"]) for group in optimizer.param_groups):
             doubt = "the learning rate is 0; a schedule may be stepped too often"
-        inside = range(mine[0].number + 1, mine[-1].number + 1) if mine else ()
+        spanned = range(mine[0].number, mine[-1].number + 1) if mine else ()
         self.lost_steps |= not mine
         self.stepped_twice |= not mine and stepped_by != window.optimizer and bool(gradient.any())
         self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
@@ -463,7 +458,8 @@ class WindowRecorder:
                 for clip in self._clips
                 if clip.number > since
             ),
-            is_averaged_inside=any(number in inside for number in self._averaged),
+            # An average that moves once per window is right, wherever that is.
+            is_averaged_inside=len({*spanned}.intersection(self._averaged)) > 1,
             doubt=doubt,
         )
 
