@@ -459,7 +459,7 @@ def test_whole_batch_resumes_in_the_middle_of_an_epoch(ahead: bool) -> None:
         data: Any = torch.arange(16.0).view(8, 2) / 10
         for batch in loop.over(DataLoader(data, batch_size=2, shuffle=True), ahead=ahead):
             if not read:
-                with pytest.raises(StateError, match=r"before the step\(\) with this batch"):
+                with pytest.raises(StateError, match=r"before this item was used"):
                     loop.state_dict()
             loop.step(batch)
             read.append(batch)

@@ -62,7 +62,7 @@ from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
 
 if TYPE_CHECKING:
-    from wholebatch.window.window import Window
+    from wholebatch.window.ledger import Ledger
 
 
 class Stage(Enum):
@@ -106,7 +106,7 @@ class Executor:
         *,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        window: Window,
+        window: Ledger,
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
@@ -233,7 +233,7 @@ class Executor:
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
         added = ready.form.read(*ready.run(inputs.tensors, self._seeds(ready.form)))
-        self._window.current.record(added.totals, added.units, added.weights)
+        self._window.added.record(added.totals, added.units, added.weights)
         return added
 
     def _advance(self, slot: Slot, inputs: Inputs) -> Stage:
@@ -243,7 +243,7 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage = self._plan, slot.stage
-        first = not self._window.now.micro_batches  # A second loss of a micro-batch never is.
+        first = not self._window.added.micro_batches  # A second loss of a micro-batch never is.
         shared = self._shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
@@ -287,7 +287,7 @@ class Executor:
             if dtype not in self._likes:
                 self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
         return [
-            self._window.current.seed_of(name, self._likes[dtype], weight)
+            self._window.seed_of(name, self._likes[dtype], weight)
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
@@ -304,12 +304,12 @@ class Executor:
     def _begin_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
         window = self._window
-        if window.now.micro_batches == self._next_place and self._next_place:
+        if window.added.micro_batches == self._next_place and self._next_place:
             self._next_place += 1
             return
-        self._next_place = window.now.micro_batches + 1
+        self._next_place = window.added.micro_batches + 1
         self._casts.refresh()  # The device casts while the host checks.
-        trained = window.target.trained() if window.open is None else window.now.inputs
+        trained = window.target.trained() if window.open is None else window.inputs
         same = [*map(id, self._parameters)] == [*map(id, trained)]
         if not self._found:
             self.changed()
@@ -347,11 +347,11 @@ class Executor:
         """
         if slot.stage is not Stage.EAGER:
             self._make_room(replaces=not again)
-        alone = not self._window.now.owners
+        alone = not self._window.added.owners
         earlier = None
         shared = self._shapes.find(inputs)
         proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
-        if not alone and (again or not self._window.now.micro_batches or not proven):
+        if not alone and (again or not self._window.added.micro_batches or not proven):
             if not self._gradients.parameters:
                 self._make_buffers(State.of(self._model, self._parameters))
             earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))
