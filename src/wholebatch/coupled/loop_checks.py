@@ -470,15 +470,24 @@ class LoopChecks:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         inside = set(inner.modules())
         meets = any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in inside)
-        # The first dimension is time in some of torch's layers.
-        by_time = any(getattr(m, "batch_first", True) is False for m in inside)
-        if not self._called.isdisjoint(inside) or not inner.training or meets or by_time:
+        if not self._called.isdisjoint(inside) or not inner.training or meets:
             return
         with self.paused():
             result = parts_of_call(inner, args, kwargs)
-        if result.conclusive:
+            if not result.conclusive:
+                return
             self._called |= inside
+            mixes = any(one.kind not in ("state", "outside") for one in result.findings)
+            doubt = _other_dimension(inner, args, kwargs) if mixes else None
+        if doubt is None:
             self._calls += result.findings
+        elif doubt:
+            begin = f"{type(inner).__name__}: its output for one row of the first dimension changed"
+            warn_user(
+                f"{begin} when another row changed, and {doubt}. If the rows are samples, micro-"
+                "batches do not make the update of the whole batch: run wb.verify. If they are "
+                f"not, nothing is wrong; {_silenced(begin)}"
+            )
 
 
 def parts_of_call(
@@ -486,16 +495,17 @@ def parts_of_call(
 ) -> AdditivityResult:
     """Compare the outputs of a call with those of two parts of its samples, forward only.
 
-    Every tensor that is given must have the same number of samples in its first dimension; else
-    nothing is tested. The module is left as it was.
+    The first tensor gives the number of samples. Other tensors are given whole if they have another
+    number of rows, and are no indices: those of a graph's edges would point to rows that are left
+    out. The module is left as it was.
     """
-    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of((args, kwargs))}
-    if len(sizes) != 1 or max(sizes) < 2:
+    others = _of_other_rows(args, kwargs)
+    if others is None or any(one.dim() and not one.is_floating_point() for one in others):
         return AdditivityResult(conclusive=False)
 
     def run(few: Any) -> dict[str, Tensor]:
         given, named = few
-        rows = len(next(tensor for tensor in tensors_of(few)))
+        rows = len(next(tensor for tensor in tensors_of(few) if tensor.dim()))
         leaves, _ = flatten(module(*given, **named))
         made = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
         return {name: one for name, one in made.items() if one.dim() and len(one) == rows}
@@ -510,6 +520,66 @@ def parts_of_call(
     except Exception as error:  # It cannot be called with fewer samples.
         _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
         return AdditivityResult()
+
+
+def _of_other_rows(args: Any, kwargs: Any) -> list[Tensor] | None:
+    """Return the tensors with other rows than the first has; None if that has fewer than two."""
+    given = tensors_of((args, kwargs))
+    rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+    if rows < 2:
+        return None
+    return [tensor for tensor in given if not tensor.dim() or len(tensor) != rows]
+
+
+def _other_dimension(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """Return why the first dimension may not be that of the samples; "" if it is not, or None."""
+    by_time = next(
+        (name for name, m in module.named_modules() if getattr(m, "batch_first", True) is False),
+        None,
+    )
+    if by_time is not None:
+        if _adds_up_along_second(module, args, kwargs):
+            return ""
+        name = f"its layer {by_time}" if by_time else "it"
+        return f"{name} has batch_first=False (torch's default), so it takes this dimension as time"
+    return "its tensors have different numbers of rows" if _of_other_rows(args, kwargs) else None
+
+
+def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True if a call is the same for the parts of its second dimension, which holds the samples."""
+    columns = next((one.shape[1] for one in tensors_of((args, kwargs)) if one.dim() > 1), 0)
+
+    def turned(value: Any) -> Any:
+        has_samples = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == columns
+        return value.transpose(0, 1) if has_samples else value
+
+    compared: list[int] = []  # empty where the call fails
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *given: Any, **named: Any) -> dict[str, Tensor]:
+            rows = len(given[0] if given else next(iter(named.values())))
+            back = [_turned_back(one, rows) for one in given]
+            made = self.inner(*back, **{k: _turned_back(one, rows) for k, one in named.items()})
+            outputs = {
+                str(number): one if len(one) == rows else one.transpose(0, 1)
+                for number, one in enumerate(tensors_of(made))
+                if one.shape[:2].count(rows) == 1  # else either may be that of the samples
+            }
+            compared.append(len(outputs))
+            return outputs
+
+    given = [turned(one) for one in args]
+    result = parts_of_call(Turned(), given, {name: turned(one) for name, one in kwargs.items()})
+    return result.conclusive and not result.findings and any(compared)
+
+
+def _turned_back(value: Any, rows: int) -> Any:
+    is_turned = isinstance(value, Tensor) and value.dim() > 1 and len(value) == rows
+    return value.transpose(0, 1) if is_turned else value
 
 
 class _Hook:
