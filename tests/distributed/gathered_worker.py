@@ -76,7 +76,7 @@ def own_loop(shape: tuple[int, ...], by_run: bool, execute: str) -> dict[str, fl
     acc = wb.Accumulator(model, optimizer, steps=9, clip_norm=0.05, close=GATHERED, execute=execute)
     of_micro = partial(loss, model)
     if by_run and execute == "compile":
-        acc._prepare(of_micro).executor._plan.compiles = False
+        acc._functions.prepare(of_micro).executor._plan.compiles = False
     for window in mine:
         for m in acc.over(window):
             if by_run:
