@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -159,6 +158,8 @@ def by_graphs(zero: bool = False) -> Any:
     make = partial(torch.optim.Adam, lr=0.01)
     optimizer = sgd(model)
     if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # Its import warns.
+
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make)
     seen = SeenFull(model, optimizer)
     rank = dist.get_rank()
