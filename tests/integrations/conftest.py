@@ -1,4 +1,4 @@
-"""The comparison's own training runs, for the tests of exact(Trainer)."""
+"""The comparison's own training runs, and graphs that are not compiled, for the trainers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from wholebatch.compile import micro_step
+from wholebatch.compile.execute_mode import ExecutePlan
 
 
 @pytest.fixture
@@ -23,3 +27,28 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
 def problem(hosts: Any) -> Any:
     """The problem: its data, model and distance."""
     return sys.modules["compare.problem"]
+
+
+class Traces:
+    """How many graphs were traced."""
+
+    made = 0
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
+    """Graphs run as traced: the compiler takes too long for most tests."""
+    count, plan, trace = Traces(), ExecutePlan.of, micro_step.trace
+
+    def traced(execute: str, device: torch.device) -> ExecutePlan:
+        made = plan(execute, device)
+        made.compiles = False
+        return made
+
+    def counted(*given: Any) -> Any:
+        count.made += 1
+        return trace(*given)
+
+    monkeypatch.setattr(ExecutePlan, "of", staticmethod(traced))
+    monkeypatch.setattr(micro_step, "trace", counted)
+    return count

@@ -17,8 +17,7 @@ from tests.distributed.launch import torchrun
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
 from wholebatch.batch import split
-from wholebatch.compile import micro_step
-from wholebatch.compile.execute_mode import ExecutePlan, ExecuteWarning
+from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")
@@ -31,6 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.integrations.conftest import Traces
 from tests.integrations.stops import Stop
 from wholebatch.integrations.transformers import exact
 
@@ -42,31 +42,6 @@ pytestmark = [
 ]
 FLOAT32 = 1e-6
 TOKENS = wb.tokens(16, mask="input_ids")
-
-
-class Traces:
-    """How many graphs were traced."""
-
-    made = 0
-
-
-@pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
-    """Graphs run as traced: the compiler takes too long for most tests."""
-    count, plan, trace = Traces(), ExecutePlan.of, micro_step.trace
-
-    def traced(execute: str, device: torch.device) -> ExecutePlan:
-        made = plan(execute, device)
-        made.compiles = False
-        return made
-
-    def counted(*given: Any) -> Any:
-        count.made += 1
-        return trace(*given)
-
-    monkeypatch.setattr(ExecutePlan, "of", staticmethod(traced))
-    monkeypatch.setattr(micro_step, "trace", counted)
-    return count
 
 
 class Run:

@@ -54,6 +54,17 @@ def llama(kind: Any = LlamaForCausalLM, *, seed: int = 5, **more: Any) -> Any:
     )
 
 
+def in_float64(model: Any) -> Any:
+    """Return the model in float64, with norms that do not compute in float32."""
+    for name, module in [*model.named_modules()]:
+        if type(module).__name__ == "LlamaRMSNorm":
+            norm = torch.nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon)
+            norm.weight.data.copy_(module.weight.data)
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, norm)
+    return model.double()
+
+
 def text(draw: random.Random, least: int, most: int) -> str:
     return " ".join(f"w{draw.randrange(2, WORDS)}" for _ in range(draw.randint(least, most)))
 
@@ -111,7 +122,9 @@ def sft(make: Any, batches: int, **more: Any) -> Any:
         )
 
 
-def completions(make: Any, batches: int, **more: Any) -> Any:
+def completions(
+    make: Any, batches: int, *, model: Any = None, peft_config: Any = None, **more: Any
+) -> Any:
     """Fine-tuning on completions of uneven lengths."""
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
@@ -123,14 +136,22 @@ def completions(make: Any, batches: int, **more: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         given = {**settings(batches, len(rows), folder), **more}
         return make(SFTTrainer)(
-            model=llama(),
+            model=model or llama(),
             args=SFTConfig(**given, train_sampling_strategy="sequential"),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
+            peft_config=peft_config,
         )
 
 
-def dpo(make: Any, batches: int, **more: Any) -> Any:
+def reference_of(model: Any) -> Any:
+    """Return another Llama, in the precision of the model."""
+    made = llama(seed=6)
+    return made if model is None or model.dtype == made.dtype else in_float64(made)
+
+
+def dpo(make: Any, batches: int, *, model: Any = None, peft_config: Any = None, **more: Any) -> Any:
+    """With `peft_config`, the reference is the model without its adapters."""
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -138,15 +159,16 @@ def dpo(make: Any, batches: int, **more: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         given = settings(batches, len(data), folder)
         return make(DPOTrainer)(
-            model=llama(),
-            ref_model=llama(seed=6),
-            args=DPOConfig(**given, train_sampling_strategy="sequential", **more),
+            model=model or llama(),
+            ref_model=reference_of(model) if peft_config is None else None,
+            args=DPOConfig(**{**given, **more}, train_sampling_strategy="sequential"),
             train_dataset=data,
             processing_class=tokenizer(),
+            peft_config=peft_config,
         )
 
 
-def reward(make: Any, batches: int, **more: Any) -> Any:
+def reward(make: Any, batches: int, *, model: Any = None, **more: Any) -> Any:
     from trl.trainer.reward_config import RewardConfig
     from trl.trainer.reward_trainer import RewardTrainer
 
@@ -154,14 +176,14 @@ def reward(make: Any, batches: int, **more: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         given = settings(batches, len(data), folder)
         return make(RewardTrainer)(
-            model=llama(LlamaForSequenceClassification, num_labels=1),
-            args=RewardConfig(**given, train_sampling_strategy="sequential", **more),
+            model=model or llama(LlamaForSequenceClassification, num_labels=1),
+            args=RewardConfig(**{**given, **more}, train_sampling_strategy="sequential"),
             train_dataset=data,
             processing_class=tokenizer(),
         )
 
 
-def kto(make: Any, batches: int, **more: Any) -> Any:
+def kto(make: Any, batches: int, *, model: Any = None, **more: Any) -> Any:
     from trl.trainer.kto_config import KTOConfig
     from trl.trainer.kto_trainer import KTOTrainer
 
@@ -173,9 +195,9 @@ def kto(make: Any, batches: int, **more: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         given = settings(batches, len(rows), folder)
         return make(KTOTrainer)(
-            model=llama(),
-            ref_model=llama(seed=6),
-            args=KTOConfig(**given, train_sampling_strategy="sequential", beta=0.5, **more),
+            model=model or llama(),
+            ref_model=reference_of(model),
+            args=KTOConfig(**{"beta": 0.5, **given, **more}, train_sampling_strategy="sequential"),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(),
         )

@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runner"}),
     frozenset({"joint_windows", "loss_functions", "noise_scale", "make_ledger"}),
     frozenset({"memory"}),
+    frozenset({"checks"}),
     frozenset({"coupled"}),
     frozenset({"compile"}),
     frozenset({"options"}),

@@ -556,12 +556,10 @@ def test_at_most_six_functions_are_replaced_and_all_are_put_back() -> None:
     from wholebatch.verification.window_recorder import _REPLACED
 
     assert len(_REPLACED) <= 6
-    before = [getattr(owner, name) for owner, name in _REPLACED.values()]
+    before = [getattr(owner, name) for owner, name in _REPLACED]
     with wb.watch(nn.Linear(2, 2)):
-        assert all(
-            getattr(o, n) is not b for (o, n), b in zip(_REPLACED.values(), before, strict=True)
-        )
-    assert [getattr(owner, name) for owner, name in _REPLACED.values()] == before
+        assert all(getattr(o, n) is not b for (o, n), b in zip(_REPLACED, before, strict=True))
+    assert [getattr(owner, name) for owner, name in _REPLACED] == before
 
 
 @pytest.mark.parametrize(
@@ -652,13 +650,13 @@ def _doubtful(what: str) -> LoopVerdict:
     with quiet(), wb.watch(model, optimizer) as watch:
         for window in range(3):
             before = [p.detach().clone() for p in model.parameters()]
-            for _ in range(4):
+            for place in range(4):
                 x, y = torch.randn(5, 6), torch.randint(0, 3, (5,))
                 losses = F.cross_entropy(model(x), y, reduction="none")
                 if what == "teacher":
                     losses = losses + (model(x) - teacher(x)).square().mean(1)
-                    teacher.weight.data.lerp_(model.weight.data, 0.5)
-                if what == "copy":  # an average of the weights that the loss does not use
+                    teacher.weight.data.mul_(0.9)
+                if what == "average in each" or (what == "average in one" and place == 2):
                     teacher.weight.data.lerp_(model.weight.data, 0.5)
                 if what == "statistic":
                     with torch.no_grad():
@@ -692,7 +690,7 @@ def _doubtful(what: str) -> LoopVerdict:
         ("penalty", "a penalty on the weights comes with the losses"),
         ("rate", "the learning rate is 0"),
         ("doubled", "the loop itself changes the gradient by"),
-        ("copy", "weight changes between two backwards"),
+        ("average in one", "weight changes between two backwards"),
         ("average", "the loop changes the weights beside the step"),
     ],
 )
@@ -700,6 +698,11 @@ def test_a_doubt_is_not_judged(what: str, reason: str) -> None:
     verdict = _doubtful(what)
     assert verdict.exit_status == (3 if what else 0), verdict
     assert reason in verdict.line
+
+
+def test_an_average_that_follows_in_every_micro_batch_is_named() -> None:
+    """Once in a window, wherever that is, an average moves as often as with the whole batch."""
+    assert _doubtful("average in each").mistakes == ("averaged-per-micro-batch",)
 
 
 def test_usage() -> None:

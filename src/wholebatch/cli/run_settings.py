@@ -191,7 +191,7 @@ class Config:
         100, "N", "Number of updates.", check=whole_number(), may_change=True
     )
     out: Path | None = option(None, "DIR", "Folder of the run. Default: runs/RECIPE-TIME.", _RUN)
-    quiet: bool = switch("Print nothing but errors.", _RUN)
+    quiet: bool = switch("Print nothing but warnings and errors.", _RUN)
     resume: bool = switch(
         "Continue the run in --out, bit for bit. If there is none, begin it (with a RECIPE).",
         _RUN,

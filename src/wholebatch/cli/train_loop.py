@@ -79,7 +79,8 @@ class TrainingLoop:
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
         step = self._step(batch)
         seconds = time.perf_counter() - began
-        if self._windows != _METERED or run.world.device.type != "cpu":  # metering is slow there
+        is_slowed = self._windows == _METERED and run.world.device.type == "cpu"  # by the meter
+        if not is_slowed:
             self.units, self.seconds = self.units + step.units, self.seconds + seconds
         record = record_of(step, window=run.windows, epoch=epoch, rates=rates)
         if self._validates(step):
@@ -87,7 +88,7 @@ class TrainingLoop:
             self.terminal.note(f"update {step.update}: validation loss {self.validation_loss:.4f}")
         record |= {
             "seconds": round(seconds, 6),
-            "units_per_second": round(step.units / seconds, 3),
+            "units_per_second": None if is_slowed else round(step.units / seconds, 3),
             "time": round(time.time(), 3),
             "memory": self.peak,
             "undivided_memory": self.undivided,

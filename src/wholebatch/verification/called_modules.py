@@ -22,6 +22,8 @@ class CalledModules:
         self._without_gradients: set[int] = set()
         self._beside: dict[int, nn.Module] = {}
         self._held: dict[tuple[int, str], Tensor] = {}
+        self.is_averaged = False
+        """True if an average of the weights has moved since the last backward."""
 
     def enter(self, module: nn.Module) -> None:
         """Note a module that is called, and if that is without gradients."""
@@ -50,13 +52,24 @@ class CalledModules:
         if is_first:
             self._beside = _modules_in_frames()
         held = dict(self._numbers(trained))
-        moved = [k[1] for k, was in self._held.items() if not held.get(k, was).equal(was)]
+        changes = [
+            (key[1], was, held[key])
+            for key, was in self._held.items()
+            if key in held and not held[key].equal(was)
+        ]
         self._held = held
-        if is_first or not moved:
+        weights = {id(p): p for module in self.modules.values() for p in module.parameters()}
+        ours = [_few(weights[number]) for number in trained if changes and number in weights]
+        self.is_averaged = any(
+            was.shape == now.shape == weight.shape and _approaches(was, now, weight)
+            for _, was, now in changes
+            for weight in ours
+        )
+        if is_first or not changes:
             return ""
         return (
-            f"{moved[0]} changes between two backwards of the window, so a micro-batch may depend "
-            "on those before it"
+            f"{changes[0][0]} changes between two backwards of the window, so a micro-batch may "
+            "depend on those before it"
         )
 
     def evaluated(self) -> str:
@@ -85,8 +98,22 @@ class CalledModules:
                     held += part.named_buffers(recurse=False)
                 for own, tensor in held:
                     if tensor.is_floating_point() and id(tensor) not in trained:
-                        few = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)]
-                        yield (number, f"{name}.{own}".lstrip(".")), few.cpu().clone()
+                        yield (number, f"{name}.{own}".lstrip(".")), _few(tensor)
+
+
+def _few(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:: max(1, tensor.numel() // 16)].cpu().clone()
+
+
+def _approaches(was: Tensor, now: Tensor, weight: Tensor) -> bool:
+    """True if numbers move straight towards weights, as a moving average of them does.
+
+    A copy of the weights arrives there at once: it is no average.
+    """
+    change, way = (now - was).double(), (weight - was).double()
+    factor = float(change @ way / (way @ way).clamp_min(1e-30))
+    is_straight = float((change - factor * way).norm()) <= 1e-2 * float(change.norm())
+    return len(change) > 3 and 0 < factor < 1 - 1e-3 and is_straight
 
 
 def _modules_in_frames() -> dict[int, nn.Module]:

@@ -104,7 +104,7 @@ class WindowEvidence:
     indices: tuple[int, ...] = ()
     """The parameters that the optimizer steps on."""
     is_averaged_inside: bool = False
-    """True if an AveragedModel was updated between two backwards."""
+    """True if an average of the weights moved more than once."""
     doubt: str = ""
     """The reason why the window cannot be called right."""
     ledger: Ledger | None = None

@@ -105,9 +105,11 @@ def _never_cleared(ranks: Ranks) -> Finding | None:
 
 
 def _cleared(ranks: Ranks) -> Finding | None:
-    """Find gradients that are cleared between two backwards."""
+    """Find gradients that are cleared between two backwards, or before the step."""
     for window in ranks:
         micros, count = window.backwards, len(window.backwards)
+        if micros[-1].after.any() and not before_clip(window).any():
+            return Finding("cleared-in-the-window", "cleared before the step")
         cleared = [
             i for i in range(1, count) if not micros[i].before.any() and micros[i - 1].after.any()
         ]
@@ -138,7 +140,7 @@ def _clipped_early(ranks: Ranks) -> Finding | None:
     return None
 
 
-def _same_twice(ranks: Ranks) -> Finding | None:
+def same_twice(ranks: Ranks) -> Finding | None:
     """Find a micro-batch whose gradient was brought twice."""
     for window in ranks:
         for one, two in combinations(range(len(window.backwards)), 2):
@@ -156,7 +158,7 @@ def _in_16_bits(ranks: Ranks) -> Finding | None:
     return None
 
 
-LOST = (_never_cleared, _cleared, _clipped_early, _same_twice, _in_16_bits)
+LOST = (_never_cleared, _cleared, _clipped_early, same_twice, _in_16_bits)
 """What becomes of gradients that are not in the step as they were brought."""
 
 
@@ -195,7 +197,7 @@ def _scheduled(ranks: Ranks) -> Finding | None:
 
 def _averaged(ranks: Ranks) -> Finding | None:
     if any(window.is_averaged_inside for window in ranks):
-        return Finding("averaged-per-micro-batch", "AveragedModel.update_parameters")
+        return Finding("averaged-per-micro-batch", "an average of the weights moves in the window")
     return None
 
 

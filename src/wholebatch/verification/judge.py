@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
-from wholebatch.verification.explanations import BESIDE, LOST, SEEN, is_lost
+from wholebatch.verification.explanations import BESIDE, LOST, SEEN, is_lost, same_twice
 from wholebatch.verification.loss_factors import Reading
 from wholebatch.verification.mistakes import Finding
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
@@ -95,9 +95,10 @@ def _findings(
     if not found and is_lost(ranks) and not (ranks[0].known is not None and is_right):
         found = [finding for see in LOST if (finding := see(ranks))][:1]
     if not found and isinstance(weights, Weights) and not is_right:
-        found = [finding for see in LOST[3:4] if (finding := see(ranks))]
-        found = found or explain(weights, counts)
+        twice = same_twice(ranks)
+        found = explain(weights, counts) if twice is None else [twice]
     found += [replace(finding, is_beside=bool(found)) for see in BESIDE if (finding := see(ranks))]
+    # A mistake that several tables find is told once, by the first.
     return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
 
 

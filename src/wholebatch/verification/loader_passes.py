@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,31 +25,6 @@ class _Pass:
         return self.is_exhausted or self.batches >= self.length
 
 
-class _Batches:
-    """The iterator of a DataLoader, with its batches counted."""
-
-    def __init__(self, iterator: Any, counted: _Pass) -> None:
-        self._iterator, self._pass = iterator, counted
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self._pass.is_exhausted = True
-            raise
-        self._pass.batches += 1
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
 class LoaderPasses:
     """Counts the batches that a loop takes; `begins()` is called before each pass."""
 
@@ -64,8 +39,15 @@ class LoaderPasses:
             length: float = len(loader)
         except TypeError:  # of an iterable data set
             length = float("inf")
-        self._passes.append(_Pass(length))
-        return _Batches(original(loader, *args, **kwargs), self._passes[-1])
+        counted = _Pass(length)
+        self._passes.append(counted)
+        return self._counted(original(loader, *args, **kwargs), counted)
+
+    def _counted(self, batches: Iterator[Any], counted: _Pass) -> Iterator[Any]:
+        for batch in batches:
+            counted.batches += 1
+            yield batch
+        counted.is_exhausted = True
 
     def note_backward(self) -> None:
         """Note which passes this backward's batch comes from: not from one that has evaluated."""

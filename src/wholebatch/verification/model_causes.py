@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.batch import to_device
 from wholebatch.coupled.adds_up import audit
@@ -148,18 +148,28 @@ def _weights(evidence: Measurements) -> Iterator[Cause]:
 def _weighing(evidence: Measurements) -> Iterator[Cause]:
     """Ask which weights of the micro-batches' gradients make that of the undivided batch."""
     runs = evidence.runs
-    micros = [runs.gradient_of(micro) for micro in evidence.batch.micro_batches()[:64]]
-    whole, whole_units = runs.gradient_of(evidence.batch.whole)
-    weights, left = fit_of([gradient for gradient, _ in micros], whole)
-    total = sum(units[0] for _, units in micros)
+    parts = [*evidence.batch.micro_batches()[:64], evidence.batch.whole]
+    terms = [list(runs.gradients_of_terms(part).values()) for part in parts]
+    *micros, whole = [
+        [_added(column) for column in zip(*(row for row, _ in one), strict=True)] for one in terms
+    ]
+    weights, left = fit_of(micros, whole)
+    *counts, whole_units = [one[0][1] for one in terms]
+    total = sum(counts)
     # A fit of few vectors to many numbers leaves nothing only where it is the truth.
     if left > max(1e3 * runs.unit, 10 * evidence.gradient.tolerance):
         yield cause("decompose", left=percent(left))
-    elif abs(total - whole_units[0]) > 1e-6 * max(total, 1.0):
-        yield cause("units", total=total, whole=whole_units[0])
+    elif abs(total - whole_units) > 1e-6 * max(total, 1.0):
+        yield cause("units", total=total, whole=whole_units)
     elif max(abs(weight - 1.0) for weight in weights) > 1e-3:
         shown = ", ".join(f"{weight:.3g}" for weight in weights[:6])
         yield cause("weights", weights=shown + ", ..." * (len(weights) > 6))
+
+
+def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of one parameter's gradients of all terms."""
+    parts = [one for one in gradients if one is not None]
+    return torch.stack(parts).sum(0) if parts else None
 
 
 def _unexplained(evidence: Measurements) -> Cause:

@@ -83,14 +83,6 @@ def _uses_tf32(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class TermGradient:
-    """The gradient of one term's weighted sum over a batch (not divided), and its units."""
-
-    gradient: list[Tensor | None]
-    units: float
-
-
-@dataclass(frozen=True)
 class Objective:
     """The sums of one batch, the units of each, and the weight of its mean."""
 
@@ -143,15 +135,6 @@ def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: floa
             # The norm of shards is a partial one, to which torch would add its 1e-6 on each rank.
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             nn.utils.clip_grads_with_norm_(group, limit, norm)
-
-
-def sharded(model: nn.Module) -> bool:
-    """Tell if the parameters are shards, whose backward always reduces them."""
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
-
-
-# This policy changes what the model is; its undivided batch is that of the changed model.
-_CHANGES_THE_MODEL = ("freeze",)
 
 
 @dataclass(frozen=True)
@@ -248,7 +231,8 @@ class ModelRuns:
 
     def __post_init__(self) -> None:
         self.start = StartingState(self.model, self.optimizer)
-        self.is_sharded = sharded(self.model)  # now: a forward leaves the root's parameters whole
+        # Shards are always reduced by their backward. Read now: a forward leaves the root whole.
+        self.is_sharded = any(hasattr(one, "to_local") for one in self.model.parameters())
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
         self.names = [name for name, _ in named]
@@ -290,7 +274,7 @@ class ModelRuns:
     def whole(self, batch: Any, order: Sequence[int] | None = None) -> WindowRun:
         """Make the update of the undivided batch, whose samples are in this order."""
         self.begin()
-        if self.batchnorm in _CHANGES_THE_MODEL:
+        if self.batchnorm == "freeze":  # its undivided batch is that of the changed model
             choose_batchnorm(self.batchnorm, self.model)
         with StepObserver(self.parameters) as observer:
             with self.numbers.window(self.inner):
@@ -345,44 +329,29 @@ class ModelRuns:
         torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
         return joined(gathered)
 
-    def gradient_of(
-        self, batch: Any, order: Sequence[int] | None = None
-    ) -> tuple[list[Tensor | None], tuple[float, ...]]:
-        """Return the gradient of a batch's weighted sums (not divided), and their units."""
-        self.begin()
-        scale = self.numbers.loss_scale
-        with self.numbers.window(self.inner):
-            found = objective(self.inner, self.loss, batch, self.numbers)
-            total = found.mean([1.0] * len(found.units)) * scale
-            return self._gradient_of(total), found.units
+    def gradients_of_terms(self, batch: Any) -> dict[str, tuple[list[Tensor | None], float]]:
+        """Return, by term of the loss, the gradient of its weighted sum, and its units.
 
-    def gradients_of_terms(self, batch: Any) -> dict[str, TermGradient]:
-        """Return the gradient and the units of each term of a batch's loss, by name."""
+        The gradients are not divided. None is that of a parameter that is frozen or not used.
+        """
         self.begin()
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        scale, by_name = self.numbers.loss_scale, {}
         with self.numbers.window(self.inner):
             found = objective(self.inner, self.loss, batch, self.numbers)
             terms = zip(found.names, found.totals, found.units, found.weights, strict=True)
-            return {
-                name: TermGradient(
-                    self._gradient_of(
-                        total * (weight * self.numbers.loss_scale),
-                        keep_graph=name != found.names[-1],
-                    ),
-                    units,
-                )
-                for name, total, units, weight in terms
-            }
-
-    def _gradient_of(self, total: Tensor, *, keep_graph: bool = False) -> list[Tensor | None]:
-        """Return the gradient of a scaled sum; None for a parameter that is frozen or not used."""
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        if not total.requires_grad:  # a term that has no unit in this batch
-            return [None] * len(self.parameters)
-        made = torch.autograd.grad(total, trained, retain_graph=keep_graph, allow_unused=True)
-        by_parameter = dict(zip(map(id, trained), made, strict=True))
-        gradients = [by_parameter.get(id(parameter)) for parameter in self.parameters]
-        scale = self.numbers.loss_scale
-        return [None if g is None else g.to_dense().cpu().div_(scale) for g in gradients]
+            for name, total, units, weight in terms:
+                made: dict[int, Tensor | None] = {}
+                if total.requires_grad:  # else the term has no unit in this batch
+                    again = name != found.names[-1]
+                    gradients = torch.autograd.grad(
+                        total * (weight * scale), trained, retain_graph=again, allow_unused=True
+                    )
+                    made = dict(zip(map(id, trained), gradients, strict=True))
+                row = [made.get(id(parameter)) for parameter in self.parameters]
+                row = [None if g is None else g.to_dense().cpu().div_(scale) for g in row]
+                by_name[name] = (row, units)
+        return by_name
 
     def draws_random_numbers(self, batch: Any) -> bool:
         """Tell if the forward of the batch moves a random generator.

@@ -24,16 +24,12 @@ Vectors = Sequence[Tensor | None]
 
 TIMES_THE_FLOOR = 10.0
 
-_NOISE = 0.1
-"""A gradient whose undivided batch is this far from itself in another order is rounding."""
-
 
 @dataclass(frozen=True)
 class Line:
     """One parameter: its distance, the distance that rounding explains, and if that is exceeded."""
 
     name: str
-    numbers: int
     distance: float
     floor: float
     differs: bool
@@ -48,7 +44,7 @@ class Comparison:
     floor: float
     tolerance: float
     lines: tuple[Line, ...]
-    judged_by_line: bool = True
+    """Of each parameter; none of an update, which is judged in all."""
 
     @property
     def same(self) -> bool:
@@ -57,8 +53,6 @@ class Comparison:
     @property
     def differing(self) -> tuple[Line, ...]:
         """Return the parameters that differ, the worst first."""
-        if not self.judged_by_line:
-            return ()
         return tuple(line for line in self.worst() if line.differs)
 
     def worst(self, number: int | None = None) -> list[Line]:
@@ -71,21 +65,39 @@ class Comparison:
         return ordered[:number]
 
 
-def compare_gradients(
+def compare(
     what: str,
     runs: ModelRuns,
-    ours: WindowRun,
-    whole: WindowRun,
-    others: Sequence[WindowRun],
+    ours: Vectors,
+    reference: Vectors,
+    also_right: Sequence[Vectors],
     *,
-    more: Sequence[Vectors] = (),
+    resolution: Sequence[float] = (),
 ) -> Comparison:
-    """Compare the gradients that the optimizer saw, for each parameter and in all.
+    """Compare `ours` with `reference`; the floor is how far those `also_right` are from it.
 
-    `others` are runs that are right too, and `more` right gradients: they measure the floor.
+    `resolution` is, for each parameter, the norm below which a difference is no difference: one
+    rounding, or that of the parameter that an update is added to.
     """
-    right = [*(run.gradients for run in others), *more]
-    return compare(what, runs, ours.gradients, whole.gradients, also_right=right)
+    unit, devices = runs.unit, runs.devices
+    sizes = _norms(reference, None, devices)
+    errors = _norms(ours, reference, devices)
+    resolution = resolution or [unit * size for size in sizes]
+    floors = [_norms(other, reference, devices) for other in also_right]
+    all_size = math.hypot(*sizes)
+    # A gradient that is zero but for rounding (a bias before a normalisation) has no relative
+    # error to speak of: what rounding of the whole gradient hides does not count in one parameter.
+    noise = TIMES_THE_FLOOR * unit * all_size
+    lines = []
+    for index, (name, error, size) in enumerate(zip(runs.names, errors, sizes, strict=True)):
+        floor = max([resolution[index], *(one[index] for one in floors)])
+        differs = not error <= max(TIMES_THE_FLOOR * floor, noise)
+        lines.append(Line(name, _ratio(error, size), _ratio(floor, size), differs))
+    floor = max([math.hypot(*resolution), *(math.hypot(*one) for one in floors)])
+    # The floor is capped at the root of the resolution: a larger one cannot be rounding.
+    relative = min(_ratio(floor, all_size), math.sqrt(unit) / TIMES_THE_FLOOR)
+    off = _ratio(math.hypot(*errors), all_size)
+    return Comparison(what, off, relative, TIMES_THE_FLOOR * relative, tuple(lines))
 
 
 def compare_updates(
@@ -95,102 +107,33 @@ def compare_updates(
     others: Sequence[WindowRun],
     gradient: Comparison,
 ) -> tuple[Comparison, list[str]]:
-    """Compare what the optimizer did, in all; notes tell where the rounding is its own."""
-    # Adam divides by the gradient's own size: of a gradient that is nothing but rounding (a bias
-    # before a normalisation) it makes an arbitrary update, for the undivided batch too.
-    lines = gradient.lines
-    kept = [i for i, line in enumerate(lines) if line.differs or line.floor < _NOISE]
-    # An update is added to the parameter: what the sum rounds away cannot be seen.
+    """Compare what the optimizer did, in all; a note tells where the rounding is its own."""
+    # An update is added to the parameter: what the sum rounds away cannot be seen. One rounding
+    # is half the distance from 1 to the next number.
     resolution = [
         math.hypot(
-            # One rounding is half the distance from 1 to the next number.
             torch.finfo(p.dtype).eps / 2 * norm_of(runs.start.before(p)),
             gradient.floor * norm_of(change),
         )
-        for i, (p, change) in enumerate(zip(runs.parameters, whole.update, strict=True))
-        if i in kept
+        for p, change in zip(runs.parameters, whole.update, strict=True)
     ]
-
-    def of(run: WindowRun) -> list[Tensor]:
-        return [run.update[i] for i in kept]
-
-    found = compare(
-        "update",
-        runs,
-        of(ours),
-        of(whole),
-        also_right=[of(run) for run in others],
-        resolution=resolution,
-        places=kept,
-        judged_by_line=False,
-    )
+    also_right = [run.update for run in others]
+    found = compare("update", runs, ours.update, whole.update, also_right, resolution=resolution)
+    found = replace(found, lines=())
     if found.same or not gradient.same:
         return found, []
-    # The same with single numbers of a gradient. If the optimizer makes this very update of the
+    # Adam divides by the gradient's own size: of numbers that are nothing but rounding it makes an
+    # arbitrary update, for the undivided batch too. If the optimizer makes this very update of the
     # gradient that it saw, nothing else is in it.
-    own = distance(of(ours), of(runs.replayed(ours)), [runs.devices[i] for i in kept])
-    rounded = _ratio(math.hypot(*resolution), math.hypot(*map(norm_of, of(whole))))
-    if own > 10 * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
+    own = distance(ours.update, runs.replayed(ours).update, runs.devices)
+    rounded = _ratio(math.hypot(*resolution), math.hypot(*map(norm_of, whole.update)))
+    if own > TIMES_THE_FLOOR * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
         return found, []
     note = (
         f"the update is {percent(found.distance)} off because the optimizer divides by numbers of "
         "the size of rounding; from the gradient it got, it made the right update"
     )
     return replace(found, tolerance=max(found.tolerance, found.distance)), [note]
-
-
-def compare(
-    what: str,
-    runs: ModelRuns,
-    ours: Vectors,
-    reference: Vectors,
-    *,
-    also_right: Sequence[Vectors] = (),
-    resolution: Sequence[float] = (),
-    places: Sequence[int] | None = None,
-    judged_by_line: bool = True,
-) -> Comparison:
-    """Compare `ours` with `reference`; the floor is how far those `also_right` are from it.
-
-    `resolution` is, for each parameter, the norm below which a difference is no difference: one
-    rounding, or that of the parameter that an update is added to. `places` are the parameters that
-    are given, if not all are.
-    """
-    places, unit = range(len(runs.names)) if places is None else places, runs.unit
-    names, devices = [runs.names[i] for i in places], [runs.devices[i] for i in places]
-    resolution = resolution or [unit * norm_of(one) for one in reference]
-    sizes = _norms(reference, None, devices)
-    errors = _norms(ours, reference, devices)
-    floors = [_norms(other, reference, devices) for other in also_right]
-    all_size = math.hypot(*sizes)
-    # A gradient that is zero but for rounding (a bias before a normalisation) has no relative
-    # error to speak of: what rounding of the whole gradient hides does not count in one parameter.
-    noise = TIMES_THE_FLOOR * unit * all_size
-    lines = []
-    for index, (name, error, size) in enumerate(zip(names, errors, sizes, strict=True)):
-        floor = max([resolution[index], *(one[index] for one in floors)])
-        differs = error > max(TIMES_THE_FLOOR * floor, noise)
-        tensor = ours[index] if reference[index] is None else reference[index]
-        lines.append(
-            Line(
-                name=name,
-                numbers=0 if tensor is None else tensor.numel(),
-                distance=_ratio(error, size),
-                floor=_ratio(floor, size),
-                differs=differs or not math.isfinite(error),
-            )
-        )
-    floor = max([math.hypot(*resolution), *(math.hypot(*one) for one in floors)])
-    # The floor is capped at the root of the resolution: a larger one cannot be rounding.
-    relative = min(_ratio(floor, all_size), math.sqrt(unit) / TIMES_THE_FLOOR)
-    return Comparison(
-        what=what,
-        distance=_ratio(math.hypot(*errors), all_size),
-        floor=relative,
-        tolerance=TIMES_THE_FLOOR * relative,
-        lines=tuple(lines),
-        judged_by_line=judged_by_line,
-    )
 
 
 def distance(

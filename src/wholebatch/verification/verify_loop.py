@@ -293,11 +293,11 @@ class _CaseTrials:
             return {
                 name: (
                     recorder.rows.sample_named(
-                        dict(zip(runs.names, term.gradient, strict=True)), indices
+                        dict(zip(runs.names, gradient, strict=True)), indices
                     ),
-                    term.units,
+                    units,
                 )
-                for name, term in terms.items()
+                for name, (gradient, units) in terms.items()
             }
 
         rows = [terms_of(micro) for micro in micros]

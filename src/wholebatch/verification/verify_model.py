@@ -25,7 +25,7 @@ from wholebatch.verification.random_numbers import SILENCES, DrawnLines, dropout
 from wholebatch.verification.run_comparison import (
     Comparison,
     Vectors,
-    compare_gradients,
+    compare,
     compare_updates,
     distance,
     listed,
@@ -206,7 +206,8 @@ class _Proof:
         self._tell("the comparison")
         right = [again, *others]
         more = [] if reference is None else [reference]
-        gradient = compare_gradients("gradient", runs, ours, whole, right, more=more)
+        gradients = [*(run.gradients for run in right), *more]
+        gradient = compare("gradient", runs, ours.gradients, whole.gradients, gradients)
         update, notes = compare_updates(runs, ours, whole, right, gradient)
         self.notes += notes if gradient.same else []
         to_float64 = None
@@ -259,7 +260,9 @@ class _Proof:
             wide, batch = runs.in_float64(), batch.in_float64()
             part, whole = _halved_until_it_fits(wide, batch)
             others, ours = wide.in_other_orders(part), wide.accumulated(part)
-            comparison = compare_gradients("gradient in float64", wide, ours, whole, others)
+            also_right = [run.gradients for run in others]
+            found = (ours.gradients, whole.gradients, also_right)
+            comparison = compare("gradient in float64", wide, *found)
             if part.samples == batch.samples:
                 return comparison, whole.gradients
             self.notes.append(

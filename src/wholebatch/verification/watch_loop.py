@@ -139,7 +139,7 @@ class Watch:
         recorder = self._recorder
         if self._windows is None and recorder.passes.has_ended:
             self._is_ending = True
-            if not recorder.has_open_window:
+            if not (recorder.pending or recorder.open_ledger):
                 recorder.over = WatchIsOver()
                 raise recorder.over
 

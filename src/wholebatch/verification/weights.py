@@ -9,8 +9,8 @@ places: the reference that a proof has run, the ledger of wholebatch, or the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -23,10 +23,6 @@ from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, distance, fi
 
 SAME_WEIGHT = 1e-3
 """Weights of losses that differ by less are the same."""
-Rows = Sequence[Sequence[float]]
-"""Numbers of micro-batches, by rank."""
-Shape = Callable[[Rows], Rows]
-"""The weights that micro-batches of these units would have."""
 
 
 @dataclass(frozen=True)
@@ -58,53 +54,20 @@ class Weights:
 
     @property
     def units(self) -> tuple[float, ...]:
-        return self._best(self.terms[0]).units
+        return self.best(self.terms[0]).units
 
     @property
     def own(self) -> tuple[float, ...]:
         """Return the weight that each term of the loss has of its own."""
-        return tuple(self._best(readings).own for readings in self.terms)
+        return tuple(self.best(readings).own for readings in self.terms)
 
-    def rows(self, units: Sequence[float]) -> Rows:
+    def rows(self, units: Sequence[float]) -> list[list[float]]:
         """Return numbers of all micro-batches by rank."""
         places = iter(units)
         return [[next(places) for _ in range(size)] for size in self.sizes]
 
-    def are(self, shape: Shape, *, in_all_terms: bool = False) -> bool:
-        """True if these are the weights that `shape(units)` gives.
-
-        Terms that are right need not have that shape, unless it is asked for.
-        """
-
-        def fits(reading: Reading) -> bool:
-            weights = list(chain(*shape(self.rows(reading.units))))
-            return reading.apart(weights) <= max(self.tolerance, SAME_WEIGHT)
-
-        wrong = [row for row in self.terms if in_all_terms or not self._is_right(row)]
-        return all(any(fits(reading) for reading in row) for row in wrong)
-
-    def is_always_right(self, shape: Shape) -> bool:
-        """True if that shape is right for these units: nothing would show it."""
-        for units in (self._best(row).units for row in self.terms):
-            total = sum(units) or 1.0
-            pairs = zip(chain(*shape(self.rows(units))), units, strict=True)
-            if not all(math.isclose(w, u / total, rel_tol=SAME_WEIGHT) for w, u in pairs):
-                return False
-        return True
-
-    def readings(self) -> Iterator[Weights]:
-        """Yield these weights with one way to read each wrong term, the likeliest first."""
-        for place in range(max(map(len, self.terms))):
-            rows = [
-                row if self._is_right(row) else (row[min(place, len(row) - 1)],)
-                for row in self.terms
-            ]
-            yield replace(self, terms=tuple(rows))
-
-    def _is_right(self, readings: Sequence[Reading]) -> bool:
-        return any(one.off <= max(self.tolerance, SAME_WEIGHT) for one in readings)
-
-    def _best(self, readings: Sequence[Reading]) -> Reading:
+    def best(self, readings: Sequence[Reading]) -> Reading:
+        """Return the way to read a term in which it is right, else the likeliest."""
         is_right = (one for one in readings if one.off <= max(self.tolerance, SAME_WEIGHT))
         return next(is_right, readings[0])
 

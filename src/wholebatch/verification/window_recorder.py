@@ -11,8 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import wraps
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,14 +38,14 @@ from wholebatch.window import ledger as own_windows
 _log = logging.getLogger("wholebatch")
 
 _REPLACED = {
-    "_backward": (torch.autograd, "backward"),
-    "_clip": (torch.nn.utils, "clip_grads_with_norm_"),  # clip_grad_norm_ calls it too
-    "_clip_by_value": (torch.nn.utils, "clip_grad_value_"),
-    "_scale": (torch.amp.GradScaler, "scale"),
-    "_iterate": (DataLoader, "__iter__"),
-    "_average": (AveragedModel, "update_parameters"),
+    (torch.autograd, "backward"): "_backward",
+    (torch.nn.utils, "clip_grads_with_norm_"): "_clip",  # clip_grad_norm_ calls it too
+    (torch.nn.utils, "clip_grad_value_"): "_clip",
+    (torch.amp.GradScaler, "scale"): "_scale",
+    (DataLoader, "__iter__"): "passes.iterate",
+    (AveragedModel, "update_parameters"): "_average",
 }
-"""The functions that are replaced while a recorder is open: owner and name, by the method."""
+"""The functions that are replaced while a recorder is open, and what is called in their place."""
 
 _MOST_WINDOWS = 8
 """Windows kept of one optimizer, and one of each further size."""
@@ -140,7 +141,7 @@ class WindowRecorder:
         ):
             self._undo.callback(hook.remove)
         self._undo.callback(self.rows.remove_hooks)
-        around = {place: getattr(self, method) for method, place in _REPLACED.items()}
+        around = {place: attrgetter(method)(self) for place, method in _REPLACED.items()}
         self._undo.enter_context(replaced(around))
         own_windows.observers.append(self)
         self._undo.callback(own_windows.observers.remove, self)
@@ -157,9 +158,8 @@ class WindowRecorder:
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        device = self.rows.parameters[0].device.type if self.rows.parameters else _DEVICE
-        if torch.is_autocast_enabled(device):
-            self.autocast.add(torch.get_autocast_dtype(device))
+        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        self.autocast.update(map(torch.get_autocast_dtype, enabled))
         if not self._inside:
             self._modules.enter(module)
 
@@ -246,6 +246,7 @@ class WindowRecorder:
             shared = ""
         is_first = not self.pending
         moved = self._modules.moved(is_first=is_first, trained=self._trained)
+        self._averaged += [self._number] * self._modules.is_averaged
         evaluated = self._modules.evaluated()
         shared = shared or ("" if is_first else evaluated) or moved
         return shared or next(filter(None, map(doubt_about, graph)), "")
@@ -274,11 +275,6 @@ class WindowRecorder:
         return [micro for micro in self._history if not self._steps_since(micro)]
 
     @property
-    def has_open_window(self) -> bool:
-        """True if there are micro-batches that wait for a step."""
-        return bool(self.pending or self.open_ledger)
-
-    @property
     def overflowed(self) -> bool:
         """True if a backward without a step has brought numbers that are not finite."""
         return not all(bool(micro.contribution.isfinite().all()) for micro in self.pending)
@@ -305,8 +301,6 @@ class WindowRecorder:
             self._keep_clip(next((one for one in limit if one is not None), 0.0), before)
         return result
 
-    _clip_by_value = _clip
-
     @_never_fails
     def _keep_clip(self, limit: Any, before: Tensor) -> None:
         self._clips.append(Clip(self._number, float(limit), before, self.rows.gradients()))
@@ -319,9 +313,6 @@ class WindowRecorder:
     def _average(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._averaged.append(self._number)
         return original(*args, **kwargs)
-
-    def _iterate(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.passes.iterate(original, loader, *args, **kwargs)
 
     # ------------------------------------------------------------- windows of wholebatch
 
@@ -345,8 +336,9 @@ class WindowRecorder:
         """Record a window of wholebatch that is complete."""
         own, self._own = self._own, None
         self.passes.note_backward()
-        for optimizer in own.optimizers if own is not None else ():
-            assert own is not None
+        if own is None:  # the watch began within it
+            return
+        for optimizer in own.optimizers:
             kept = self._new_window(optimizer, [])
             self._keep(replace(kept, ledger=own.ledger(optimizer), doubt=own.doubt))
 
@@ -364,11 +356,10 @@ class WindowRecorder:
         self._step_depth += 1
         if self._step_depth > 1 or self._own is not None:  # of a wrapper
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure, evaluations = kwargs.get("closure", args[1] if len(args) > 1 else None), 0
         if not callable(closure):
             self._see(optimizer)
             return None
-        evaluations = 0
 
         def observed() -> Any:
             nonlocal evaluations
@@ -404,9 +395,8 @@ class WindowRecorder:
     def _gradient(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> Tensor:
         """Return the gradient of a step; a fused optimizer divides by its scale itself."""
         scale = getattr(optimizer, "grad_scale", None)
-        return self.rows.selected(self.rows.gradients(), indices) / float(
-            1 if scale is None else scale
-        )
+        gradient = self.rows.selected(self.rows.gradients(), indices)
+        return gradient if scale is None else gradient / float(scale)
 
     def _see_own(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
         """Keep the gradient of a window of wholebatch, which was recorded when it closed."""
@@ -447,7 +437,7 @@ class WindowRecorder:
         doubt = next((micro.doubt for micro in mine if micro.doubt), "")
         if window.number > 1 and not any(float(group["lr"]) for group in optimizer.param_groups):
             doubt = "the learning rate is 0; a schedule may be stepped too often"
-        inside = range(mine[0].number + 1, mine[-1].number + 1) if mine else ()
+        spanned = range(mine[0].number, mine[-1].number + 1) if mine else ()
         self.lost_steps |= not mine
         self.stepped_twice |= not mine and stepped_by != window.optimizer and bool(gradient.any())
         self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
@@ -468,18 +458,20 @@ class WindowRecorder:
                 for clip in self._clips
                 if clip.number > since
             ),
-            is_averaged_inside=any(number in inside for number in self._averaged),
+            # An average that moves once per window is right, wherever that is.
+            is_averaged_inside=len({*spanned}.intersection(self._averaged)) > 1,
             doubt=doubt,
         )
 
     def _of(self, micro: _Brought, window: WindowEvidence) -> Backward:
         """Return a backward as one window has it: with the parameters of its optimizer alone."""
-        own = {one.name: getattr(micro, one.name) for one in fields(Backward)}
-        for name in ("before", "after", "contribution"):
-            own[name] = self.rows.selected(own[name], window.indices)
-        own["rates"] = (micro.rates_by_optimizer or {}).get(window.optimizer, ())
-        own["moved"] = not micro.moved_parameters.isdisjoint(window.indices)
-        return Backward(**own)
+        rows = {
+            name: self.rows.selected(getattr(micro, name), window.indices)
+            for name in ("before", "after", "contribution")
+        }
+        rates = (micro.rates_by_optimizer or {}).get(window.optimizer, ())
+        moved = not micro.moved_parameters.isdisjoint(window.indices)
+        return replace(micro, **rows, rates=rates, moved=moved)  # type: ignore[arg-type]
 
     def _keep(self, window: WindowEvidence) -> None:
         """Keep a window: the first ones, those of another size, and the last one."""
@@ -502,6 +494,3 @@ class WindowRecorder:
         without = sorted(self._had_gradient - set(self._stepped_at))
         owned = self._own_parameters
         return [self.rows.names[i] for i in without if id(self.rows.parameters[i]) not in owned]
-
-
-_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,271 +1,178 @@
 """Explain the weights of a window's micro-batches: which mistake gives them.
 
-Each function yields the weights that its mistake gives, in the variants that occur in public code;
-`explain` compares them with those of the window. The window's own numbers come first (its steps,
-the usual count, the ranks), loss scales last. All that match are found.
+`wrong_weights` yields the weights that each mistake gives, in the variants that occur in public
+code; `explain` compares them with those of the window. All mistakes that match are found.
 
-To add a mistake: a row in mistakes.md, a function here, and a loop in tests/verification/loops.
+To add a mistake: a row in mistakes.md, its weights here, and a loop in tests/verification/loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 from wholebatch.verification.evidence import Counts
 from wholebatch.verification.mistakes import Finding
-from wholebatch.verification.weights import Rows, Shape, Weights
+from wholebatch.verification.weights import SAME_WEIGHT, Weights
 
-_Weigh = Callable[[Sequence[float], float], Sequence[float]]
-"""The weights that one rank gives its micro-batches, of their units and the total of these."""
-_Variants = Iterator[tuple[str, _Weigh]]
+_Rows = Sequence[Sequence[float]]
+"""Numbers of micro-batches, by rank."""
+_Variants = Iterator[tuple[str, str, list[float]]]
+"""The key of a mistake, a variant of it in words, and the weights that it gives."""
+
+_ORDER = (
+    *("stepped-every-micro-batch", "only-the-first", "not-divided", "nominal-count"),
+    *("mean-of-means", "ranks-added", "world-size-forgotten", "divided-twice", "only-the-last"),
+    *("left-out", "counted-twice", "other-units", "loss-scale"),
+)
+"""The order of reports: the window's own numbers first (steps, usual count, ranks), scales last."""
+_CONSTANT = ("not-divided", "divided-twice", "loss-scale", "nominal-count")
+"""Mistakes by a constant factor, which all terms of a loss have."""
 
 
 def explain(weights: Weights, counts: Counts) -> list[Finding]:
-    """Return all mistakes that give these weights, the window's own numbers first."""
-    for reading in weights.readings():
-        divisor = max(one.divisor for readings in reading.terms for one in readings)
+    """Return all mistakes that give these weights, the likeliest first.
+
+    A term with several ways to read it is tried in one way after the other.
+    """
+    limit = max(weights.tolerance, SAME_WEIGHT)
+    are_wrong = [weights.best(row).off > limit for row in weights.terms]
+    for place in range(max(map(len, weights.terms))):
+        terms = [
+            row[min(place, len(row) - 1) :][:1] if is_wrong else row
+            for row, is_wrong in zip(weights.terms, are_wrong, strict=True)
+        ]
+        divisor = max(reading.divisor for row in terms for reading in row)
         own = replace(counts, divisor=divisor)
-        units = reading.rows(reading.units)
-        found = [_explained(key, variants, reading, units, own) for key, variants in WEIGHED]
-        if any(found):
-            return [one for one in found if one is not None]
+        tables = [
+            [(one, list(wrong_weights(weights.rows(one.units), own))) for one in row]
+            for row in terms
+        ]
+        found: dict[str, Finding] = {}
+        for number, (key, words, _) in enumerate(tables[0][0][1]):
+            fits = key not in found and all(
+                any(one.apart(table[number][2]) <= limit for one, table in row)
+                for row, is_wrong in zip(tables, are_wrong, strict=True)
+                if is_wrong or key in _CONSTANT
+            )
+            # Weights that are right for these units show no mistake.
+            if fits and any(
+                not _are_shares(row[0][0].units, row[0][1][number][2]) for row in tables
+            ):
+                found[key] = Finding(key, words)
+        if found:
+            return sorted(found.values(), key=lambda one: _ORDER.index(one.key))
     return []
 
 
-def _explained(
-    key: str,
-    variants: Callable[[Rows, Counts], Iterator[tuple[str, Shape]]],
-    weights: Weights,
-    units: Rows,
-    counts: Counts,
-) -> Finding | None:
-    """Return the first variant of a mistake that gives these weights; not if it is right here."""
-    for words, shape in variants(units, counts):
-        is_right = weights.is_always_right(shape)
-        if not is_right and weights.are(shape, in_all_terms=key in _CONSTANT):
-            return Finding(key, words)
-    return None
+def _are_shares(units: Sequence[float], weights: Sequence[float]) -> bool:
+    total = sum(units) or 1.0
+    pairs = zip(weights, units, strict=True)
+    return all(math.isclose(w, u / total, rel_tol=SAME_WEIGHT) for w, u in pairs)
 
 
-# ------------------------------------------------------------------- the weights of micro-batches
+def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
+    """Yield the weights of each mistake. The variants depend on the counts alone, not the units."""
+    ranks, total = len(units), sum(chain(*units)) or 1.0
+    # Each rank may take shares of its own units, or of those of all.
+    for totals in [[sum(row) or 1.0 for row in units], [total / ranks] * ranks][: min(ranks, 2)]:
+        rows = [list(_of_one_rank(*pair, counts)) for pair in zip(units, totals, strict=True)]
+        for variant in zip(*rows, strict=True):
+            key, words, _ = variant[0]
+            yield key, words, [weight / ranks for *_, row in variant for weight in row]
+    every = list(chain(*units))
+
+    def mean(times: float) -> list[float]:
+        return [times * unit / total for unit in every]
+
+    def means(by: float) -> list[float]:
+        return [1 / (len(row) * by) for row in units for _ in row]
+
+    if ranks > 1:
+        summed = [unit / (sum(row) or 1.0) for row in units for unit in row]
+        yield "ranks-added", "means of the ranks, summed", means(1)
+        yield "ranks-added", "means over units, summed", summed
+        yield "ranks-added", "the mean, times the ranks", mean(ranks)
+        again = f"divided by {ranks} a second time"
+        yield "world-size-forgotten", f"the mean, {again}", mean(1 / ranks)
+        yield "world-size-forgotten", f"mean losses, {again}", means(ranks**2)
+    own = "mean losses divided by their own units a second time"
+    if len(set(every)) == 1:  # a constant, which other mistakes explain
+        yield "other-units", own, [math.nan] * len(every)
+    else:
+        yield "other-units", own, [1 / u / ranks if u else 0.0 for u in every]
+    for name, counted in counts.others.items():
+        by = [one / (sum(row) or 1.0) / ranks for row in counted for one in row]
+        over = [1 / (sum(row) or 1.0) / ranks for row in counted for _ in row]
+        yield "other-units", f"mean losses weighed by {name}", by
+        yield (
+            "other-units",
+            f"sums divided by {name}",
+            [u * o for u, o in zip(every, over, strict=True)],
+        )
+    for power in range(6, 25):
+        scale = 1 << power
+        if scale not in (counts.micro_batches, counts.usual, counts.first):  # else: not divided
+            yield "loss-scale", f"{scale} times too large", mean(scale)
 
 
-def on_each_rank(
-    variants: Callable[[Counts], _Variants],
-) -> Callable[[Rows, Counts], Iterator[tuple[str, Shape]]]:
-    """Return the shapes of a mistake that every rank makes on its own.
+def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variants:
+    """Yield the weights that one rank gives its micro-batches, of their units and a total."""
+    size, count, usual = len(row), counts.micro_batches, counts.usual
 
-    Of several ranks, each may take shares of its own units, or of those of all.
-    """
+    def means(by: float) -> list[float]:
+        return [1 / by] * size
 
-    def shapes(units: Rows, counts: Counts) -> Iterator[tuple[str, Shape]]:
-        for words, weigh in variants(counts):
-            yield words, partial(_each, weigh, lambda rows: [sum(row) or 1.0 for row in rows])
-            if len(units) > 1:
-                mean = partial(_each, weigh, lambda rows: [_mean_total(rows)] * len(rows))
-                yield words, mean
+    def mean(times: float = 1.0) -> list[float]:
+        return [times * unit / total for unit in row]
 
-    return shapes
-
-
-def _each(weigh: _Weigh, totals: Callable[[Rows], Sequence[float]], units: Rows) -> Rows:
-    rows = [weigh(row, total) for row, total in zip(units, totals(units), strict=True)]
-    return [[weight / len(units) for weight in row] for row in rows]
-
-
-def _mean_total(units: Rows) -> float:
-    return sum(chain(*units)) / len(units) or 1.0
-
-
-def shares_of_all(units: Rows, times: float = 1.0) -> Rows:
-    """Return `times` the shares of all units, which are right if it is 1."""
-    return [_shares(row, _mean_total(units) * len(units), times) for row in units]
-
-
-def _even(row: Sequence[float], by: float = 1.0) -> list[float]:
-    return [1.0 / by] * len(row)
-
-
-def _shares(row: Sequence[float], total: float, times: float = 1.0) -> list[float]:
-    return [times * unit / total for unit in row]
-
-
-def _not_divided(counts: Counts) -> _Variants:
-    yield "mean losses added", lambda row, total: _even(row)
-    yield "sums added", lambda row, total: row
-    times = f"the mean, times {counts.micro_batches}"
-    yield times, lambda row, total: _shares(row, total, len(row))
-
-
-def _stepped_every(counts: Counts) -> _Variants:
-    by = counts.divisor
-    if counts.micro_batches == counts.usual == 1 and by > 2:
-        yield f"the loss is divided by {by}", lambda row, total: _even(row, by)
-
-
-def _first_window(counts: Counts) -> _Variants:
-    if counts.number == 1 and counts.micro_batches == 1 < counts.usual:
-        words = f"the first window has 1 micro-batch, others {counts.usual}"
-        yield words, lambda row, total: _even(row, counts.usual)
-
-
-def _nominal_count(counts: Counts) -> _Variants:
-    count = counts.micro_batches
+    if count == usual == 1 and counts.divisor > 2:
+        words = f"the loss is divided by {counts.divisor}"
+        yield "stepped-every-micro-batch", words, means(counts.divisor)
+    is_first_alone = counts.number == 1 and count == 1 < usual
+    if is_first_alone:
+        words = f"the first window has 1 micro-batch, others {usual}"
+        yield "only-the-first", words, means(usual)
+    yield "not-divided", "mean losses added", means(1)
+    yield "not-divided", "sums added", list(row)
+    yield "not-divided", f"the mean, times {count}", mean(size)
     for by in counts.nominals:
-        if by != count:
-            yield f"mean losses divided by {by}", partial(_evenly, by)
-            yield f"the mean, times {count}/{by}", partial(_times_count_over, by)
-
-
-def _evenly(by: float, row: Sequence[float], total: float) -> list[float]:
-    return _even(row, by)
-
-
-def _times_count_over(by: float, row: Sequence[float], total: float) -> list[float]:
-    return _shares(row, total, len(row) / by)
-
-
-def _mean_of_means(counts: Counts) -> _Variants:
-    words = "mean losses divided by the number of micro-batches"
-    yield words, lambda row, total: _even(row, len(row))
-    yield (
-        "each rank's own mean, averaged over the ranks",
-        lambda row, _: _shares(row, sum(row) or 1),
-    )
-
-
-def _divided_twice(counts: Counts) -> _Variants:
-    count = counts.micro_batches
+        if by != count and not is_first_alone:
+            yield "nominal-count", f"mean losses divided by {by}", means(by)
+            yield "nominal-count", f"the mean, times {count}/{by}", mean(size / by)
+    yield "mean-of-means", "mean losses divided by the number of micro-batches", means(size)
+    own = [unit / (sum(row) or 1.0) for unit in row]
+    yield "mean-of-means", "each rank's own mean, averaged over the ranks", own
     for by in counts.nominals:
         for one, other in ((count, count), (count, by), (by, by)):
-            yield f"mean losses divided by {one}·{other}", partial(_evenly, one * other)
+            yield "divided-twice", f"mean losses divided by {one}·{other}", means(one * other)
         for times in (count, by):
-            words = f"the mean divided by {times}"
-            yield words, partial(lambda by, row, total: _shares(row, total, 1 / by), times)
+            yield "divided-twice", f"the mean divided by {times}", mean(1 / times)
     words = f"by {count} after every backward, with all gradients so far"
-    yield words, lambda row, _: [len(row) ** -float(len(row) - i) for i in range(len(row))]
+    yield "divided-twice", words, [size ** -float(size - place) for place in range(size)]
+    for key, place in (("only-the-last", -1), ("only-the-first", 0)) if count > 1 else ():
+        kept, unit = place % size, row[place]
+        divided = {f"its mean / {by}": 1 / by for by in (count, *counts.nominals)}
+        alone = {"its mean": 1.0, "its sum": unit, "its share of the units": unit / total}
+        for words, weight in (alone | divided).items():
+            yield key, words, [weight * (at == kept) for at in range(size)]
+    if count > 1:
+        yield from _one_more_or_less(row, total)
+    for words, weights in (("sums", mean()), ("means", means(size))):
+        so_far = [weight * (size - place) for place, weight in enumerate(weights)]
+        yield "counted-twice", f"the {words} so far, added again with every backward", so_far
 
 
-def _only(place: int, counts: Counts) -> _Variants:
-    def alone(weight: Callable[[float, float], float]) -> _Weigh:
-        def weigh(row: Sequence[float], total: float) -> list[float]:
-            kept = place % len(row)
-            return [weight(row[kept], total) * (i == kept) for i in range(len(row))]
-
-        return weigh
-
-    if counts.micro_batches > 1:
-        yield "its mean", alone(lambda size, total: 1.0)
-        yield "its sum", alone(lambda size, total: size)
-        yield "its share of the units", alone(lambda size, total: size / total)
-        for by in (counts.micro_batches, *counts.nominals):
-            yield f"its mean / {by}", alone(partial(lambda by, size, total: 1 / by, by))
-
-
-def _changed(sign: int, counts: Counts) -> _Variants:
+def _one_more_or_less(row: Sequence[float], total: float) -> _Variants:
     """Yield the weights of a window without its last or first micro-batch, or with it twice."""
-
-    def with_change(place: int, by_units: bool, of_all: bool) -> _Weigh:
-        def weigh(row: Sequence[float], total: float) -> list[float]:
-            made = _shares(row, total) if by_units else _even(row, len(row))
-            made[place] += sign * made[place]
-            return made if of_all else _even_out(made)
-
-        return weigh
-
-    rest = "others'" if sign < 0 else "all and its own"
-    for which, place in (("last", -1), ("first", 0)) if counts.micro_batches > 1 else ():
-        for over, by_units in (("units", True), ("means", False)):
-            yield f"the {which}, over all {over}", with_change(place, by_units, True)
-            yield f"the {which}, over the {rest} {over}", with_change(place, by_units, False)
-
-
-def _even_out(weights: Sequence[float]) -> list[float]:
-    return [weight / (sum(weights) or 1.0) for weight in weights]
-
-
-def _counted_twice(counts: Counts) -> _Variants:
-    yield from _changed(1, counts)
-    words = "the {} so far, added again with every backward"
-    yield words.format("sums"), lambda row, total: _so_far(_shares(row, total))
-    yield words.format("means"), lambda row, total: _so_far(_even(row, len(row)))
-
-
-def _so_far(weights: Sequence[float]) -> list[float]:
-    return [weight * (len(weights) - place) for place, weight in enumerate(weights)]
-
-
-def _of_ranks(units: Rows, counts: Counts) -> Iterator[tuple[str, Shape]]:
-    """Yield the weights of ranks whose gradients are added, and not averaged."""
-    if len(units) > 1:
-        yield "means of the ranks, summed", lambda rows: [_even(row, len(row)) for row in rows]
-        own = "means over units, summed"
-        yield own, lambda rows: [_shares(row, sum(row) or 1.0) for row in rows]
-        yield "the mean, times the ranks", lambda rows: shares_of_all(rows, len(rows))
-
-
-def _divided_by_ranks(units: Rows, counts: Counts) -> Iterator[tuple[str, Shape]]:
-    if len(units) > 1:
-        more = f"divided by {len(units)} a second time"
-        yield f"the mean, {more}", lambda rows: shares_of_all(rows, 1 / len(rows))
-        yield (
-            f"mean losses, {more}",
-            lambda rows: [_even(row, len(row) * len(rows) ** 2) for row in rows],
-        )
-
-
-def _other_units(units: Rows, counts: Counts) -> Iterator[tuple[str, Shape]]:
-    if len(set(chain(*units))) > 1:
-        yield (
-            "mean losses divided by their own units a second time",
-            lambda rows: [[1 / u / len(rows) if u else 0.0 for u in row] for row in rows],
-        )
-    for name, counted in counts.others.items():
-        weighed = partial(_weighed_by, counted, counted)
-        yield f"mean losses weighed by {name}", weighed
-        yield f"sums divided by {name}", partial(_divided_by, counted)
-
-
-def _weighed_by(counted: Rows, weights: Rows, units: Rows) -> Rows:
-    ranks = len(weights)
-    pairs = zip(weights, counted, strict=True)
-    return [_shares(row, sum(by) or 1.0, 1 / ranks) for row, by in pairs]
-
-
-def _divided_by(counted: Rows, units: Rows) -> Rows:
-    return _weighed_by(counted, units, units)
-
-
-def _loss_scale(units: Rows, counts: Counts) -> Iterator[tuple[str, Shape]]:
-    for power in range(6, 25):
-        if 1 << power in (counts.micro_batches, counts.usual, counts.first):
-            continue  # the window's own number: not divided
-        yield f"{1 << power} times too large", partial(_scaled, float(1 << power))
-
-
-def _scaled(scale: float, units: Rows) -> Rows:
-    return shares_of_all(units, scale)
-
-
-_CONSTANT = ("not-divided", "divided-twice", "loss-scale", "nominal-count")
-"""Mistakes by a constant factor, which all terms of a loss have."""
-WEIGHED: tuple[tuple[str, Callable[[Rows, Counts], Iterator[tuple[str, Shape]]]], ...] = (
-    ("stepped-every-micro-batch", on_each_rank(_stepped_every)),
-    ("only-the-first", on_each_rank(_first_window)),
-    ("not-divided", on_each_rank(_not_divided)),
-    ("nominal-count", on_each_rank(_nominal_count)),
-    ("mean-of-means", on_each_rank(_mean_of_means)),
-    ("ranks-added", _of_ranks),
-    ("world-size-forgotten", _divided_by_ranks),
-    ("divided-twice", on_each_rank(_divided_twice)),
-    ("only-the-last", on_each_rank(partial(_only, -1))),
-    ("only-the-first", on_each_rank(partial(_only, 0))),
-    ("left-out", on_each_rank(partial(_changed, -1))),
-    ("counted-twice", on_each_rank(_counted_twice)),
-    ("other-units", _other_units),
-    ("loss-scale", _loss_scale),
-)
-"""The mistakes in the weights, in the order in which they are reported."""
+    changes = (("left-out", 0, "others'"), ("counted-twice", 2, "all and its own"))
+    for key, times, rest in changes:
+        for which, place in (("last", -1), ("first", 0)):
+            for over in ("units", "means"):
+                made = [u / total if over == "units" else 1 / len(row) for u in row]
+                made[place] *= times
+                yield key, f"the {which}, over all {over}", made
+                scaled = [weight / (sum(made) or 1.0) for weight in made]
+                yield key, f"the {which}, over the {rest} {over}", scaled

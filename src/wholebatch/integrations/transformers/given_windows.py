@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,14 +44,24 @@ class GivenWindows(WholeBatch):
 
     _handover = Handover(lends=True)  # the trainer clears them before the next window
 
-    def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        host: object = None,
+        combined_by: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*given, **options)
         self._host = host
+        self._combined_by = combined_by or {}
         self._announced: dict[str, float] | None = None
         self._batches = 0
         self._shares = torch.zeros(0)
         self.extras: dict[str, Tensor] = {}
-        """The tensors beside the losses (`wb.Loss(extras=)`), summed over each batch's samples."""
+        """The tensors beside the losses (`wb.Loss(extras=)`), one number for each batch.
+
+        They are summed over its micro-batches, or combined as `combined_by` says ("amin", "amax").
+        """
         self._watch = Watch(self._ledger.target.optimizers)
 
     def make_gradient(
@@ -102,9 +112,11 @@ class GivenWindows(WholeBatch):
             )
             sums.index_add_(0, places, losses.double())
             for name in self._runner.extras[0] if self._runner.extras else ():
-                values = torch.stack([extras[name] for extras in self._runner.extras])
-                by_batch = torch.zeros_like(sums, dtype=values.dtype)
-                self.extras[name] = by_batch.index_add_(0, places, values)
+                values = torch.stack([extras[name] for extras in self._runner.extras]).double()
+                how = self._combined_by.get(name, "sum")
+                self.extras[name] = torch.zeros_like(sums).scatter_reduce(
+                    0, places, values, how, include_self=False
+                )
             dtype = losses.dtype
         step = super()._close(micros, steps)
         if is_one:

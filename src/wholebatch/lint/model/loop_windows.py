@@ -73,6 +73,11 @@ class LoopWindow:
         """Return the number of micro-batches without marks of symbols, or "" if unknown."""
         return without_marks(self.every_key)
 
+    @property
+    def changes_size(self) -> bool:
+        """True if the loop changes the number of micro-batches per update."""
+        return self.every is not None and self.resolver.varies(self.every, self.loop)
+
     @cached_property
     def count_name(self) -> str:
         """Return the number of micro-batches for messages: as the user wrote it, or in words."""

@@ -24,7 +24,7 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
             if is_optimizer_of(clear, steps) and _every_micro_batch(clear, window, steps):
                 yield Report(
                     clear.node,
-                    "gradients are cleared on every micro-batch but used every "
+                    "gradients are cleared on every micro-batch, but used once per window of "
                     f"{window.count_name}: only the last micro-batch counts; clear once, "
                     "after the step",
                 )
@@ -175,6 +175,10 @@ def _is_of_torch(window: LoopWindow) -> bool:
     """True if the optimizer is made here by torch, and only steps: a wrapper may clear itself."""
     for step in closing_steps(window):
         makers = [text(call.func) for call, _ in window.makers(step.receiver_text, step.env)]
+        if any(window.loop in d.loops for d in step.env.get(step.receiver_text, ())):
+            return (
+                False  # Made anew in every iteration: its gradients are compared, not trained on.
+            )
         handed = [text(a) for e in window.of("call") for a in values_of(e.node)]  # type: ignore[arg-type]
         if step.receiver_text in handed or not any("optim." in name for name in makers):
             return False

@@ -92,8 +92,8 @@ def micro_batches_counted(file: File) -> Iterator[Report]:
                 if length is not None and _counts_micro_batches(length, env, window):
                     yield Report(
                         call,
-                        "schedule is as long as the micro-batches but steps once every "
-                        f"{window.count_name}: divide its length by it",
+                        "schedule is as long as the micro-batches, but steps once per update: "
+                        f"divide its length by {window.count_name}",
                     )
 
 

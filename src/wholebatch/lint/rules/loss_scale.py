@@ -68,7 +68,7 @@ def is_judged(window: LoopWindow) -> bool:
     if any(window.when(clear) == "always" for clear in window.of("clear")):
         return False
     # A window whose size changes during training normalises by something else.
-    if window.every is not None and window.resolver.varies(window.every, window.loop):
+    if window.changes_size:
         return False
     undivided = window.around.accelerator_divides is False
     return all(

@@ -90,8 +90,10 @@ def _counts_micro_batches(event: Event, window: LoopWindow) -> bool:
     contexts = event.contexts(window.loop)
     if any("accumulate" in c.names or holds_sync(c) for c in contexts):
         return True
-    nodes = [n for start in window.facts.reached(window.loop.node) for n in ast.walk(start)]
-    return any(map(_is_count, nodes))
+    reached = window.facts.reached(window.loop.node)
+    nodes = [node for start in reached for node in ast.walk(start)]
+    # A step function that is called elsewhere: another method may divide the loss.
+    return any(map(_is_count, window.around.nodes if window.loop.virtual else nodes))
 
 
 def _is_count(node: ast.AST) -> bool:

@@ -1,0 +1,199 @@
+"""TRL's trainers as one graph: the update, the log, adapters, and what cannot be a graph."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import EXACT
+
+pytest.importorskip("trl")
+
+from transformers import LlamaForSequenceClassification
+
+from tests.integrations import trl_training as runs
+from tests.integrations.conftest import Traces
+from tests.integrations.trl_training import off, trained
+from wholebatch.integrations.transformers import exact, exact_preference
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+FLOAT32 = 1e-6
+MASKED = {"completion_only_loss": True, "max_length": 9}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+ADAPTERS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "modules_to_save": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CI", "1")  # TRL sends nothing
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="wholebatch")
+    return caplog
+
+
+def plain(kind: Any) -> Any:
+    return kind
+
+
+def eager(kind: Any) -> Any:
+    return exact(kind, execute="eager")
+
+
+def compiled(kind: Any) -> Any:
+    return exact(kind, execute="compile")
+
+
+def adapters(name: str) -> Any:
+    return pytest.importorskip("peft").LoraConfig(**{**LORA, **ADAPTERS[name]})
+
+
+def case(name: str, make: Any, batches: int, **options: Any) -> Any:
+    """Return a trainer in float64."""
+    with_adapters = options.pop("adapters", None)
+    if with_adapters is not None:
+        torch.manual_seed(2)
+        options["peft_config"] = adapters(with_adapters)
+    if name == "Reward":
+        options["model"] = runs.llama(LlamaForSequenceClassification, num_labels=1)
+    else:
+        options["model"] = options.get("model") or runs.llama()
+    if options["model"].dtype != torch.float64:
+        options["model"] = runs.in_float64(options["model"])
+    trainer = {"SFT": runs.completions, **runs.TRAINERS}[name](make, batches, **options)
+    trainer.model.double()  # PEFT makes adapters in float32
+    return trainer
+
+
+SFT = MASKED
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SFT", SFT),
+        *(("SFT", {**SFT, "adapters": name}) for name in ADAPTERS),
+        ("SFT", {**SFT, "gradient_checkpointing": True}),
+        ("DPO", {}),
+        ("DPO", {"adapters": "lora"}),
+        ("DPO", {"adapters": "modules_to_save", "gradient_checkpointing": True}),
+        ("DPO", {"precompute_ref_log_probs": True, "loss_type": ["ipo", "apo_zero"]}),
+        ("Reward", {"center_rewards_coefficient": 0.1}),
+        ("KTO", {"desirable_weight": 1.4}),
+    ],
+    ids=str,
+)
+def test_a_graph_makes_the_update_of_the_undivided_batch(
+    name: str, options: dict[str, Any], traces: Traces, said: pytest.LogCaptureFixture
+) -> None:
+    options = {"learning_rate": 0.1, "pad_to_multiple_of": 32, **options, "num_train_epochs": 3}
+    whole = trained(case(name, eager, 1, **options), updates=3)
+    assert not traces.made
+    assert off(trained(case(name, compiled, 4, **options), updates=3), whole) <= EXACT
+    assert "micro-steps are now one" in said.text
+
+
+def test_a_batch_without_a_label() -> None:
+    """A prompt longer than max_length leaves a row without any label."""
+    options: dict[str, Any] = {**MASKED, "num_train_epochs": 1, "learning_rate": 0.1}
+    whole, ours = (case("SFT", make, 1, **options) for make in (eager, eager))
+    rows = [dict(row) for row in ours.train_dataset]
+    for row in rows[2:5]:  # the second micro-batch of two rows, and one row of the third
+        row["labels"] = [-100] * len(row["input_ids"])
+    for trainer in (whole, ours):
+        trainer.train_dataset = rows
+        trainer.args.per_device_train_batch_size = len(rows)
+    ours.args.per_device_train_batch_size = 2
+    ours.args.gradient_accumulation_steps = -(-len(rows) // 2)
+    assert off(trained(ours), trained(whole)) <= EXACT
+
+
+@pytest.mark.parametrize("kind", exact_preference._PAIR_LOSSES)
+def test_dpos_losses_are_trls_own(kind: str) -> None:
+    options: dict[str, Any] = {"loss_type": kind, "beta": 0.3}
+    options |= {"label_smoothing": 0.1} if kind in ("exo_pair", "robust") else {}
+    ours = case("DPO", eager, 1, **options)
+    assert ours.needs_trl_loss() is None
+    own = trained(case("DPO", plain, 1, **options))
+    assert off(trained(ours), own) <= 1e-5  # TRL computes in float32, discopop with exp
+
+
+def test_dpos_reference_is_the_model_without_adapters() -> None:
+    for name in ("lora", "modules_to_save"):
+        torch.manual_seed(2)
+        ours = runs.dpo(eager, 1, peft_config=adapters(name))
+        torch.manual_seed(2)
+        own = runs.dpo(plain, 1, peft_config=adapters(name))
+        assert ours.needs_trl_loss() is None
+        assert off(trained(ours), trained(own)) <= FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("DPO", {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0, 0.5]}),
+        ("DPO", {"precompute_ref_log_probs": True}),
+        ("Reward", {"center_rewards_coefficient": 0.1}),
+        ("KTO", {"gradient_accumulation_steps": 1}),  # TRL's estimate is that of a micro-batch
+        ("KTO", {"gradient_accumulation_steps": 1, "loss_type": "apo_zero_unpaired"}),
+    ],
+    ids=str,
+)
+def test_the_log_is_trls_own(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "SAMPLES", 16)  # TRL's own update is right with equal batches
+    often = {"logging_strategy": "steps", "logging_steps": 2, "num_train_epochs": 3}
+    often |= {"learning_rate": 0.1, **options}
+    own, ours = (logs(runs.TRAINERS[name](make, 4, **often)) for make in (plain, eager))
+    assert [row.keys() for row in ours] == [row.keys() for row in own]
+    assert len(ours[0]) > 7
+    for row, expected in zip(ours, own, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+TIMES = {"epoch", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    trainer.train()
+    return [
+        {name: value for name, value in row.items() if name not in TIMES}
+        for row in trainer.state.log_history
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"f_divergence_type": "js_divergence"}, "f_divergence_type='js_divergence'"),
+        ({"ld_alpha": 0.5}, "ld_alpha"),
+        ({"use_weighting": True}, "use_weighting"),
+    ],
+)
+def test_a_loss_that_is_no_graph_says_so(
+    options: dict[str, Any], why: str, said: pytest.LogCaptureFixture
+) -> None:
+    ours = trained(runs.dpo(compiled, 4, **options))
+    assert f"micro-steps run eagerly, by TRL's own loss: {why}" in said.text
+    assert off(ours, trained(runs.dpo(plain, 1, **options))) <= FLOAT32
