@@ -33,11 +33,12 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 MISTAKES = {
     "mean as total": Mistake(given=("total",)),
     "total as mean": Mistake(
-        given=("mean",), listed=_listed("a sum given as a mean, unless it is one of torch's losses")
+        given=("mean",),
+        listed=_listed("a sum given as a mean that is not by one of torch's losses"),
     ),
     "units of rows": Mistake(
         given=("mean",),
-        listed=_listed("of a mean whose divisor the graph\n  does not show"),
+        listed=_listed("a divisor that the graph does not show"),
     ),
     "units of one": Mistake(given=("mean",)),
     "units clamped": Mistake(
