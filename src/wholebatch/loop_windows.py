@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from wholebatch.checks.loop_checks import LoopChecks
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
-from wholebatch.coupled.loop_checks import LoopChecks
 from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Progress, State
 from wholebatch.window.close import Handover

@@ -39,9 +39,9 @@ class Close:
         zero_units: The same for a window without units.
         scaler: Your own GradScaler.
         ema: An object with `update_parameters(model)`, called once per update.
-        sync: "hold" reduces gradients once per window, "every" in each backward; "auto" is what the
-            engine needs, "hold" where both are possible.
-            "gathered" (FSDP2): "hold", with the parameters gathered once per window too.
+        sync: "hold" reduces gradients once per window, "every" in each backward. "gathered" (FSDP2)
+            also gathers the parameters once per window. "auto" is what the engine needs; for FSDP2
+            in WholeBatch the first of "gathered", "hold" and "every" for which there is room.
             "none" trains a plain model separately on each rank.
     """
 

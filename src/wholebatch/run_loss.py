@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.checks.model_calls import unwatched
 from wholebatch.compile import Execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
-from wholebatch.coupled.loop_checks import unwatched
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
 from wholebatch.losses.loss import SINGLE, Loss

@@ -257,9 +257,9 @@ def test_what_may_be_no_dimension_of_samples_is_warned_of(
 ) -> None:
     net, x = model().double(), torch.randn(given[0].shape).double()
     acc = wb.Accumulator(net, sgd(net), steps=3)
+    output = net(x, *(one.double() for one in given[1:]))
     with pytest.warns(UserWarning, match=f"{model.__name__}: its output for one row.*{why}"):
-        output = net(x, *(one.double() for one in given[1:]))
-    acc.backward(output.square().sum(), units=3)
+        acc.backward(output.square().sum(), units=3)
     acc.discard()
 
 

@@ -174,10 +174,11 @@ def by_accumulator(
     return found
 
 
-def by_whole_batch(stage: int, case: str, make: Any, clip: float | None, known: bool) -> Any:
-    # One case with every parameter partitioned; the others with DeepSpeed's own threshold.
-    config = {"stage3_param_persistence_threshold": 0} if known else {}
-    engine = initialized(stage, make, zero_optimization=config)
+def by_whole_batch(
+    stage: int, case: str, make: Any, clip: float | None, known: bool, **zero: Any
+) -> Any:
+    """By default with DeepSpeed's own thresholds: parameters this small stay whole on each rank."""
+    engine = initialized(stage, make, zero_optimization=zero)
     train = wb.WholeBatch(
         engine,
         engine.optimizer,
@@ -392,6 +393,12 @@ def cases_of() -> dict[str, Callable[[], Any]]:
         cases[f"zero {stage} whole batch known={known}"] = partial(
             by_whole_batch, stage, "counts", sgd, 0.05, known
         )
+    cases["zero 3 whole batch, all parameters partitioned"] = partial(
+        by_whole_batch, 3, "counts", sgd, 0.05, False, stage3_param_persistence_threshold=0
+    )
+    cases["zero 3 whole batch, offloaded"] = partial(
+        by_whole_batch, 3, "counts", sgd, 0.05, False, **copy.deepcopy(OFFLOAD["zero_optimization"])
+    )
     return cases
 
 

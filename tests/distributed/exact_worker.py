@@ -147,13 +147,20 @@ def by_whole_batch(engine: str, case: str, clip: float | None, make: Any, known:
     return errors(model, seen, reference(case, clip, make))
 
 
-def by_graphs() -> Any:
+def by_graphs(zero: bool = False) -> Any:
     """DDP: micro-steps as traced, in other numbers on every rank; rank 0 runs out of data early.
+
+    With `zero`, the ranks hold parts of the optimizer's state.
 
     The compiler itself is tested on one process: importing it would take half of this job's time.
     """
     model = wrapped("ddp")
+    make = partial(torch.optim.Adam, lr=0.01)
     optimizer = sgd(model)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # Its import warns.
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make)
     seen = SeenFull(model, optimizer)
     rank = dist.get_rank()
     windows = 3 if rank == 0 else 4
@@ -165,7 +172,8 @@ def by_graphs() -> Any:
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
     assert train._runner.executor.mode == "operations"
-    return errors(model, seen, undivided(everyones(mine), 0.05, sgd))
+    right = (lambda whole: make(whole.parameters())) if zero else sgd
+    return errors(model, seen, undivided(everyones(mine), 0.05, right))
 
 
 def nothing_on_one_rank(engine: str) -> Any:
@@ -314,6 +322,7 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
             cases[f"several accumulators {case}"] = partial(several_accumulators, case)
             cases[f"announced {case}"] = partial(announced, case)
         cases["micro-steps as traced"] = by_graphs
+        cases["adamw: ZeRO-1 as traced"] = partial(by_graphs, zero=True)
         cases["no gradient anywhere"] = no_gradient_anywhere
     return cases
 

@@ -76,7 +76,7 @@ def own_loop(shape: tuple[int, ...], by_run: bool, execute: str) -> dict[str, fl
     acc = wb.Accumulator(model, optimizer, steps=9, clip_norm=0.05, close=GATHERED, execute=execute)
     of_micro = partial(loss, model)
     if by_run and execute == "compile":
-        acc._prepare(of_micro).executor._plan.compiles = False
+        acc._functions.prepare(of_micro).executor._plan.compiles = False
     for window in mine:
         for m in acc.over(window):
             if by_run:
@@ -117,6 +117,7 @@ def cases() -> dict[str, Callable[[], dict[str, float]]]:
         found[f"{name} backward"] = partial(own_loop, shape, False, "eager")
     found["adamw whole batch"] = partial(whole_batch, (ranks,), adamw)
     found["auto micro_batch"] = partial(auto, (ranks,))
+    found["agreed size"] = agreed_size
     found["other layers"] = uses_other_layers
     found["hooks and gradient()"] = hooks_and_gradient
     return found
@@ -139,6 +140,32 @@ def auto(shape: tuple[int, ...]) -> dict[str, float]:
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
     assert (train.recoveries > 0) == (rank == 1)
+    return errors(model, seen, undivided(everyones(mine), None, sgd))
+
+
+def agreed_size() -> dict[str, float]:
+    """Ranks with other budgets take the smallest of the sizes that fit."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model = sharded((ranks,))
+    optimizer = sgd(model)
+    seen = SeenFull(model, optimizer)
+    mine = [[micro(1000 * rank + w, 40)] for w in range(2)]
+    budget = 170_000 if rank == 1 else 10**9
+    train = wb.WholeBatch(
+        model,
+        optimizer,
+        loss=loss,
+        micro_batch="auto",
+        memory=budget,
+        close=GATHERED,
+        execute="eager",
+    )
+    for batch in train.over([window[0] for window in mine]):
+        train.step(batch)
+    sizes: list[Any] = [None] * ranks
+    dist.all_gather_object(sizes, train.micro_batch_size)
+    assert 0 < sizes[0] < 40, sizes
+    assert len(set(sizes)) == 1, sizes
     return errors(model, seen, undivided(everyones(mine), None, sgd))
 
 

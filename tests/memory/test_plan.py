@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -436,8 +437,35 @@ def test_the_command_shards() -> None:
         "--gpu-memory",
         "1GiB",
     ]
-    assert "sharded by FSDP2 (sync hold)" in command(*sharded, "--batch-size", "2").output
+    said = command(*sharded, "--batch-size", "2").output
+    assert "sharded by FSDP2 (sync gathered)" in said
+    assert re.search(r"▶ gathered .*iB .*\n *hold .*iB .*\n *every .*iB ", said)
     assert "--parallel zero: must be one of ddp, fsdp2" in str(refused("--parallel", "zero"))
     assert "--gpus 1: give the number" in str(refused("--parallel", "fsdp2"))
     assert "--sync every: belongs to --parallel fsdp2" in str(refused("--sync", "every"))
-    assert "--sync now: must be one of hold, every" in str(refused("--sync", "now"))
+    assert "--sync now: must be one of gathered, hold, every" in str(refused("--sync", "now"))
+
+
+def test_ways_of_a_sharded_model_differ_by_whole_tensors() -> None:
+    """Gathered once, twice per micro-batch, and reduced once or each time, over 4 ranks."""
+    model, batch = mlp(), vectors(8)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    made = {
+        sync: make_plan(
+            model,
+            loss,
+            batch,
+            batch_size=32,
+            budget=1 << 30,
+            ranks=4,
+            sharding=Sharding(4, sync),  # type: ignore[arg-type]
+        )
+        for sync in ("hold", "gathered")
+    }
+    modes = {mode.sync: mode for mode in made["hold"].modes}
+    wires = [modes[sync].wire for sync in ("gathered", "hold", "every")]
+    steps = made["hold"].steps
+    times = (1 + 1, 2 * steps + 1, 3 * steps)
+    assert wires == [count * nbytes * 3 // 4 for count in times]
+    assert modes["hold"].peak - modes["every"].peak == nbytes - nbytes // 4
+    assert modes["gathered"].peak - modes["hold"].peak == nbytes + nbytes // 4

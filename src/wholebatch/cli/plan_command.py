@@ -78,9 +78,9 @@ class PlanOptions:
         "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block.",
     )
     sync: str | None = choice(
-        "hold|every",
-        "With fsdp2: reduce gradients once per update (hold) or after every micro-batch (every). "
-        "Default: as a run would choose.",
+        "gathered|hold|every",
+        "With fsdp2: reduce gradients once per update (hold), or after every micro-batch (every); "
+        "gathered keeps parameters whole, too. Default: as a run would choose.",
         default=None,
     )
     precision: str | None = option(
@@ -532,6 +532,8 @@ def _show(console: Console, plan: Plan) -> None:
     console.print(table)
     if has_bars:
         console.print(*_legend(plan), sep="  ", highlight=False)
+    if plan.modes:
+        _show_modes(console, plan)
     if any(point.needed != point.peak for point in plan.points):
         say(console, "used: the peak, and the room that CUDA's allocator needs beside it")
     if plan.micro_batch is None:
@@ -543,6 +545,23 @@ def _show(console: Console, plan: Plan) -> None:
             larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
         console.print()
         say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
+
+
+def _show_modes(console: Console, plan: Plan) -> None:
+    """Print what each way of a sharded model holds and receives."""
+    size = plan.micro_batch or 1
+    table = plain_table("sync", ">peak", ">received", "", padding=(0, 2, 0, 0))
+    for mode in plan.modes:
+        chosen = mode.sync == plan.sync
+        table.add_row(
+            Text(("▶ " if chosen else "") + mode.sync, "bold" if chosen else ""),
+            bytes_said(mode.peak),
+            bytes_said(mode.wire),
+            "" if mode.fits else "does not fit",
+        )
+    console.print()
+    say(console, f"with micro-batches of {size}, on each GPU, per update:")
+    console.print(table, highlight=False)
 
 
 def _show_ways(console: Console, plan: Plan) -> None:
@@ -570,7 +589,7 @@ def _show_ways(console: Console, plan: Plan) -> None:
         whole = plan.parameter_bytes * (ranks - 1) // ranks
         lines += [
             f"gradients kept whole until the end of a window (--sync hold) take {bytes_said(whole)}"
-            f'; parameters kept gathered (wb.Close(sync="gathered")) as much again'
+            "; parameters kept whole, too (--sync gathered), as much again"
         ]
     if plan.fewest_ranks is None and not any(rung.fits for rung in plan.rungs):
         lines.append(

@@ -25,7 +25,7 @@ from wholebatch.coupled.normalisation_layers import evaluation_mode
 from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import with_checkpoints
-from wholebatch.options import Close, Memory
+from wholebatch.options import Memory
 from wholebatch.window import precision
 
 
@@ -217,8 +217,6 @@ def build_run(
         micro_batch=micro_batch_of(recipe, config),
         precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
-        # Held back, the gradients would be whole on each rank: they are sharded every time.
-        close=Close(sync="every" if world.is_sharded else "auto"),
         batchnorm=config.batchnorm,  # type: ignore[arg-type]
         memory=Memory(config.budget, config.optimizer_state),  # type: ignore[arg-type]
         execute=config.execute,  # type: ignore[arg-type]

@@ -118,11 +118,19 @@ def replace_forward(restored: ExitStack, module: nn.Module, forward: Callable[..
     module.forward = forward
 
 
-def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) -> None:
-    """Refuse a BatchNorm that came into a model after the policy was chosen."""
-    for name, module in (found for model in models for found in batchnorms(model)):
+def why_refused_later(models: Iterable[nn.Module], known: Collection[nn.Module]) -> str | None:
+    """Return why a BatchNorm is refused that came into a model after the policy was chosen."""
+    for name, module in (named for model in models for named in batchnorms(model)):
         if module not in known and uses_batch_statistics(module):
-            raise UnsupportedError(
+            return (
                 f"BatchNorm in {name!r}: it was added to the model later, so no batchnorm= policy "
                 "applies to it; create this object again after you change the model"
             )
+    return None
+
+
+def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) -> None:
+    """Refuse a BatchNorm that came into a model after the policy was chosen."""
+    because = why_refused_later(models, known)
+    if because is not None:
+        raise UnsupportedError(because)

@@ -82,15 +82,22 @@ def choose(
 
 
 def _fsdp2(model: nn.Module, sync: str, fits: Fits | None) -> Sync:
-    """Return the strategy for a `fully_shard` model; "auto" gathers where there is room."""
+    """Return the strategy for a `fully_shard` model.
+
+    "auto" takes the first that has room on all ranks: whole parameters and gradients ("gathered"),
+    whole gradients ("hold"), neither ("every").
+    """
     from wholebatch.distributed.fsdp import Sharded
     from wholebatch.distributed.gathered import Gathered, whole_bytes, why_not
 
     if sync == "auto" and fits is not None:
         held = Sharded(model)
-        gathers = why_not(model) is None and fits(sum(whole_bytes(model)))
+        weights, gradients = whole_bytes(model)
+        room = int(fits(gradients))
+        room += room and why_not(model) is None and fits(weights + gradients)
         assert held.group is not None
-        return Gathered(model) if held.group.most_and_fewest(int(gathers))[1] else held
+        _, room = held.group.most_and_fewest(room)
+        return (Sharded(model, sync="every"), held, Gathered(model))[room]
     return Gathered(model) if sync == "gathered" else Sharded(model, sync=sync)
 
 

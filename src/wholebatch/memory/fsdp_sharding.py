@@ -18,36 +18,56 @@ from torch import nn
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import repeated_blocks
 
+SYNCS: tuple[Literal["gathered", "hold", "every"], ...] = ("gathered", "hold", "every")
+
 
 @dataclass(frozen=True)
 class Sharding:
     """FSDP2 over this many ranks: each repeated block, then the rest."""
 
     ranks: int
-    sync: Literal["hold", "every"] = "hold"
+    sync: Literal["gathered", "hold", "every"] = "hold"
     """The time to reduce gradients: once per window ("hold"), or after "every" micro-batch.
 
-    "hold" keeps whole gradients until then; "every" keeps slices.
+    "hold" keeps whole gradients until then; "every" keeps slices. "gathered" keeps whole parameters
+    too, which are gathered once per window.
     """
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise OptionError(f"ranks={self.ranks}: sharding takes at least 2")
-        if self.sync not in ("hold", "every"):
-            raise OptionError(f'sync={self.sync!r}: must be "hold" or "every"')
+        if self.sync not in SYNCS:
+            raise OptionError(f'sync={self.sync!r}: must be "gathered", "hold" or "every"')
 
 
-def choose_sync(model: nn.Module, *, ranks: int, budget: int) -> Literal["hold", "every"]:
-    """Return the choice of `sync="auto"`: "hold", unless whole gradients fill half the free memory.
+def choose_sync(
+    model: nn.Module, *, ranks: int, budget: int
+) -> Literal["gathered", "hold", "every"]:
+    """Return the choice of `sync="auto"`: the first that fills at most half of the free memory.
 
-    >>> choose_sync(nn.Linear(100, 100), ranks=4, budget=1 << 20)
-    'hold'
-    >>> choose_sync(nn.Linear(100, 100), ranks=4, budget=1 << 16)
-    'every'
+    >>> [choose_sync(nn.Linear(100, 100), ranks=4, budget=n << 10) for n in (256, 128, 64)]
+    ['gathered', 'hold', 'every']
     """
-    whole = sum(p.numel() * max(p.element_size(), 4) for p in model.parameters())
-    free = budget - sum(p.numel() * p.element_size() for p in model.parameters()) // ranks
-    return "every" if whole - whole // ranks > free // 2 else "hold"
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    free = budget - weights // ranks
+    if 2 * (weights + gradients) <= free:
+        return "gathered"
+    return "hold" if 2 * gradients <= free else "every"
+
+
+def wire_bytes(model: nn.Module, sharding: Sharding, micro_batches: int) -> int:
+    """Return the bytes that a rank receives in a window, but for a few small sums.
+
+    FSDP2 gathers a block's parameters in each forward and again in each backward. A ring of n ranks
+    moves (n - 1) / n of a tensor through each of them, to gather it and to reduce and scatter it.
+    """
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    gathers = 1 if sharding.sync == "gathered" else 2 * micro_batches
+    reductions = micro_batches if sharding.sync == "every" else 1
+    sent = gathers * weights + reductions * gradients
+    return sent * (sharding.ranks - 1) // sharding.ranks
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.fake_tensors import shapes_of
-from wholebatch.memory.fsdp_sharding import Sharding
+from wholebatch.memory.fsdp_sharding import SYNCS, Sharding, wire_bytes
 from wholebatch.memory.make_it_fit import Rung, ladder
 from wholebatch.memory.predict import Prediction, simulating, target_device
 
@@ -31,6 +31,18 @@ class Point:
     fits: bool
     needed: int
     """The peak, and on CUDA the room that the allocator needs beside it."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to keep a sharded model's parameters and gradients in a window."""
+
+    sync: str
+    peak: int
+    """The bytes of a device with the same micro-batch."""
+    fits: bool
+    wire: int
+    """The bytes that a rank receives in a window."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,8 @@ class Plan:
     """The floating-point operations of one sample, forward and backward."""
     parameter_bytes: int = 0
     """Those of the whole model."""
+    modes: tuple[Mode, ...] = ()
+    """The ways of a sharded model, with the recommended micro-batch, or with one sample."""
 
     def arithmetic(self) -> str:
         """Return the arithmetic of the batch as one line, to print before training begins."""
@@ -139,6 +153,10 @@ def make_plan(
             )
         undivided = peak(most) if beside_undivided else None
         operations = simulation.operations(shapes) if beside_undivided else None
+    modes: tuple[Mode, ...] = ()
+    if sharding is not None:
+        size, count = (1, most) if choice is None else (even, steps)
+        modes = _modes(model, sharding, made[size], count, device=device, budget=budget)
     fewest = None
     if rungs and device.type == "cuda" and not any(rung.fits for rung in rungs):
         with suppress(UnsupportedError):  # 16-bit parameters
@@ -174,7 +192,34 @@ def make_plan(
         undivided=undivided,
         operations=operations,
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
+        modes=modes,
     )
+
+
+def _modes(
+    model: torch.nn.Module,
+    sharding: Sharding,
+    known: Prediction,
+    steps: int,
+    *,
+    device: torch.device,
+    budget: int,
+) -> tuple[Mode, ...]:
+    """Return the memory and the bytes on the wire of each way, from the prediction of one.
+
+    They differ by whole gradients in place of slices, and by whole parameters beside the slices.
+    """
+    weights = sum(p.nbytes for p in model.parameters())
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    more = {"every": 0, "hold": gradients - gradients // sharding.ranks}
+    more["gathered"] = gradients + weights
+    room = known.needed(device) - known.peak
+    modes = []
+    for sync in SYNCS:
+        peak = known.peak + more[sync] - more[sharding.sync]
+        wire = wire_bytes(model, Sharding(sharding.ranks, sync), steps)
+        modes.append(Mode(sync, peak, peak + room <= budget, wire))
+    return tuple(modes)
 
 
 def _fewest_ranks(

@@ -29,7 +29,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wholebatch.batch.samples import layout_of, tensors_of
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
+from wholebatch.memory.activation_checkpointing import (
+    blocks_to_checkpoint,
+    checkpointed,
+    repeated_blocks,
+)
 from wholebatch.memory.fake_tensors import (
     as_on_cuda,
     fake_batch,
@@ -149,7 +153,7 @@ def simulating(
 ) -> Iterator[Simulation]:
     """Copy a model to fake tensors, to predict several steps of it; see `predict_peak`."""
     with ExitStack() as entered:
-        if sharding is not None:
+        if sharding is not None and sharding.sync != "gathered":
             entered.enter_context(pretended_ranks(sharding.ranks))
         entered.enter_context(_untouched(model))
         entered.enter_context(_quiet())
@@ -174,6 +178,14 @@ class Simulation:
         self.is_sixteen_bit = is_sixteen_bit(model)
         self.blocks = blocks_to_checkpoint(model)
         """The names of the repeated blocks that are not checkpointed."""
+        self._gathered: Sharding | None = None
+        if sharding is not None and sharding.sync == "gathered":  # whole, but for the update
+            self._gathered, sharding = sharding, None
+            self._shards = sum(p.nbytes for p in model.parameters()) // self._gathered.ranks
+            groups = [model.get_submodule(name) for name in repeated_blocks(model)]
+            sizes = [sum(p.nbytes for p in group.parameters()) for group in groups]
+            rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
+            self._on_the_wire = sum(sorted([*sizes, rest])[-2:])
         self._loss, self._reduces, self._sharding = loss, reduces, sharding
         on_cuda = device.type == "cuda"
         self._is_missing = on_cuda and not torch.cuda.is_available()
@@ -234,11 +246,29 @@ class Simulation:
                     "indexing by a mask), and a prediction knows shapes only; use torch.where or "
                     "masks of fixed shape, or give the micro-batch size as a number"
                 ) from error
+        if self._gathered is not None:
+            parts = self._of_gathered(*parts)
         by_category = max(parts, key=lambda part: sum(part.values()))
         if self.device.type == "cuda":
             by_category["temporaries"] += CUDA_WORKSPACES
         seconds = time.perf_counter() - began
         return Prediction(sum(by_category.values()), by_category, seconds, largest)
+
+    def _of_gathered(self, adding: dict[str, int], update: dict[str, int]) -> list[dict[str, int]]:
+        """Return the bytes at both peaks where the update is of shards, beside what is whole.
+
+        The gradients of two groups at a time are copied to be reduced.
+        """
+        assert self._gathered is not None
+        ranks = self._gathered.ranks
+        adding, update = dict(adding), dict(update)
+        for part in (adding, update):
+            part["parameters"] += self._shards
+            part[_STATE] = part.get(_STATE, 0) // ranks
+        update["temporaries"] = update.get("temporaries", 0) // ranks
+        update["gradients"] += update["gradients"] // ranks
+        update["communication"] = update.get("communication", 0) + self._on_the_wire
+        return [adding, update]
 
     def operations(self, batch: Any) -> int:
         """Return the floating-point operations of one sample, forward and backward."""

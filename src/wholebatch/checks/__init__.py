@@ -1,0 +1,1 @@
+"""Laws of a window: one law, one file."""

@@ -1,0 +1,25 @@
+"""Layers that no micro-batch can compute for the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.coupled.coupling_layers import refused_by_type
+
+
+class CouplingLayers(Check):
+    """Layers that no micro-batch can compute for the batch.
+
+    Finds: ghost BatchNorms, and embeddings that scale their gradient by the rows of the
+    micro-batch.
+
+    Costs: one look at every module of the models, per micro-batch.
+
+    Certain: these layers are defined by the batch that they get.
+
+    Cannot see: such a layer of your own, which `FirstCall` finds where its output shows it.
+    """
+
+    def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
+        return [finding for model in micro.models for finding in refused_by_type(model)]

@@ -1,0 +1,245 @@
+"""The calls of a loop's models, seen by hooks: what they return, and if the first ones add up."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.batch.samples import flatten, readable_layout, tensors_of
+from wholebatch.checks.check import Warned, silenced
+from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
+from wholebatch.coupled.causes import AuditFinding
+from wholebatch.window.autograd_graph import transforms_active
+from wholebatch.window.forward_state import in_backward
+
+_log = logging.getLogger("wholebatch")
+
+_MOST_OUTPUTS = 32
+
+_watching: WeakSet[ModelCalls] = WeakSet()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Take all hooks off the models, so that a graph can be made of a forward."""
+    watching = list(_watching)
+    for calls in watching:
+        calls.take_hooks_off()
+    try:
+        yield
+    finally:
+        for calls in watching:
+            calls.watch(tests=calls.tests)
+
+
+class ModelCalls:
+    """Notes the outputs of models, and tests the first call of each.
+
+    Models whose forwards run collectives (FSDP, DeepSpeed) are watched with `tests=False`.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._handles: list[Any] = []
+        self._depth = 0
+        self._paused = False
+        self._called: set[nn.Module] = set()
+        self.tests = True
+        self.outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
+        """What the models returned in this micro-batch, with a row for each sample."""
+        self.findings: list[AuditFinding | Warned] = []
+        """What the tests of the first calls showed."""
+
+    def watch(self, *, tests: bool = True) -> None:
+        """Put hooks on the models, unless they are there; with `tests`, test the first calls."""
+        if self._handles:
+            return
+        self.tests = tests
+        _watching.add(self)
+        for module in {m for model in self._models for m in model.modules()}:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            enter, leave = _Hook(self._enter), _Hook(self._leave)
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            ]
+
+    def take_hooks_off(self) -> None:
+        """Take the hooks off the models until `watch` is called again."""
+        _watching.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make calls of the models that are not those of the loop."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._paused or transforms_active():
+            return
+        is_call = self._depth == 0 and torch.is_grad_enabled() and not in_backward()
+        if is_call and self.tests:
+            self._test_call(module, args, kwargs)
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._paused or transforms_active():
+            return
+        self._depth -= 1
+        given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
+        if self._depth or in_backward() or not given or not torch.is_grad_enabled():
+            return
+        made = (one for one in tensors_of(output) if one.dim() and one.requires_grad)
+        self.outputs += [one for one in made if len(one) == len(given[0])]
+
+    def _test_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Run the first call of a model on two parts of its samples, before the call itself."""
+        inner = module.module if isinstance(module, DistributedDataParallel) else module
+        inside = set(inner.modules())
+        meets = any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in inside)
+        if not self._called.isdisjoint(inside) or not inner.training or meets:
+            return
+        with self.paused():
+            result = parts_of_call(inner, args, kwargs)
+            if not result.conclusive:
+                return
+            self._called |= inside
+            mixes = any(one.kind not in ("state", "outside") for one in result.findings)
+            doubt = _other_dimension(inner, args, kwargs) if mixes else None
+        if doubt is None:
+            self.findings += result.findings
+        elif doubt:
+            begin = f"{type(inner).__name__}: its output for one row of the first dimension changed"
+            warning = (
+                f"{begin} when another row changed, and {doubt}. If the rows are samples, micro-"
+                "batches do not make the update of the whole batch: run wb.verify. If they are "
+                f"not, nothing is wrong; {silenced(begin)}"
+            )
+            self.findings.append(Warned(warning))
+
+
+def parts_of_call(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AdditivityResult:
+    """Compare the outputs of a call with those of two parts of its samples, forward only.
+
+    The first tensor gives the number of samples. Other tensors are given whole if they have another
+    number of rows, and are no indices: those of a graph's edges would point to rows that are left
+    out. The module is left as it was.
+    """
+    others = _of_other_rows(args, kwargs)
+    if others is None or any(one.dim() and not one.is_floating_point() for one in others):
+        return AdditivityResult(conclusive=False)
+
+    def run(few: Any) -> dict[str, Tensor]:
+        given, named = few
+        rows = len(next(tensor for tensor in tensors_of(few) if tensor.dim()))
+        leaves, _ = flatten(module(*given, **named))
+        made = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
+        return {name: one for name, one in made.items() if one.dim() and len(one) == rows}
+
+    layout = readable_layout((tuple(args), dict(kwargs)), None, ())
+    try:
+        made = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
+        if any(found.kind in UNTESTED for found in made.findings):
+            # The first dimension may be another one than that of the samples.
+            return AdditivityResult(conclusive=False)
+        return made
+    except Exception as error:  # It cannot be called with fewer samples.
+        _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
+        return AdditivityResult()
+
+
+def _of_other_rows(args: Any, kwargs: Any) -> list[Tensor] | None:
+    """Return the tensors with other rows than the first has; None if that has fewer than two."""
+    given = tensors_of((args, kwargs))
+    rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+    if rows < 2:
+        return None
+    return [tensor for tensor in given if not tensor.dim() or len(tensor) != rows]
+
+
+def _other_dimension(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """Return why the first dimension may not be that of the samples; "" if it is not, or None."""
+    by_time = next(
+        (name for name, m in module.named_modules() if getattr(m, "batch_first", True) is False),
+        None,
+    )
+    if by_time is not None:
+        if _adds_up_along_second(module, args, kwargs):
+            return ""
+        name = f"its layer {by_time}" if by_time else "it"
+        return f"{name} has batch_first=False (torch's default), so it takes this dimension as time"
+    return "its tensors have different numbers of rows" if _of_other_rows(args, kwargs) else None
+
+
+def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True if a call is the same for the parts of its second dimension, which holds the samples."""
+    columns = next((one.shape[1] for one in tensors_of((args, kwargs)) if one.dim() > 1), 0)
+
+    def turned(value: Any) -> Any:
+        has_samples = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == columns
+        return value.transpose(0, 1) if has_samples else value
+
+    compared: list[int] = []  # empty where the call fails
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *given: Any, **named: Any) -> dict[str, Tensor]:
+            rows = len(given[0] if given else next(iter(named.values())))
+            back = [_turned_back(one, rows) for one in given]
+            made = self.inner(*back, **{k: _turned_back(one, rows) for k, one in named.items()})
+            outputs = {
+                str(number): one if len(one) == rows else one.transpose(0, 1)
+                for number, one in enumerate(tensors_of(made))
+                if one.shape[:2].count(rows) == 1  # else either may be that of the samples
+            }
+            compared.append(len(outputs))
+            return outputs
+
+    given = [turned(one) for one in args]
+    result = parts_of_call(Turned(), given, {name: turned(one) for name, one in kwargs.items()})
+    return result.conclusive and not result.findings and any(compared)
+
+
+def _turned_back(value: Any, rows: int) -> Any:
+    is_turned = isinstance(value, Tensor) and value.dim() > 1 and len(value) == rows
+    return value.transpose(0, 1) if is_turned else value
+
+
+class _Hook:
+    """A hook that leaves itself out of copies and pickles of the model, and of compiled code."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = WeakMethod(method)  # checks that nobody holds any more keep no outputs
+
+    def __call__(self, *given: Any) -> None:
+        method = None if torch.compiler.is_compiling() else self._method()
+        if method is not None:
+            method(*given)
+
+    def __reduce__(self) -> Any:
+        return partial, (_do_nothing,)
+
+
+def _do_nothing(*given: Any) -> None:
+    """Stand for a hook in a copy of the model."""

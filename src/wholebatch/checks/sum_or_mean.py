@@ -1,0 +1,79 @@
+"""A mean that is given as a sum, or a sum as a mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.last_reduction import Reduction
+
+_LOSS = "the loss"
+
+
+class SumOrMean(Check):
+    """A mean given as a sum, or a sum as a mean.
+
+    Finds: over several units, `total` whose last reduction is a mean over several numbers, or a sum
+    divided by its units; `mean` that is a sum by one of torch's loss functions.
+
+    Costs: a walk over the scalar end of the graph.
+
+    Certain: the graph shows the reduction, and the units show what it must be.
+
+    Cannot see: a sum given as a mean that is not by one of torch's losses; a custom function whose
+    graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
+    """
+
+    def micro_batch(self, micro: MicroBatch) -> Answer:
+        return sum_or_mean(micro.reductions, micro.number, micro.is_mean)
+
+
+def sum_or_mean(
+    reductions: Sequence[Reduction], units: float, is_mean: bool
+) -> AuditFinding | None:
+    """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
+    terms = [term for term in reductions if term.count > 1 or not term.sizes]
+    # One unit may be a sample, whose loss is a mean over its parts: `MeanAsOneUnit` warns.
+    if units <= 1 or not terms or len(terms) >= units:  # as many terms: one of each unit
+        return None
+    first, number = terms[0], f"{units:g}"
+    if not is_mean and all(_is_mean(term, units) for term in terms):
+        made = "a mean" if first.kind == "mean" else f"a mean, a sum divided by {number}"
+        text = (
+            f"total is {made}, and must be the sum over its units={number}: its "
+            'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
+            f"say that it is a mean: backward(mean=..., units={_over(first, units)})"
+        )
+        return AuditFinding(_LOSS, first.function, "mean", text)
+    if is_mean and all(map(_is_summed_loss, terms)):
+        text = (
+            f"mean is a sum, and must be the mean over its units={number}: its "
+            f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
+            "take the mean"
+        )
+        return AuditFinding(_LOSS, first.function, "sum", text)
+    return None
+
+
+def _is_mean(term: Reduction, units: float) -> bool:
+    """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
+    if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
+        return False
+    by_units = any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
+    # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
+    is_divided = by_units and units > 2 and term.count != units * units
+    return term.kind == "mean" or (term.kind == "sum" and is_divided)
+
+
+def _over(term: Reduction, units: float) -> str:
+    """Return what a mean is over, as the advice gives it."""
+    if term.labels is None or term.labels == units:
+        return f"{units:g}"
+    return f"{term.labels:g}), which is what it is a mean over (not {units:g}"
+
+
+def _is_summed_loss(term: Reduction) -> bool:
+    """True for a plain sum by one of torch's loss functions; other sums may be weighted means."""
+    return term.kind == "sum" and not term.node.startswith("Sum") and not term.scales
