@@ -73,7 +73,7 @@ def test_a_slice_of_programs(number: int) -> None:
     failures = []
 
     @settings(
-        max_examples=30,
+        max_examples=12,
         deadline=None,
         database=None,
         phases=(Phase.generate,),
