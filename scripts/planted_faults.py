@@ -64,7 +64,7 @@ FAULTS = (
         "clip-not-capped",
         (
             ("min(1.0, limit / (norm_of_group + 1e-6))", "limit / norm_of_group"),
-            ("(limit / (one + 1e-6)).clamp(max=1.0)", "limit / one"),
+            ("(limit / (part + 1e-6)).clamp(max=1.0)", "limit / part"),
         ),
         WINDOW,
     ),
@@ -78,14 +78,7 @@ FAULTS = (
     ),
     Fault(
         "clip-value-one-side",
-        (
-            ("torch._foreach_clamp_min_(_local(flat), -clip_value)", "pass"),
-            ("torch._foreach_clamp_min_(local, -options.clip_value)", "pass"),
-            (
-                "gradient.clamp_(-options.clip_value, options.clip_value)",
-                "gradient.clamp_(max=options.clip_value)",
-            ),
-        ),
+        (("gradient.clamp_(-here, here)", "gradient.clamp_(max=here)"),),
         WINDOW,
     ),
     Fault(
@@ -111,8 +104,8 @@ FAULTS = (
         "term-weight-lost",
         (
             (
-                "seed = self.seed * weight / counted if counted else 0.0",
-                "seed = self.seed / counted if counted else 0.0",
+                "seed = self.seed * weight / units if units else 0.0",
+                "seed = self.seed / units if units else 0.0",
             ),
         ),
         (*WINDOW, *LOSS),
@@ -143,8 +136,8 @@ FAULTS = (
         "ema-misses-first",
         (
             (
-                "ema is not None:\n            self.target.ema.update",
-                "ema is not None and self.updates > 1:\n            self.target.ema.update",
+                "ema is not None:\n            target.ema.update",
+                "ema is not None and target.scale is not None:\n            target.ema.update",
             ),
         ),
         WINDOW,
@@ -153,8 +146,8 @@ FAULTS = (
         "skipped-not-counted",
         (
             (
-                "self.skipped += 1\n        return self._report(window, loss=math.nan",
-                "self.skipped += 0\n        return self._report(window, loss=math.nan",
+                "self.skipped += decision.skipped is not None",
+                "self.skipped += decision.skipped is not None and decision.units > 0",
             ),
         ),
         WINDOW,
@@ -232,10 +225,9 @@ FAULTS = (
         "short-window-lost",
         (
             (
-                "self._enter_place(is_last=full or not feed.has_next(), has_more=more)",
-                "self._enter_place(is_last=full, has_more=more)",
+                "progress.items + 1 >= progress.size or not self.feed.has_next()",
+                "progress.items + 1 >= progress.size",
             ),
-            ("one._places + 1 >= one.steps or not feed.has_next()", "one._places + 1 >= one.steps"),
         ),
         LOOP,
     ),
@@ -251,10 +243,7 @@ FAULTS = (
     ),
     Fault(
         "size-one-too-large",
-        (
-            ("full = self._places + 1 >= self._size", "full = self._places >= self._size"),
-            ("is_last=one._places + 1 >= one.steps", "is_last=one._places >= one.steps"),
-        ),
+        (("progress.items + 1 >= progress.size", "progress.items >= progress.size"),),
         LOOP,
     ),
     # Splitting.
@@ -310,10 +299,7 @@ FAULTS = (
     ),
     Fault(
         "unused-everywhere-kept",
-        (
-            ("                if count == 0:\n", "                if count < 0:\n"),
-            ("                if made == 0:\n", "                if made < 0:\n"),
-        ),
+        (("if ranks_with_gradient == 0:", "if ranks_with_gradient < 0:"),),
         RANKS,
     ),
     Fault(

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from wholebatch.batch import Batches, Tokens
-from wholebatch.batch.lookahead_loader import NOTHING
+from wholebatch.batch_windows import BatchWindows
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
-from wholebatch.errors import RankError, StateError, WindowError
+from wholebatch.errors import StateError, WindowError
 from wholebatch.loop import Loop, Progress
 from wholebatch.loss_functions import LossFunction, check_functions, modules_of
 from wholebatch.losses.coupled import Coupled
@@ -26,10 +26,9 @@ from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, as_close
 from wholebatch.runner import AfterMicro, WindowRun
 from wholebatch.two_pass_runner import choose_runner
 from wholebatch.window import precision as precisions
-from wholebatch.window.close import Handover, read_scalars
+from wholebatch.window.close import Handover
 from wholebatch.window.close_options import ClipNorm
-from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.ledger import HasLedger, Turn, refuse_no_grad
+from wholebatch.window.ledger import Turn, refuse_no_grad
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.units import UnitsCount, UnitsFunction
@@ -38,7 +37,7 @@ from wholebatch.window.window import Step
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
-class WholeBatch(HasLedger):
+class WholeBatch(BatchWindows):
     """Make the update of the whole batch in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
@@ -92,8 +91,6 @@ class WholeBatch(HasLedger):
 
     _handover: ClassVar[Handover | None] = None
     """How a trainer that makes the step gets the gradients; None without a trainer."""
-    _runs_forwards: ClassVar[bool] = True
-    """True if it runs the forwards of a loop's item itself."""
 
     def __init__(
         self,
@@ -274,7 +271,11 @@ class WholeBatch(HasLedger):
                 with self._precision.window():
                     for attempt in attempts:
                         with attempt:
-                            self._begin(known, attempt.before)
+                            if known is not None:  # else the first loss opens the window
+                                ledger.begin(known=known)
+                            self._runner.begin_window(attempt.before)
+                            if self._probe is not None:
+                                self._probe.begin()
                             self._run(attempt, forwards, after_micro)
             except torch.OutOfMemoryError as failure:
                 if ledger.open is None and ledger.sync.ranks > 1:
@@ -295,32 +296,17 @@ class WholeBatch(HasLedger):
         """Return all units of a window by term, if `units=` counts them before."""
         return None if self._count is None else self._count(micros)
 
-    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
-        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
+    def _test(self, batch: Any, micros: Sequence[Any], batches: int = 0) -> None:
+        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split.
+
+        `batches` is how many batches a trainer divides its loss by, if not by the micro-batches.
+        """
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
-        self._runner.test_window(like, micros, self._layout, steps=self._step_counts(micros))
-
-    def _step_counts(self, micros: Sequence[Any]) -> set[int]:
-        """Return the numbers that a loop may call its accumulation steps."""
-        return {len(micros)}
-
-    def _begin(self, known: dict[str, float] | None, before: ForwardState | None) -> None:
-        """Open the window, unless the first loss must open it."""
-        if known is not None:
-            self._ledger.begin(known=known)
-        self._runner.begin_window(before)
-        if self._probe is not None:
-            self._probe.begin()
-
-    def _begin_again(self) -> None:
-        """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
-        ledger = self._ledger
-        if ledger.open is not None and ledger.sync.ranks > 1 and ledger.next_seed is None:
-            ledger.next_seed = read_scalars([ledger.open.seed])[0]
-        ledger.discard()
-        self._runner.executor.let_go()
+        self._runner.test_window(
+            like, micros, self._layout, steps={len(micros), batches or len(micros)}
+        )
 
     @property
     def _meets(self) -> bool:
@@ -330,20 +316,6 @@ class WholeBatch(HasLedger):
         """
         sync = self._ledger.sync
         return sync.counts_must_agree or (self._progress.loop is not None and sync.ranks > 1)
-
-    def _meet_with(self, micro_batches: int, steps: bool = True) -> int:
-        """Meet the other ranks before a window; return the most micro-batches that a rank brings.
-
-        Refuse to go on where a rank has none and every rank is needed.
-        """
-        most, fewest = self._ledger.sync.meet(micro_batches)
-        why = self._needs_every_rank(steps)
-        if most > 0 and fewest == 0 and why is not None:
-            raise RankError(
-                f"a rank has no batch for this update, and {why}: give every rank equally many "
-                "batches, with at least one sample each"
-            )
-        return most
 
     def _run(self, attempt: Attempt, forwards: int | None, after_micro: AfterMicro | None) -> None:
         """Run the forwards and backwards of a window."""
@@ -380,31 +352,6 @@ class WholeBatch(HasLedger):
         loop = Loop(loader, [self], static=self._layout["static"], ahead=ahead)
         return loop.items()
 
-    def _begin_window(self) -> None:
-        """Do nothing: `step` begins the window, when it knows its micro-batches."""
-
-    def _end_unused(self) -> None:
-        """Leave out a batch that was not stepped with."""
-        self._progress.end_window()
-
-    def _end_epoch(self) -> None:
-        """Do nothing: no option counts the epochs."""
-
-    def _meet(self, items: int) -> tuple[int, int]:
-        """Meet ranks that have a batch, if this one has none; with a batch, `step` meets them."""
-        return (items, items) if items else (self._meet_with(0), 0)
-
-    def _join(self, like: Any, most: int) -> None:
-        """Take part in an update of the other ranks, without a batch."""
-        with self._turn:
-            self.last_step = self._joined(like, most)
-
-    def _needs_every_rank(self, steps: bool) -> str | None:
-        """Return the reason why every rank needs data, or None."""
-        if not steps or self._ledger.leaves_gradients:
-            return "after gradient() the step is made by each rank's own loop"
-        return self._runner.needs_every_rank()
-
     def join(self, like: Any) -> Step:
         """Take part in the other ranks' step without data.
 
@@ -414,56 +361,6 @@ class WholeBatch(HasLedger):
         with self._turn:
             self.last_step = self._joined(like, self._meet_with(0) if self._meets else None)
         return self.last_step
-
-    def _joined(self, like: Any, forwards: int | None) -> Step:
-        ledger = self._ledger
-        why = self._needs_every_rank(steps=True)
-        if why is not None:
-            raise RankError(
-                f"rank {ledger.sync.rank} has no sample of this batch, and {why}: make the batch "
-                "larger"
-            )
-        ledger.sync.before_forwards()
-        try:
-            return self._join_with(like, forwards)
-        finally:
-            ledger.sync.restore()
-
-    def _join_with(self, like: Any, forwards: int | None) -> Step:
-        """Take part in every collective of the other ranks' window, in their order."""
-        ledger, probe = self._ledger, self._probe
-        if probe is not None:
-            probe.begin()
-        self._fitting.join()
-        self._runner.join_test()
-        if self._count is not None and like is not NOTHING:
-            self._count.learn(like)
-        known = self._known_units([])
-        self._runner.begin_window(None)
-        if ledger.sync.counts_must_agree:
-            step = self._joined_forwards(like, known, forwards)
-        else:
-            self._fitting.agree()
-            step = ledger.join(known)
-        if probe is not None:
-            probe.closed(step, joined=True)
-        return step
-
-    def _joined_forwards(
-        self, like: Any, known: dict[str, float] | None, forwards: int | None
-    ) -> Step:
-        """Run as many forwards as the other ranks, none of which counts."""
-        ledger = self._ledger
-        if like is NOTHING:
-            raise RankError(
-                f"rank {ledger.sync.rank} has no data at all, and a sharded model needs every rank "
-                "in every forward: give it at least one batch"
-            )
-        stand_in = self._fitting.split(like)[0]
-        ledger.begin(0, known=known)
-        with self._precision.window():
-            self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
-        return ledger.close()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         loop = self._progress.loop

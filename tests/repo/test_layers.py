@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"integrations", "lint", "testing", "tune"}),
     frozenset({"verification"}),
     frozenset({"accumulator", "whole_batch", "distributed.pipeline"}),
-    frozenset({"loop_windows"}),
+    frozenset({"batch_windows", "loop_windows"}),
     frozenset({"loop", "run_loss", "two_pass_runner"}),
     frozenset({"runner"}),
     frozenset({"joint_windows", "loss_functions", "noise_scale", "make_ledger"}),

@@ -64,6 +64,16 @@ def _without_nothing(
     return [total for total, _ in pairs], [seed for _, seed in pairs]
 
 
+def _first_seed(units: Units, sync: Sync, device: torch.device) -> float | Tensor:
+    """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
+    if isinstance(units, Tensor):  # stays on the device: no synchronisation
+        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
+        return torch.exp2(-torch.log2(largest).round())
+    if sync.ranks > 1:
+        units = float(sync.largest(torch.tensor(float(units), device=device)))
+    return power_of_two_near(1.0 / max(float(units), 1.0))
+
+
 class Ledger:
     """Makes one window after the other: begin, add, close.
 
@@ -151,7 +161,10 @@ class Ledger:
             self.target.refuse_hooks(stepped)
         if not self.sync.owns_step:
             self.target.refuse_cast(stepped)
-        self._refuse_other_ranks()
+        if not self._agreed and self.sync.ranks > 1:  # before gradients are added up
+            digest, parameters = self.target.digest(self.options), self.target.all_parameters()
+            self.sync.refuse_other_ranks(digest, parameters.values())
+        self._agreed = True
         self.store.begin(inputs)
         self.sync.begin(inputs)
         self.hooks.take(stepped)
@@ -165,35 +178,16 @@ class Ledger:
         )
         if terms is not None and window.has_terms:
             window = window.rounded_least(terms)
-        self._open(window)
+        self.open, self.added, self._last_seed = window, Additions(), None
         for observer in observers:
             observer.window_began(self)
         return window
 
-    def _open(self, window: Window) -> None:
-        self.open, self.added, self._last_seed = window, Additions(), None
-
-    def _refuse_other_ranks(self) -> None:
-        """Refuse ranks that train other parameters, before gradients are added up."""
-        if not self._agreed and self.sync.ranks > 1:
-            digest, parameters = self.target.digest(self.options), self.target.all_parameters()
-            self.sync.refuse_other_ranks(digest, parameters.values())
-        self._agreed = True
-
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
         """Return the seed of a window: a power of two near 1 / units, or 1 for terms."""
         if known is None:
-            return self.next_seed or self._first_seed(units)
+            return self.next_seed or _first_seed(units, self.sync, self.target.device)
         return power_of_two_near(1.0 / (known[SINGLE] or 1.0)) if known.keys() == {SINGLE} else 1.0
-
-    def _first_seed(self, units: Units) -> float | Tensor:
-        """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
-        if isinstance(units, Tensor):  # stays on the device: no synchronisation
-            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
-            return torch.exp2(-torch.log2(largest).round())
-        if self.sync.ranks > 1:
-            units = float(self.sync.largest(torch.tensor(float(units), device=self.target.device)))
-        return power_of_two_near(1.0 / max(float(units), 1.0))
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -227,14 +221,14 @@ class Ledger:
         """All units of the open window by term, if they were counted before."""
         return None if self.open is None else self.open.known
 
-    def count_from(self, updates: int) -> None:
-        """Go on after so many updates, where a trainer counts them."""
+    def count_from(
+        self, updates: int, skipped: int | None = None, next_seed: float | None = None
+    ) -> None:
+        """Go on after so many updates: a trainer counts them, or a state was loaded (`skipped`)."""
         self.updates = updates
-
-    def resume(self, updates: int, skipped: int, next_seed: float | None) -> None:
-        """Go on from the counts of a saved state; the ranks compare their settings again."""
-        self.updates, self.skipped, self.next_seed = updates, skipped, next_seed
-        self._agreed = False
+        if skipped is not None:
+            self.skipped, self.next_seed = skipped, next_seed
+            self._agreed = False  # the ranks compare their settings again
 
     @property
     def only_eager(self) -> str | None:
@@ -294,7 +288,7 @@ class Ledger:
         check_terms(self.known, loss.by_name)
         terms = loss.by_name.items()
         if not self.added.owners and self.sync.ranks == 1:  # nothing has its seed yet
-            self._open(self.current.rounded_least(loss.by_name))
+            self.open, self._last_seed = self.current.rounded_least(loss.by_name), None
         self.added.record(
             {name: term.total.detach() for name, term in terms},
             {name: term.units for name, term in terms},

@@ -65,7 +65,7 @@ def load_state(ledger: Ledger, kind: str, state: dict[str, Any]) -> None:
     if ledger.open is not None:
         ledger.discard()
 
-    ledger.resume(state["updates"], state["skipped"], state["next_seed"])
+    ledger.count_from(state["updates"], state["skipped"], state["next_seed"])
     if target.scale is not None:
         target.scale.load_state_dict(state["scaler"])
     for scheduler, saved in zip(target.schedulers, state["schedulers"], strict=True):
