@@ -140,7 +140,8 @@ def publish(results: dict[str, Any]) -> None:
         lines = ["", *small_batch_table(results["small_batch"]), ""]
         page = written(page, "small-batch", lines)
     PAGE.write_text(page, encoding="utf-8")
-    charts.draw(results, IMAGES)
+    if results["settings"]:
+        charts.draw(results, IMAGES)
 
 
 def main() -> None:

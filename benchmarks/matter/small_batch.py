@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LENGTH, WIDTH, VOCABULARY = 48, 64, 128
-SEQUENCES = 5120
-"""Training sequences of one run: about 250,000 bytes of Python's own manual."""
+LENGTH, WIDTH, VOCABULARY = 32, 32, 128
+SEQUENCES = 2048
+"""Training sequences of one run: 65,536 bytes of Python's own manual."""
 BATCHES = (4, 16, 64)
 RATES = (1e-3, 3e-3, 1e-2)
 BETA2 = 0.95
@@ -20,7 +20,7 @@ BETA2 = 0.95
 
 
 class ByteLM(nn.Module):
-    """A Transformer of two layers over bytes."""
+    """A Transformer of one layer over bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ByteLM(nn.Module):
         layer = nn.TransformerEncoderLayer(
             WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
         )
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.read = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
@@ -45,7 +45,7 @@ def sequences() -> tuple[Tensor, Tensor]:
     data = torch.tensor(list(text.encode("ascii", "replace"))).clamp(max=VOCABULARY - 1)
     data = data[: len(data) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     mixed = data[torch.randperm(len(data), generator=torch.Generator().manual_seed(0))]
-    return mixed[:SEQUENCES], mixed[-512:]
+    return mixed[:SEQUENCES], mixed[-256:]
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def sft(seed: int) -> Task:
         max_position_embeddings=64,
         pad_token_id=PAD,
     )
-    train, held_out = answers(2400, seed=1), masked(answers(400, seed=2))
+    train, held_out = answers(1600, seed=1), masked(answers(400, seed=2))
 
     def score(model: nn.Module) -> tuple[float, float]:
         logits = model(

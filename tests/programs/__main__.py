@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
     context = get_context("spawn")
@@ -45,7 +46,7 @@ def main() -> int:
     counts: Counter[str] = Counter()
     failures: dict[str, str] = {}
     started, shown, open_ = time.monotonic(), 0.0, len(workers)
-    while open_:
+    while open_ and not (arguments.first and failures):
         _, kind, failure = tell.get()
         if kind == "done":
             open_ -= 1
@@ -61,6 +62,8 @@ def main() -> int:
             shown = time.monotonic()
             end = "\r" if sys.stdout.isatty() else "\n"
             print(line(counts, started, arguments.seconds), end=end, flush=True)
+    for worker in workers if open_ else []:
+        worker.terminate()
     print(line(counts, started, arguments.seconds))
     for signature, text in failures.items():
         print(f"FAILED {signature}\n       {text}")

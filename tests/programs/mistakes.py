@@ -33,13 +33,24 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 MISTAKES = {
     "mean as total": Mistake(given=("total",)),
     "total as mean": Mistake(
-        given=("mean",), listed=_listed("a sum given as a mean, unless it is one of torch's losses")
+        given=("mean",),
+        listed=_listed("a sum given as a mean that is not by one of torch's losses"),
     ),
     "units of rows": Mistake(
         given=("mean",),
-        listed=_listed("of a mean whose divisor the graph\n  does not show"),
+        listed=_listed("a divisor that the graph does not show"),
     ),
     "units of one": Mistake(given=("mean",)),
+    "units clamped": Mistake(
+        given=("mean",),
+        losses=("ce", "smooth", "classes"),
+        listed=_listed("`units=` that are clamped to 1 where nothing counts", *EVERYWHERE),
+    ),
+    "mean by a loop": Mistake(
+        given=("total",),
+        losses=("ce", "smooth"),
+        listed=_listed("a mean given as a sum where the graph does not show it"),
+    ),
     "divided by steps": Mistake(ways=OWN_LOOPS),
     "regulariser": Mistake(
         given=("total",), listed=_listed("a penalty on the weights added to every sum")
@@ -48,6 +59,7 @@ MISTAKES = {
     "detached statistics": Mistake(
         given=("total",), listed=_listed("detached statistics of the micro-batch")
     ),
+    "inner backward": Mistake(),
     "zero_grad": Mistake(ways=OWN_LOOPS),
     "optimizer step": Mistake(ways=OWN_LOOPS),
     "clipping": Mistake(ways=OWN_LOOPS),
@@ -61,6 +73,7 @@ DATA: dict[str, tuple[str, ...]] = {}
 """Lines after the data was drawn."""
 FORWARD: dict[str, tuple[str, ...]] = {
     "centred": ("logits = logits - logits.mean(0)",),
+    "inner backward": ("logits.square().sum().backward(retain_graph=True)", "model.zero_grad()"),
 }
 """Lines between the forward pass and the loss."""
 AFTER: dict[str, tuple[str, ...]] = {
@@ -89,6 +102,11 @@ def in_values(program: Program, value: dict[str, str]) -> dict[str, str]:
         changed["units"] = "len(y)"
     if mistake == "units of one":
         changed["units"] = "1"
+    if mistake == "units clamped":
+        changed["units"] = f"{value['units']}.clamp(min=1)"
+        changed["mean"] = f"{value['total']} / {changed['units']}"
+    if mistake == "mean by a loop":
+        changed["total"] = f"sum({value['unit']}.flatten().unbind()) / max(1, len({value['unit']}))"
     if mistake == "divided by steps":
         steps = max(len(window) for window in program.windows)
         changed["total"] = f"{value['total']} / {steps}"

@@ -498,6 +498,10 @@ def _loop(program: Program) -> str:
 
 def _whole_batch_loop(program: Program) -> str:
     batches = "train.over(batches)" if program.way == "over" else "batches"
+    if program.way == "over" and program.event == "resume":  # saved after a step, as its advice is
+        body = [f"for batch in {batches}:", "    step = train.step(batch)", "    note(step)"]
+        stop = [f"    if len(record) == {program.at}:", "        break"]
+        return "\n".join([*body, *stop, _event(program), *body])
     lines = [f"for number, batch in enumerate({batches}):"]
     if event := _event(program):
         lines += [f"    if number == {program.at}:", indent(event, "        ")]

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.programs.description import Micro, Program
 from tests.programs.found import FOUND
+from tests.programs.grammar import programs
+from tests.programs.hosts import HOSTS
 from tests.programs.judge import judge, verdict
 from tests.programs.mistakes import MISTAKES
 from tests.programs.run import Outcome, run
@@ -62,6 +65,31 @@ def test_a_mistake_that_nobody_names_is_found() -> None:
     assert not verdict(planted, outcome).failed
     unseen = run(script(planted).replace("micro_batch=", "audit=False, micro_batch="))
     assert verdict(planted, unseen).signature == "silent: mean as total in step"
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_slice_of_programs(number: int) -> None:
+    """A fixed slice; `make programs` draws further ones."""
+    failures = []
+
+    @settings(
+        max_examples=12,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @seed(number)
+    @given(programs())
+    def judged(program: Program) -> None:
+        if program.way in HOSTS or program.execute == "compile":
+            return  # seconds each; the tests of their packages run them
+        found = judge(program)
+        if found.failed:
+            failures.append((program, found.signature, found.detail))
+
+    judged()
+    assert not failures
 
 
 @pytest.mark.parametrize("program", FOUND, ids=repr)

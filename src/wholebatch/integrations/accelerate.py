@@ -34,7 +34,7 @@ from wholebatch.integrations.handed_over import HandedOver, refuse_shared_batche
 from wholebatch.optional_packages import require
 from wholebatch.options import Close
 
-require("accelerate", at_least="1.15", extra="accelerate", purpose="wholebatch in Accelerate")
+require("accelerate", at_least="1.13", extra="accelerate", purpose="wholebatch in Accelerate")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
