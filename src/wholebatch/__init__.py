@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from wholebatch.losses.loss import Loss as Loss
     from wholebatch.losses.loss import causal_lm as causal_lm
     from wholebatch.losses.loss import cross_entropy as cross_entropy
-    from wholebatch.losses.loss import linear_cross_entropy as linear_cross_entropy
     from wholebatch.losses.loss import mean_loss as mean_loss
     from wholebatch.losses.moe import moe_loss as moe_loss
     from wholebatch.options import Close as Close
@@ -60,7 +59,7 @@ _NAMES = {
     "losses.moe": "moe_loss",
     "errors": "errors",
     "losses": "losses",
-    "losses.loss": "Loss causal_lm cross_entropy linear_cross_entropy mean_loss",
+    "losses.loss": "Loss causal_lm cross_entropy mean_loss",
     "options": "Close Memory samples",
     "distributed.pipeline": "Pipeline",
     "verification": "verify watch",

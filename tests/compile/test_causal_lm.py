@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
 from tests.compile.nets import mode_of, traced
-from tests.support import EXACT, Seen, distance, sgd
+from tests.support import EXACT, distance, sgd
 from wholebatch.losses import sliced_cross_entropy
 
 VOCABULARY = 13
@@ -177,36 +177,3 @@ def test_slices_are_matrix_products_of_a_good_size() -> None:
     assert sliced_cross_entropy.rows_at_once(50304) == 1280
     assert sliced_cross_entropy.rows_at_once(256000) == 1024
     assert sliced_cross_entropy.rows_at_once(1000) == 67072
-
-
-@pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("micro_batch", [1, 3, 4])
-def test_the_explicit_form_makes_the_update_of_the_undivided_batch(micro_batch: int) -> None:
-    def model() -> nn.ModuleList:
-        torch.manual_seed(0)
-        return nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 50)]).double()
-
-    x, y = torch.randn(7, 90, 6).double(), torch.randint(0, 50, (7, 90))
-    y[2:5, 10:] = -100
-
-    def loss(model: Any, micro: Any) -> wb.Loss:
-        body, head = model
-        return wb.linear_cross_entropy(body(micro["x"]).tanh(), head, micro["y"])
-
-    whole: Any = model()
-    logits = whole[1](whole[0](x).tanh())
-    nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100).backward()
-    divided = model()
-    optimizer = sgd(divided)
-    seen = Seen(divided, optimizer)
-    train = wb.WholeBatch(divided, optimizer, loss=loss, micro_batch=micro_batch)
-    assert int(train.step({"x": x, "y": y}).units) == int((y != -100).sum())
-    assert distance(seen.gradients[0], [p.grad for p in whole.parameters()]) <= EXACT
-
-
-def test_the_explicit_form_refuses_what_does_not_fit() -> None:
-    head = nn.Linear(3, 5)
-    with pytest.raises(wb.errors.LossError, match="one label for each row of hidden"):
-        wb.linear_cross_entropy(torch.ones(2, 4, 3), head, torch.ones(2, 3).long())
-    with pytest.raises(wb.errors.LossError, match=r"head=Tanh: must be the output layer"):
-        wb.linear_cross_entropy(torch.ones(2, 4, 3), nn.Tanh(), torch.ones(2, 4).long())  # type: ignore[arg-type]

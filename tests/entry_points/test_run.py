@@ -255,6 +255,35 @@ def test_a_changed_value_that_the_function_reads_is_seen() -> None:
         assert distance(model.parameters(), whole.model.parameters()) < EXACT
 
 
+def test_each_window_has_its_own_weights_in_16_bit_whichever_function_begins_it() -> None:
+    """A function that comes second in one window and first in the next casts the weights again."""
+    model = nn.Linear(5, 3)
+    acc = wb.Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.2),
+        steps=2,
+        execute="compile",
+        audit=False,
+    )
+
+    def classified(micro: Micro) -> Tensor:
+        logits = model(micro["x"]).float()
+        return functional.cross_entropy(logits, micro["y"], reduction="none")
+
+    def squared(micro: Micro) -> Tensor:
+        return model(micro["x"]).float().square().sum(-1)
+
+    for number in range(12):
+        function = (classified, squared, squared, classified)[number % 4]
+        micro = samples(4, dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                wanted = function(micro).sum()
+            acc.run(function, micro)
+        assert acc.last_loss is not None
+        torch.testing.assert_close(acc.last_loss.total, wanted, rtol=1e-2, atol=1e-2)
+
+
 def test_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     def loss(model: nn.Module, micro: Any) -> wb.Loss:
         return cross_entropy(model)(micro)

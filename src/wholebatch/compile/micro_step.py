@@ -63,6 +63,7 @@ from wholebatch.window.forward_state import ForwardState
 
 if TYPE_CHECKING:
     from wholebatch.window.ledger import Ledger
+    from wholebatch.window.window import Window
 
 
 class Stage(Enum):
@@ -123,7 +124,7 @@ class Executor:
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
-        self._next_place = 0
+        self._begun: Window | None = None  # the window that has begun
         self._compares = False  # True if the next micro-step of a graph is compared again
         self._pool: Any = None
         self._too_large: Stage | None = None  # of the graph that was made when memory ran out
@@ -168,7 +169,6 @@ class Executor:
         """Drop every graph and its memory after an out-of-memory error. They are made again."""
         self._drop_graphs()
         self._pool = None
-        self._next_place = 0
 
     def _reserve(self) -> None:
         """Allocate the gradient buffers in one block before the first micro-step.
@@ -304,10 +304,9 @@ class Executor:
     def _begin_window(self) -> None:
         """At the start of a window, check that the graphs are still valid."""
         window = self._window
-        if window.added.micro_batches == self._next_place and self._next_place:
-            self._next_place += 1
+        if window.open is not None and window.open is self._begun:
             return
-        self._next_place = window.added.micro_batches + 1
+        self._begun = window.open  # Held, so that no other window gets its identity.
         self._casts.refresh()  # The device casts while the host checks.
         trained = window.target.trained() if window.open is None else window.inputs
         same = [*map(id, self._parameters)] == [*map(id, trained)]

@@ -22,7 +22,7 @@ from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from wholebatch.errors import LossError
@@ -375,34 +375,6 @@ def cross_entropy(
     return Loss(total, (weight[places] * counted).sum())
 
 
-def linear_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Loss:
-    """Return the cross-entropy of `head(hidden)`, over the labels that are not -100.
-
-    Large logits are computed in slices, so they are never all in memory. `causal_lm` does so by
-    itself for models of Hugging Face; this is for others.
-
-    >>> import torch, wholebatch as wb
-    >>> head = torch.nn.Linear(3, 5)
-    >>> float(wb.linear_cross_entropy(torch.ones(2, 4, 3), head, torch.ones(2, 4).long()).units)
-    8.0
-
-    Args:
-        hidden: What the output layer gets, `[..., features]`.
-        head: The output layer.
-        labels: A class for each row of `hidden`, `[...]`, shifted already; -100 is ignored.
-    """
-    if not isinstance(head, nn.Linear):
-        raise LossError(f"head={type(head).__name__}: must be the output layer, an nn.Linear")
-    if hidden.shape[:-1] != labels.shape:
-        raise LossError(
-            f"hidden of shape {tuple(hidden.shape)} and labels of shape {tuple(labels.shape)}: "
-            "there must be one label for each row of hidden (shift both before)"
-        )
-    targets = labels.flatten()
-    total = slices.sliced_cross_entropy(hidden.flatten(0, -2), head, targets)
-    return Loss(total, (targets != -100).sum())
-
-
 def causal_lm(model: Any, micro: Any) -> Loss:
     """Return the next-token loss of a language model, over the tokens that count.
 
@@ -445,7 +417,10 @@ def _next_token(
         head = slices.output_layer(model, args, kwargs, _logits)
     if head is not None and labels.numel() > slices.rows_at_once(head.weight.shape[0]):
         hidden = getattr(out := model.base_model(*args, **kwargs), "last_hidden_state", out)
-        return linear_cross_entropy(hidden[:, : hidden.shape[1] - shift], head, labels[:, shift:])
+        hidden = hidden[:, : hidden.shape[1] - shift].flatten(0, 1)
+        targets = labels[:, shift:].flatten()
+        total = slices.sliced_cross_entropy(hidden, head, targets)
+        return Loss(total, (targets != -100).sum())
     logits = _logits(model(*args, **kwargs))
     return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:], dim=-1)
 
