@@ -24,12 +24,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as processes  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.multiprocessing.spawn import spawn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
+from wholebatch.options import BatchNormPolicy  # noqa: E402
 
 PAGE = ROOT / "docs" / "batchnorm.md"
 BEGIN, END = "<!-- batchnorm_sizes -->", "<!-- end of batchnorm_sizes -->"
@@ -112,7 +113,7 @@ def accuracy(model: nn.Module, data: Data) -> float:
         model.eval()
         right = (model(data.test[0]).argmax(1) == data.test[1]).float().mean().item()
     model.train()
-    return 100 * right
+    return 100 * float(right)
 
 
 def train(data: Data, seed: int, *, micro: int, norm: Norm = nn.BatchNorm2d) -> float:
@@ -120,7 +121,7 @@ def train(data: Data, seed: int, *, micro: int, norm: Norm = nn.BatchNorm2d) -> 
     torch.manual_seed(seed)
     model = resnet(norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    policy = "exact" if micro == BATCH else "allow"
+    policy: BatchNormPolicy = "exact" if micro == BATCH else "allow"
     step = wb.WholeBatch(
         model, optimizer, loss=loss, micro_batch=micro, batchnorm=policy, execute="eager"
     ).step
@@ -166,7 +167,8 @@ def rank_times(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.set_num_threads(1)
     medians = []
-    for policy in ("exact", "freeze"):
+    policies: tuple[BatchNormPolicy, ...] = ("exact", "freeze")
+    for policy in policies:
         torch.manual_seed(0)
         model = resnet()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -190,7 +192,7 @@ def ranks_table() -> list[str]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(rank_times, args=(folder,), nprocs=2)
+        spawn(rank_times, args=(folder,), nprocs=2)
         exact, freeze = map(float, (Path(folder) / "times").read_text().split())
     model = resnet()
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
