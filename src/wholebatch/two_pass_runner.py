@@ -43,8 +43,9 @@ class TwoPassRunner(Runner):
         if not sync.runs_alone:
             raise UnsupportedError(
                 f"wb.Coupled on a model of {type(sync).__name__}: its forward runs collectives, "
-                "and the two passes are tested only with plain modules and "
-                "DistributedDataParallel (without SyncBatchNorm); use one of those"
+                "and the two passes are tested only with plain modules, DistributedDataParallel "
+                '(without SyncBatchNorm) and FSDP2 with close=wb.Close(sync="gathered"); use one '
+                "of those"
             )
         self._coupled = loss
         self._keep = loss.keep

@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -79,6 +80,28 @@ def contrast(name: str, *, norm: bool = False, micro_batch: int = 2) -> float:
     return max(found)
 
 
+def gathered_contrast() -> float:
+    """The error of the update of FSDP2 with gathered parameters."""
+    reference, clip = Clip(), Clip()
+    for tower in (reference, clip):  # FSDP2 takes no parameter without a dimension
+        tower.log_scale = nn.Parameter(tower.log_scale.detach().reshape(1))
+    origin = [p.detach().clone() for p in reference.parameters()]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(Both(clip), mesh=mesh)
+    plain = sgd(reference)
+    coupled = wb.Coupled(lambda m, micro: m(micro), lambda all: LOSSES["clip"](clip, all))
+    train = wb.WholeBatch(
+        model, sgd(model), loss=coupled, micro_batch=2, close=wb.Close(sync="gathered")
+    )
+    data = batch(sum(SHARES[dist.get_world_size()]))
+    mean_of("clip")(reference, data).backward()
+    plain.step()
+    train.step(mine(data))
+    right = [p.detach() - o for p, o in zip(reference.parameters(), origin, strict=True)]
+    whole = [cast(DTensor, p).full_tensor().detach() for p in clip.parameters()]
+    return distance([w - o for w, o in zip(whole, origin, strict=True)], right)
+
+
 def reductions() -> int:
     """How often gradients are reduced in a window of several micro-batches."""
     count = [0]
@@ -137,7 +160,9 @@ def refusals() -> list[str]:
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
-        wb.WholeBatch(sharded, sgd(sharded), loss=coupled, micro_batch=2)
+        wb.WholeBatch(
+            sharded, sgd(sharded), loss=coupled, micro_batch=2, close=wb.Close(sync="hold")
+        )
     except wb.errors.UnsupportedError as error:
         said.append(str(error))
     return said
@@ -176,6 +201,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     report: dict[str, Any] = {name: contrast(name) for name in LOSSES}
     report["batchnorm"] = contrast("clip", norm=True)
+    report["gathered"] = gathered_contrast()
     report["reductions"] = reductions()
     report["bf16"] = in_low_precision()
     report["refusals"] = refusals()

@@ -97,7 +97,9 @@ def _fsdp2(model: nn.Module, sync: str, fits: Fits | None) -> Sync:
         room += room and why_not(model) is None and fits(weights + gradients)
         assert held.group is not None
         _, room = held.group.most_and_fewest(room)
-        return (Sharded(model, sync="every"), held, Gathered(model))[room]
+        if room == 2:
+            return Gathered(model)
+        return held if room else Sharded(model, sync="every")
     return Gathered(model) if sync == "gathered" else Sharded(model, sync=sync)
 
 
