@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import context, forkserver, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,6 +116,15 @@ def run_code(code: str, *, folder: Path) -> subprocess.CompletedProcess[str]:
     program = folder / "code.py"
     program.write_text(f"import warnings\nwarnings.simplefilter('error')\n{code}", encoding="utf-8")
     return run(program, cwd=folder, environment={**os.environ, **ENVIRONMENT}, timeout=120)
+
+
+def worker() -> ProcessPoolExecutor:
+    """Return one process that calls functions for its caller.
+
+    It has one thread and no state of the tests, so it may fork: a test must not, after another one
+    has imported JAX, whose threads hold locks.
+    """
+    return ProcessPoolExecutor(1, mp_context=_forked_from_the_server())
 
 
 def _forked_from_the_server() -> context.ForkServerContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -360,3 +361,27 @@ def test_counts_among_the_representations_need_no_gradient() -> None:
     (made.total / made.units).backward()
     sgd(whole).step()
     assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
+def test_a_parameter_that_a_loss_freezes_in_the_test_is_trained() -> None:
+    """The loss freezes it in its first call, which is the test's: the update is whole."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    truth = copy.deepcopy(model)
+    x, y = torch.randn(7, 4).double(), torch.randn(7, 1).double()
+    calls = iter(range(100))
+
+    def loss(model: nn.Linear, micro: Any) -> wb.Loss:
+        total = F.mse_loss(model(micro[0]), micro[1], reduction="sum")
+        if next(calls) == 0:
+            model.bias.requires_grad_(False)
+        return wb.Loss(total, len(micro[0]))
+
+    train = wb.WholeBatch(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, micro_batch=2)
+    train.step((x, y))
+    F.mse_loss(truth(x), y).backward()
+    assert truth.bias.grad is not None
+    torch.testing.assert_close(
+        model.bias.detach(), truth.bias.detach() - 0.1 * truth.bias.grad, rtol=0, atol=1e-12
+    )
+    assert model.bias.requires_grad

@@ -34,6 +34,7 @@ class Mistake:
     only: frozenset[str] | None = None  # the kinds of models that it fits; None: all
     never: frozenset[str] = frozenset()
     windows: int = 1
+    samples: int | None = None  # of a micro-batch of WholeBatch; None: drawn
     moves: bool = False  # the user's own line changes parameters, whatever the library does
 
 

@@ -63,7 +63,7 @@ def train(task: Task, interface: str, sizes: list[int], windows: int = 1) -> Out
 def of_a_host(warning: warnings.WarningMessage) -> bool:
     found = f"{warning.category.__module__} {warning.filename} {warning.message}"
     # A warning of the library points at the line that called it, which may be a host's.
-    is_own = "micro-batch" in str(warning.message)
+    is_own = re.search("micro-batch|number of steps", str(warning.message)) is not None
     return re.search(HOSTS, found) is not None and not is_own
 
 
@@ -95,6 +95,8 @@ def complaint(mistake: Mistake, kind: str, interface: str, seed: int) -> str | N
 
     samples = len(next(iter(kinds.task(kind, seed).batch.values())))
     sizes = split(interface, samples, draw)
+    if interface == "WholeBatch" and mistake.samples is not None:
+        sizes = [mistake.samples]
     torch.manual_seed(11)
     states = trajectory(planted(), mistake.windows)
     task = planted()

@@ -117,9 +117,9 @@ def outputs_scaled_by_a_statistic_of_the_batch(task: Task) -> Task:
     return around(ScaledByStatistic)(task)
 
 
-@mistake(COUPLES, interfaces=("WholeBatch",))
+@mistake(COUPLES, interfaces=("WholeBatch",), samples=8)
 def outputs_halved_by_a_statistic_of_the_batch(task: Task) -> Task:
-    """A decision that eight samples show and two may not: a host may have no more to look at."""
+    """A decision that eight samples show and five may not: a micro-batch of five tests five."""
     return around(HalvedByStatistic)(task)
 
 

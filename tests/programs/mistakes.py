@@ -55,7 +55,9 @@ MISTAKES = {
     "regulariser": Mistake(
         given=("total",), listed=_listed("a penalty on the weights added to every sum")
     ),
-    "centred": Mistake(listed={}),
+    "centred": Mistake(
+        listed=_listed("a model that mixes the rows of its batch, in micro-batches of one row"),
+    ),
     "detached statistics": Mistake(
         given=("total",), listed=_listed("detached statistics of the micro-batch")
     ),

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.processes import worker
 from tests.programs.description import Micro, Program
 from tests.programs.found import FOUND
 from tests.programs.grammar import programs
 from tests.programs.hosts import HOSTS
-from tests.programs.judge import judge, verdict
+from tests.programs.judge import Verdict, judge, verdict
 from tests.programs.mistakes import MISTAKES
 from tests.programs.run import Outcome, run
 from tests.programs.script import script
@@ -24,12 +27,34 @@ ROOT = Path(__file__).parents[2]
 SMALL = Program(windows=((Micro(3), Micro(2, "one")), (Micro(3),)), loss="mse")
 
 
-def test_a_script_runs_alone(tmp_path: Path) -> None:
+class Worker:
+    """What the tests need of the machine, in a process that may fork."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def run(self, text: str) -> Outcome:
+        return self._pool.submit(run, text).result()
+
+    def judge(self, program: Program) -> Verdict:
+        return self._pool.submit(judge, program).result()
+
+    def verdict(self, program: Program, outcome: Outcome) -> Verdict:
+        return self._pool.submit(verdict, program, outcome).result()
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[Worker]:
+    with worker() as pool:
+        yield Worker(pool)
+
+
+def test_a_script_runs_alone(machine: Worker, tmp_path: Path) -> None:
     """`python program.py` prints what the fork returns."""
     path = tmp_path / "program.py"
     path.write_text(script(SMALL), encoding="utf-8")
     ended = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True)
-    assert json.loads(ended.stdout) == run(script(SMALL)).windows
+    assert json.loads(ended.stdout) == machine.run(script(SMALL)).windows
 
 
 def test_the_oracle_imports_nothing_of_ours() -> None:
@@ -40,35 +65,35 @@ def test_the_oracle_imports_nothing_of_ours() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss", "units", "norm", "update"])
-def test_a_wrong_number_is_found(name: str) -> None:
-    outcome = run(script(SMALL))
-    assert verdict(SMALL, outcome).kind == "exact"
+def test_a_wrong_number_is_found(machine: Worker, name: str) -> None:
+    outcome = machine.run(script(SMALL))
+    assert machine.verdict(SMALL, outcome).kind == "exact"
     wrong = [*outcome.windows]
     wrong[1] = {**wrong[1], name: wrong[1][name] * 1.001}
-    found = verdict(SMALL, Outcome(wrong))
+    found = machine.verdict(SMALL, Outcome(wrong))
     assert found.failed
     assert found.signature == f"silent: {name}"
 
 
-def test_a_wrong_update_is_found() -> None:
-    outcome = run(script(SMALL))
+def test_a_wrong_update_is_found(machine: Worker) -> None:
+    outcome = machine.run(script(SMALL))
     wrong = [*outcome.windows]
     parameters = [wrong[0]["parameters"][0] + 1e-9, *wrong[0]["parameters"][1:]]
     wrong[0] = {**wrong[0], "parameters": parameters}
-    assert verdict(SMALL, Outcome(wrong)).signature == "silent: parameters"
+    assert machine.verdict(SMALL, Outcome(wrong)).signature == "silent: parameters"
 
 
-def test_a_mistake_that_nobody_names_is_found() -> None:
+def test_a_mistake_that_nobody_names_is_found(machine: Worker) -> None:
     planted = replace(SMALL, mistake="mean as total")
-    outcome = run(script(planted))
+    outcome = machine.run(script(planted))
     assert outcome.refused
-    assert not verdict(planted, outcome).failed
-    unseen = run(script(planted).replace("micro_batch=", "audit=False, micro_batch="))
-    assert verdict(planted, unseen).signature == "silent: mean as total in step"
+    assert not machine.verdict(planted, outcome).failed
+    unseen = machine.run(script(planted).replace("micro_batch=", "audit=False, micro_batch="))
+    assert machine.verdict(planted, unseen).signature == "silent: mean as total in step"
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_a_slice_of_programs(number: int) -> None:
+def test_a_slice_of_programs(machine: Worker, number: int) -> None:
     """A fixed slice; `make programs` draws further ones."""
     failures = []
 
@@ -84,7 +109,7 @@ def test_a_slice_of_programs(number: int) -> None:
     def judged(program: Program) -> None:
         if program.way in HOSTS or program.execute == "compile":
             return  # seconds each; the tests of their packages run them
-        found = judge(program)
+        found = machine.judge(program)
         if found.failed:
             failures.append((program, found.signature, found.detail))
 
@@ -93,8 +118,8 @@ def test_a_slice_of_programs(number: int) -> None:
 
 
 @pytest.mark.parametrize("program", FOUND, ids=repr)
-def test_what_was_found_stays_found(program: Program) -> None:
-    found = judge(program)
+def test_what_was_found_stays_found(machine: Worker, program: Program) -> None:
+    found = machine.judge(program)
     assert not found.failed, found.detail
 
 

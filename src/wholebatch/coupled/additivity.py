@@ -84,7 +84,7 @@ class _Plan:
 
     layout: Layout
     micro: int
-    """The samples of the smallest micro-batch but the last."""
+    """The samples that are known to fit with a graph: those of a micro-batch."""
     fits: float
     """The samples that are known to fit into memory."""
 
@@ -290,7 +290,10 @@ class AdditivityTest:
         if self._all(layout is not None and layout.size > 1 and self._most > 1):
             assert layout is not None
             sizes = samples.micro_sizes()
-            plan = _Plan(layout, min(sizes[:-1] or sizes or [layout.size]), self._most)
+            is_part = layout.size < sum(sizes)  # a trainer's batches, of which it is one
+            # Samples of several micro-batches may all be long ones: the smallest holds as many.
+            smallest = layout.size if is_part else min(sizes[:-1] or sizes or [layout.size])
+            plan = _Plan(layout, smallest, self._most)
             check = partial(
                 check_adds_up,
                 self._model,
@@ -319,7 +322,6 @@ class AdditivityTest:
                 found += self._not_testable(error, run, samples, outputs)
             result = self._without_doubtful(result, samples)
             free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
-            is_part = layout.size < sum(sizes)  # a trainer's batches, of which it is one
             if is_part and self._ranks == 1 and not (self._shares_forwards or outputs):
                 gathered = GatheredSamples()
                 for micro in samples.micros:

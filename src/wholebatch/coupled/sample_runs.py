@@ -149,6 +149,7 @@ class ChosenSamples:
         self.named = {n: p for n, p in model.named_parameters() if _is_plain(p) and p.numel()}
         self.parameters = [(n, p) for n, p in self.named.items() if p.requires_grad]
         self._data = [(p, p.data) for p in self.named.values()]
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._generators = own_generators(model, run)
         self.start = ForwardState(model, results=True, generators=self._generators)
         self.weights = self.weight_norms()
@@ -179,6 +180,9 @@ class ChosenSamples:
 
     def restore(self) -> None:
         """Restore the state that was found; every run starts there."""
+        for parameter, is_trained in self._trained:  # a loss function may freeze one
+            if parameter.requires_grad is not is_trained:
+                parameter.requires_grad_(is_trained)
         if not self._is_clean:
             self.start.restore(random=self._may_have_drawn)
             for parameter, data in self._data:
