@@ -71,7 +71,8 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
-            if progress.begin_item(last=last):
+            # A refused first micro-batch has added nothing, and the loop may have stepped since.
+            if progress.begin_item(last=last) or self._ledger.open is None:
                 self._begin_window()
         elif last is not None:
             raise WindowError(
