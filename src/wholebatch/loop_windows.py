@@ -147,8 +147,12 @@ class LoopWindows(HasLedger):
             self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
-        for policy in self._refusing:
-            policy.begin_window()
+        try:
+            for policy in self._refusing:
+                policy.begin_window()
+        except BaseException:
+            self._progress.end_window()  # it has not begun: the next micro-batch asks again
+            raise
 
     def _end_unused(self) -> None:
         """End a window whose last micro-batch made no backward."""
