@@ -71,7 +71,8 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
-            if progress.begin_item(last=last):
+            # A refused first micro-batch has added nothing, and the loop may have stepped since.
+            if progress.begin_item(last=last) or self._ledger.open is None:
                 self._begin_window()
         elif last is not None:
             raise WindowError(
@@ -146,8 +147,12 @@ class LoopWindows(HasLedger):
             self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
-        for policy in self._refusing:
-            policy.begin_window()
+        try:
+            for policy in self._refusing:
+                policy.begin_window()
+        except BaseException:
+            self._progress.end_window()  # it has not begun: the next micro-batch asks again
+            raise
 
     def _end_unused(self) -> None:
         """End a window whose last micro-batch made no backward."""

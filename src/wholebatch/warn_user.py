@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from pathlib import Path
 
-import torch
-
-_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_PACKAGE = str(Path(__file__).parent)
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the last line outside of this package and of torch."""
+    # Keras on another backend has no need of torch: it is not imported here.
+    torch = sys.modules.get("torch")
+    not_the_users = (_PACKAGE, *(() if torch is None else torch.__path__))
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame is not None and frame.f_code.co_filename.startswith(not_the_users):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

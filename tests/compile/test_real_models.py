@@ -185,7 +185,7 @@ def test_a_rate_that_is_no_longer_zero_is_not_used_in_silence() -> None:
 
 def test_an_assertion_that_fails_later_is_an_error() -> None:
     model = Wrapped(asserts)
-    train = traced(model)
+    train = traced(model, audit=False)
     for _ in range(3):
         train.step(samples(8))
     assert mode_of(train) == "operations"

@@ -394,7 +394,7 @@ def test_copies_and_pickles_of_the_model_have_no_part_in_it() -> None:
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         other(data()).sum().backward()
-    assert not acc._checks._outputs
+    assert not acc._checks._calls.outputs
 
 
 def test_an_accumulator_that_is_dropped_keeps_no_outputs() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from wholebatch.compile import micro_step
-from wholebatch.compile.execute_mode import ExecutePlan
+if TYPE_CHECKING:  # the Keras cases run beside this file, and test that nothing imports torch
+    import torch
 
 
 @pytest.fixture
@@ -38,6 +37,9 @@ class Traces:
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
     """Graphs run as traced: the compiler takes too long for most tests."""
+    from wholebatch.compile import micro_step
+    from wholebatch.compile.execute_mode import ExecutePlan
+
     count, plan, trace = Traces(), ExecutePlan.of, micro_step.trace
 
     def traced(execute: str, device: torch.device) -> ExecutePlan:

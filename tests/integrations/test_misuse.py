@@ -147,6 +147,20 @@ def test_a_window_begins_clean(library: str) -> None:
     assert loop.add() is not None
 
 
+def test_a_refused_first_micro_batch_is_forgotten() -> None:
+    """Its error is put right by a step, which is none in the middle of a window."""
+    loop = Loop("fabric", steps=2)
+    loop.add()
+    loop.add()
+    with pytest.raises(WindowError, match=r"holds a gradient .* optimizer\.step\(\)"):
+        loop.add()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.place = 0
+    loop.add()
+    assert loop.add() is not None
+
+
 @loops
 def test_an_open_window_is_left_alone(library: str) -> None:
     loop = Loop(library)

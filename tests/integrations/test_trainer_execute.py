@@ -118,9 +118,13 @@ def test_torch_compile_means_graphs_of_ours(run: Run, traces: Traces) -> None:
 
 
 class Padded:
-    """Samples of several lengths; a batch is as wide as its longest."""
+    """Samples of several lengths; a batch is as wide as its longest.
+
+    Word 0 is padding alone: the tests give `input_ids` as the mask.
+    """
 
     def __init__(self, tokens: Any) -> None:
+        tokens.tokens.clamp_(min=1)
         lengths = (tokens.labels != -100).sum(1).clamp(min=1).tolist()
         self.rows = [
             {n: v[:length] for n, v in tokens[i].items()} for i, length in enumerate(lengths)

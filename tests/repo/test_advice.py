@@ -107,8 +107,8 @@ PARTS = {
     "losses/": options_of(
         *(getattr(wb.losses, name) for name in wb.losses.__all__), wb.cross_entropy
     ),
-    "runner": {"rows"},  # of the contrastive losses, as the message says
-    "pipeline": options_of(wb.Pipeline, wb.Close),
+    "two_pass_runner": {"rows"},  # of the contrastive losses, as the message says
+    "distributed/pipeline": options_of(wb.Pipeline, wb.Close),
     "memory/micro_batch_fitting": {"most"},  # a check of our own calls
 }
 """Options of what else raises messages, by the beginning of the path."""
