@@ -27,7 +27,7 @@ QUESTIONS = {
     "Hugging Face": "transformers.html", "LoRA": "transformers.html",
     "BatchNorm": "batchnorm.html", "torch.compile": "speed.html", "resume": "train.html",
     "no_sync": "gradient-accumulation.html", "learning rate": "scaling.html",
-    "GAN": "own-loop.html",
+    "GAN": "several-losses.html",
     "gradient checkpointing": "gradient-accumulation.html",
     "num_items_in_batch": "transformers.html",
     "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",
