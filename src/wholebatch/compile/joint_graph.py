@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
@@ -63,6 +63,7 @@ class JointStep:
             traced, len(self._trained), gradients, casts, self._possible_fusions(device)
         )
         self.fused = rewritten.fused
+        self._constants = _constants(rewritten.graph)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._run: Callable[..., Any] = rewritten.graph
         if self.sizes is None:
@@ -115,13 +116,21 @@ class JointStep:
         return results[: len(self.form.names)], results[len(self.form.names) :]
 
     def addresses(self) -> list[int]:
-        """Return the addresses of the model's tensors; a captured graph is valid only for these."""
-        return [tensor.data_ptr() for tensor in (*self._trained, *self._others)]
+        """Return the addresses of what it reads; a captured graph is valid only for these."""
+        every = (*self._trained, *self._others, *self._constants)
+        return [tensor.data_ptr() for tensor in every]
 
     def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Any]:
         trained = [parameter.detach() for parameter in self._trained]
         sizes = () if self.sizes is None else self.sizes.numbers(tensors)
         return [*sizes, *trained, *self._others, *tensors, *seeds, *self._tail]
+
+
+def _constants(graph: fx.GraphModule) -> list[Tensor]:
+    """Return the tensors outside of the model that a graph reads."""
+    names = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
+    values = [getattr(graph, name, None) for name in sorted(names)]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _rewritten(

@@ -93,3 +93,29 @@ def refuse_recurrent_layers(model: nn.Module) -> None:
             raise CannotTrace(
                 f"{name or 'the model'} is an nn.{type(layer).__name__}, which runs eagerly only"
             )
+
+
+class _Uniform:
+    """A random number between 0 and 1 that answers only what is the same for all of them."""
+
+    def __lt__(self, bound: float) -> bool:
+        if 0 < bound < 1:
+            raise RuntimeError("a decision by a random number")
+        return bound >= 1
+
+
+def _rand(*size: Any, **more: Any) -> Any:
+    if torch.compiler.is_compiling() and len(size) == 1 and size[0] == []:
+        return _Uniform()
+    return _RAND(*size, **more)
+
+
+_RAND: Any = torch.rand
+
+
+def settled_random_decisions() -> Any:
+    """Within this context, Dynamo can follow LayerDrop with a probability of 0.
+
+    Models of transformers compare `torch.rand([])` with it.
+    """
+    return replaced_attributes(torch, rand=_rand)
