@@ -132,7 +132,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, without time and resources, in which equal runs differ."""
-    timing = {"seconds", "units_per_second", "time", "memory", "recoveries"}
+    timing = {"seconds", "units_per_second", "time", "memory", "undivided_memory", "recoveries"}
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [{k: v for k, v in record.items() if k not in timing} for record in records]

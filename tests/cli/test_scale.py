@@ -65,7 +65,7 @@ def test_the_three_rules_for_the_warm_up(command: Command) -> None:
     options = ("--batch-size", 1024, "--micro-batch", 32, "--base-batch", 128, "--warmup", 500)
     found = json.loads(command("scale", *options, "--json").out)["warmup"]
     assert found == {"base": 500, "same_samples": 63, "same_updates": 500, "times_k": 4000}
-    said = command("scale", *options).out
+    said = " ".join(command("scale", *options).out.split())
     assert "63 over the same samples" in said
     assert "500 over the same updates" in said
     assert "4,000, times 8 like the batch" in said

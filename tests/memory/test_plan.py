@@ -251,7 +251,7 @@ def test_each_advice_is_accepted_when_it_is_followed(tmp_path: Path, options: li
 def test_the_largest_of_a_family() -> None:
     pytest.importorskip("transformers")
     small = command("--largest", "vit", "--gpu-memory", "300MiB", "--batch-size", "4")
-    assert "vit of width 256 and depth 4 (vit)" in small.output
+    assert "vit of width 384 and depth 6 (vit)" in small.output
     assert small.exit_code == 0
     assert "none of width 256 or more fits" in str(
         refused("--largest", "gpt", "--gpu-memory", "80MiB")

@@ -37,7 +37,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"distributed"}),
     frozenset({"losses"}),
     frozenset({"safe_loading"}),
-    frozenset({"batch_scaling", "optional_packages", "plain_files", "readable_sizes", "warn_user"}),
+    frozenset(
+        {"batch_scaling", "gpus", "optional_packages", "plain_files", "readable_sizes", "warn_user"}
+    ),
     frozenset({"errors"}),
 )
 # Allowed between two units of one layer: (importer, imported).

@@ -28,7 +28,7 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
 from wholebatch.cli.run_settings import like_train, precision_of
 from wholebatch.errors import MissingExtraError, OptionError, RecipeError
-from wholebatch.memory.gpus import GPUS, Gpu, find_gpu
+from wholebatch.gpus import GPUS, Gpu, find_gpu
 from wholebatch.plain_files import load_json
 from wholebatch.readable_sizes import bytes_said
 

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from wholebatch.batch import split, to_device
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError
+from wholebatch.gpus import find_gpu
 from wholebatch.losses.loss import as_loss, terms_of
-from wholebatch.memory.gpus import find_gpu
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.task import Task
 from wholebatch.window import precision as precisions
