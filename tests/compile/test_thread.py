@@ -43,7 +43,7 @@ def test_windows_go_on_while_the_compiler_works(monkeypatch: pytest.MonkeyPatch)
     assert mode_of(train) == "operations"
     assert train.compiling == "compiling beside the run"
     release.set()
-    [slot] = train._runner.executor._slots.values()
+    [slot] = train._runner.executor._every_slot()
     assert slot.ready is not None
     assert slot.ready.joint.beside is not None
     slot.ready.joint.beside.result()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -120,6 +120,9 @@ class Executor:
 
     `eager(micro, loss)` runs forward and backward with this loss function, records them in the
     window, and returns the loss.
+
+    A loss function of an adapter may have an attribute `reads`: the user's code inside it, for the
+    guards; and `as_read`: the context in which that code is captured and its guards are checked.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -141,6 +144,8 @@ class Executor:
         self.mode = "eager"
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
+        self._reads = getattr(loss, "reads", loss)
+        self._as_read = getattr(loss, "as_read", nullcontext)
         self._window = window
         self._precision = precision
         self._device = device
@@ -150,6 +155,9 @@ class Executor:
         self._plan = ExecutePlan.of(execute, device)
         self._begun: Any = None  # the window that has begun
         self._failures = 0  # kinds that could not be one graph
+        self.changes = 0
+        """How often a value that the code reads was another one."""
+        self._changes_told = 0  # when `changed` was asked
         self._pool: Any = None
         self._too_large: Stage | None = None  # of the graph that was made when memory ran out
         self._reset()
@@ -159,14 +167,13 @@ class Executor:
 
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
-        self._has_changed = False  # what the code reads, since `changed` was asked
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
         self._casts = Casts([])
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        self._kinds: dict[Key, Kind] = {}
+        self._slots: dict[Key, Kind] = {}
         self._readings: list[Reading] = []
 
     # ------------------------------------------------------------- micro-step
@@ -246,10 +253,10 @@ class Executor:
         return self._run(slot.ready, inputs)
 
     def _kind_of(self, key: Key) -> Kind:
-        kind = self._kinds.pop(key, None) or Kind()
-        self._kinds[key] = kind  # The last one is the one that was seen last.
-        if len(self._kinds) > _KEPT:
-            del self._kinds[next(iter(self._kinds))]
+        kind = self._slots.pop(key, None) or Kind()
+        self._slots[key] = kind  # The last one is the one that was seen last.
+        if len(self._slots) > _KEPT:
+            del self._slots[next(iter(self._slots))]
         return kind
 
     def _slot_of(self, kind: Kind, inputs: Inputs) -> Slot | None:
@@ -274,7 +281,7 @@ class Executor:
         """Return a new slot after a change of what the code reads; None if it changes too often."""
         last = kind.slots[0].reading
         assert last is not None
-        self._has_changed = True
+        self.changes += 1
         kind.changes += 1.0
         if kind.changes > _STATES - 1:
             kind.is_eager = True
@@ -285,14 +292,14 @@ class Executor:
         slot = Slot()
         kind.slots.insert(0, slot)
         del kind.slots[_STATES:]
-        used = {id(one.reading) for each in self._kinds.values() for one in each.slots}
+        used = {id(one.reading) for each in self._slots.values() for one in each.slots}
         self._readings = [one for one in self._readings if id(one) in used]
         return slot
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:
         """Be in the state in which the code is traced, which guards look at too."""
-        with torch.enable_grad(), self._precision.forward():
+        with torch.enable_grad(), self._precision.forward(), self._as_read():
             yield
 
     def _known_reading(self, inputs: Inputs) -> Reading | None:
@@ -308,7 +315,7 @@ class Executor:
         refuse_hooks(self._model)
         refuse_recurrent_layers(self._model)
         with self._as_traced():
-            guards = Guards(self._loss, self._model, inputs.micro)
+            guards = Guards(self._reads, self._model, inputs.micro)
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")
@@ -339,7 +346,7 @@ class Executor:
         shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
-            kinds = [kind.slots[0].ready for kind in self._kinds.values() if kind.slots]
+            kinds = [kind.slots[0].ready for kind in self._slots.values() if kind.slots]
             now = [ready for ready in kinds if ready is not None]
             own = sum(ready.joint.sizes is None for ready in now)
             others = None if shared is None else len(now) - own
@@ -362,10 +369,10 @@ class Executor:
         return stage
 
     def _ready(self) -> list[Prepared]:
-        return [slot.ready for slot in self._slots() if slot.ready is not None]
+        return [slot.ready for slot in self._every_slot() if slot.ready is not None]
 
-    def _slots(self) -> list[Slot]:
-        return [slot for kind in self._kinds.values() for slot in kind.slots]
+    def _every_slot(self) -> list[Slot]:
+        return [slot for kind in self._slots.values() for slot in kind.slots]
 
     def _compiled(self) -> int:
         return len({id(one.joint) for one in self._ready() if one.joint.compiled})
@@ -392,7 +399,7 @@ class Executor:
         """True if what the code reads has changed since this was asked; None if no graph knows."""
         if not self._readings:
             return None
-        changed, self._has_changed = self._has_changed, False
+        changed, self._changes_told = self.changes > self._changes_told, self.changes
         return changed
 
     def _begin_window(self) -> None:
@@ -407,9 +414,9 @@ class Executor:
             self._reset()
             self._parameters = list(trained)
             return
-        for kind in self._kinds.values():
+        for kind in self._slots.values():
             kind.changes = max(0.0, kind.changes - _FORGETS)
-        for slot in self._slots():
+        for slot in self._every_slot():
             ready = slot.ready
             if ready is not None and ready.captured and ready.joint.addresses() != ready.addresses:
                 slot.ready = None  # A tensor of the model has moved.
@@ -498,7 +505,7 @@ class Executor:
         """
         if self._device.type != "cuda":
             return
-        for slot in self._slots():
+        for slot in self._every_slot():
             if slot.ready is not None:
                 slot.ready = replace(slot.ready, run=slot.ready.joint)
         self._pool = None
@@ -574,8 +581,8 @@ class Executor:
             shared = shapes.serving(
                 inputs,
                 form,
-                [k for k, kind in self._kinds.items() if any(one.ready for one in kind.slots)],
-                self._kinds,
+                [k for k, kind in self._slots.items() if any(one.ready for one in kind.slots)],
+                self._slots,
                 lambda sizes: self._trace(slot, inputs, form, state, sizes),
             )
             if shared is not None:
