@@ -5,7 +5,6 @@
     python benchmarks/architectures.py --page rows.jsonl    # docs/benchmarks/architectures.md
     python benchmarks/architectures.py --models mixtral,phi3 --out rows.jsonl
     python benchmarks/architectures.py --references --out rows.jsonl --budget 360
-    python benchmarks/architectures.py --models "llama 22x2048 micro 4" --precision fp8 --out FILE
     python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
 Every model runs in a process of its own, several of them side by side, since most of the time goes
@@ -167,7 +166,7 @@ class Bench:
             optimizer,
             loss=self.case.loss,
             micro_batch=self.case.micro,
-            precision=self._options.precision,
+            precision="bf16",
             execute=execute,
             **self.case.options,
         )
@@ -341,7 +340,6 @@ def _start(name: str, options: argparse.Namespace, folder: Path) -> subprocess.P
     command += ["--tiny"] if options.tiny else []
     command += [] if options.distances else ["--no-distances"]
     command += ["--execute", options.execute] if options.execute else []
-    command += ["--precision", options.precision]
     command += ["--channels-last"] if options.channels_last else []
     paths = [ROOT / "src", ROOT / "benchmarks", os.environ.get("PYTHONPATH", "")]
     around = {
@@ -566,9 +564,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for one model")
     parser.add_argument("--together", type=int, default=5, help="processes side by side")
     parser.add_argument("--execute", help="of WholeBatch; by default the fastest for the device")
-    parser.add_argument(
-        "--precision", default="bf16", choices=("bf16", "fp8"), help="of WholeBatch"
-    )
     parser.add_argument("--channels-last", action="store_true", help="memory format of weights")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")

@@ -3,7 +3,6 @@
     python benchmarks/gpu_trainers.py                                   # all rows, on a CUDA device
     python benchmarks/gpu_trainers.py --rows llama/4 --trainers trainer,exact --budget 300
     python benchmarks/gpu_trainers.py --rows tiny/2 --execute eager  # a small model, on a CPU too
-    python benchmarks/gpu_trainers.py --rows llama-1b/4 --trainers acc,exact,whole --fp8
     python benchmarks/gpu_trainers.py --rows llama/64 --trainers loop+   # the undivided batch
 
 Models of Transformers under bf16 autocast (in float32 on a CPU), fused AdamW, clipped by norm, on
@@ -30,10 +29,10 @@ from speed.models import CASES
 from wholebatch.compile import ExecuteWarning
 
 
-def measured(row: str, name: str, execute: str, seconds: float, *, fp8: bool) -> str:
+def measured(row: str, name: str, execute: str, seconds: float) -> str:
     """Return ms per window and GiB as cells of the table, or why there are none."""
     model, micro = row.split("/")
-    job = Job(CASES[model], int(micro), execute, seconds, fp8=fp8)
+    job = Job(CASES[model], int(micro), execute, seconds)
     try:
         LOOPS[name][1](job)
         ms, gib = job.found()
@@ -53,7 +52,6 @@ def main() -> None:
     parser.add_argument("--trainers", default=",".join(LOOPS), help=f"of {', '.join(LOOPS)}")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--execute", default="graph", help="of the entry points of wholebatch")
-    parser.add_argument("--fp8", action="store_true", help="the entry points of wholebatch in fp8")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     warnings.simplefilter("always", ExecuteWarning)
@@ -66,7 +64,7 @@ def main() -> None:
         found = "no time left |"
         if left > 0:
             seconds = left / (len(todo) - place)
-            found = measured(row, name, options.execute, seconds, fp8=options.fp8)
+            found = measured(row, name, options.execute, seconds)
         lines.append(f"| {row} | {LOOPS[name][0]} | {found} |")
         print(lines[-1], flush=True)
     print("\n| model, micro | trainer | ms per window | GiB |\n|---|---|---:|---:|")

@@ -35,7 +35,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "several-losses.md",
         "laws.md",
         "speed.md",
-        "fp8.md",
         "memory.md",
         "optimizer-state.md",
         "batchnorm.md",

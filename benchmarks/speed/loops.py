@@ -41,8 +41,6 @@ class Job:
     """After which two measured windows are enough."""
     waits: bool = False
     """True if another process says when to begin with the windows that count."""
-    fp8: bool = False
-    """True if the entry points of wholebatch compute linear layers in 8 bits."""
     times: list[Any] = field(default_factory=list)
 
     @property
@@ -52,7 +50,7 @@ class Job:
     @property
     def how(self) -> dict[str, Any]:
         """The options by which micro-steps of ours run."""
-        return {"execute": self.execute, "precision": "fp8" if self.fp8 else None}
+        return {"execute": self.execute}
 
     def model(self) -> Any:
         torch.manual_seed(0)
@@ -142,7 +140,7 @@ def whole_batch(job: Job) -> None:
         job.adamw(model),
         loss=job.case.loss,
         micro_batch=job.case.split(job.micro),
-        precision="fp8" if job.fp8 else "bf16" if CUDA else "full",
+        precision="bf16" if CUDA else "full",
         clip_norm=job.case.clip_norm,
         execute=job.execute,  # type: ignore[arg-type]
     )

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar, Literal, NoReturn, TypeGuard, TypeVar, overload
+from typing import Any, ClassVar, NoReturn, TypeGuard, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -35,7 +35,8 @@ from wholebatch.errors import (
 from wholebatch.losses.loss import Loss, Terms, Units, check_total, check_units, mean_loss, terms_of
 from wholebatch.make_window import make_window
 from wholebatch.options import BatchNormPolicy, Close, Memory, as_close
-from wholebatch.run_loss import Place, RunLoss, precision_of
+from wholebatch.run_loss import Place, RunLoss
+from wholebatch.window.autocast import Full
 from wholebatch.window.close import ClipNorm, check_terms
 from wholebatch.window.foreign_writes import Untouched, warn_of_empty_steps
 from wholebatch.window.forward_state import ForwardState, restore_random
@@ -164,8 +165,6 @@ class Accumulator(HasWindow):
         execute: How `run` computes a micro-batch: "eager", "compile" (one compiled graph), "graph"
             (the same, captured as a CUDA graph), or "auto", which chooses by the device and by how
             long the run takes.
-        precision: "fp8" computes the linear layers of `run` in 8 bits and the rest in bf16. None is
-            the precision of your loop, with the autocast around the call.
         batchnorm: What to do with BatchNorm layers: "refuse", "freeze" (normalise with the running
             statistics) or "allow" (with those of each micro-batch). "exact" needs `WholeBatch`.
         memory: `wb.Memory(optimizer_state=...)`.
@@ -194,7 +193,6 @@ class Accumulator(HasWindow):
         clip_norm: ClipNorm = None,
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: BatchNormPolicy = "refuse",
         memory: Memory | None = None,
         audit: bool = True,
@@ -221,7 +219,6 @@ class Accumulator(HasWindow):
         models = window.target.models
         self._window = window
         self._execute = check_execute(execute, window.target.device)
-        self._precision = precision_of(precision, window)
         self._untouched = Untouched(window, self._written_by)
         if self._written_by == "the loop":
             warn_of_empty_steps(self, window.target.optimizers)
@@ -357,11 +354,6 @@ class Accumulator(HasWindow):
         Returns:
             The Step if the window was closed, else None.
         """
-        if self._precision.name == "fp8":
-            raise OptionError(
-                "backward() with precision='fp8': fp8 works only where wholebatch runs the "
-                "forward pass. Give the loss function to run(), or leave precision= out"
-            )
         with self._turn:
             if not torch.is_grad_enabled():
                 raise WindowError(
@@ -425,6 +417,7 @@ class Accumulator(HasWindow):
                 "gradients: call it outside of them; to evaluate, call the loss function itself"
             )
         with self._turn:
+            self._window.sync.before_forwards()
             is_last = self._begin_backward(last)
             function = self._functions.get(_key_of(loss)) or self._prepare(loss)
             if self._beside:
@@ -458,7 +451,7 @@ class Accumulator(HasWindow):
             loss,
             self._window,
             execute=self._execute,
-            precision=self._precision,
+            precision=Full(),
             audit=self._audits,
             untouched=self._untouched,
             reads=reads,
@@ -609,6 +602,8 @@ class Accumulator(HasWindow):
         self._untouched.forget()
         self._checks.end_micro_batch()
         self._places = 0
+        if self._driver is None:
+            self._window.sync.restore()
 
     def _close(self) -> Step:
         self._untouched.check(rates=True)
@@ -658,6 +653,8 @@ class Accumulator(HasWindow):
     def _open_place(self) -> None:
         """Begin a window: set its size, and refuse a BatchNorm that is in train mode by now."""
         self._size = self._next_size()
+        if self._driver is not None:
+            self._window.sync.before_forwards()
         self._checks.begin_window(self._window.number)
         self._watch(self._size)
         for policy in self._refusing:
@@ -970,6 +967,8 @@ def _shared_windows(
                 "give every rank at least one"
             )
         is_first = False
+        for one in shared:
+            one._window.sync.before_forwards()
         if own == 0 and not equal:
             for one in shared:
                 one._join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -26,10 +26,14 @@ def make_window(
     close: Close,
     precision: str = "full",
     audit: bool = True,
+    fits: Callable[[int], bool] | None = None,
 ) -> Window:
-    """Return the window of these models and optimizers; refuse what does not go together."""
+    """Return the window of these models and optimizers; refuse what does not go together.
+
+    `fits`: see `wholebatch.distributed.choose`.
+    """
     options = close_options(close, clip_norm)
-    sync = choose_sync(models, sync=close.sync)
+    sync = choose_sync(models, sync=close.sync, fits=fits)
     target = build_target(
         models,
         optimizer,

@@ -7,10 +7,10 @@ test that the loss adds up, and run forward, backward and addition as one record
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +23,9 @@ from wholebatch.coupled.loop_checks import unwatched
 from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.errors import OptionError
 from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
-from wholebatch.window.autocast import Full, Precision
+from wholebatch.window.autocast import Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
-from wholebatch.window.precision import choose
 from wholebatch.window.window import Window, is_tested_window
 
 
@@ -103,16 +102,26 @@ class RunLoss:
             device=window.target.device,
             eager=self._eager_step,
         )
+        self._replicas = [
+            one for m in models for one in m.modules() if isinstance(one, DistributedDataParallel)
+        ]
+        self.executor.guard(lambda _, micro: loss(micro["micro"]), self.as_read)
+
+    @contextmanager
+    def as_read(self) -> Iterator[None]:
+        """Be in the state in which the user's function is traced."""
+        dtype = self._micro["autocast"]
+        with ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast(self._kind, dtype=dtype))
+            for one in self._replicas:  # call the module inside of DDP directly
+                stack.enter_context(replaced_attributes(one, forward=one.module))
+            yield
 
     def __call__(self, micro: Any, place: Place) -> Loss:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
         is_on = torch.is_autocast_enabled(self._kind)
         autocast = torch.get_autocast_dtype(self._kind) if is_on else None
-        if self._precision.name == "fp8" and autocast not in (None, torch.bfloat16):
-            raise OptionError(
-                f"precision='fp8' under autocast to {autocast}: fp8 computes the rest in bf16; use "
-                "bf16 autocast or none, and no GradScaler"
-            )
         self._micro, self._place = {"micro": micro, "autocast": autocast}, place
         try:
             # The function itself is tested, and hooks on models stop a graph.
@@ -134,7 +143,7 @@ class RunLoss:
             self._unmoved = self._gathered = None
             self._means.begin_window()
         elif self._unmoved is not None and place.last:
-            with self._precision.for_audit():
+            with self._precision.forward():
                 self._unmoved.check()
         begins = is_first and place.in_parts
         if begins:
@@ -149,7 +158,7 @@ class RunLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**given, "micro": few})
 
-        with self._precision.for_audit():
+        with self._precision.forward():
             if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
                 data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
                 self._test.test(run, data)
@@ -204,23 +213,6 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
             f"({', '.join(signature.parameters)}): "
             "give a function of the micro-batch alone, which uses the model of your loop"
         ) from None
-
-
-def precision_of(precision: Literal["fp8"] | None, window: Window) -> Precision:
-    """Return the precision of `run`: the loop's own, or fp8."""
-    if precision is None:
-        return Full()
-    if precision != "fp8":
-        kind = "float16" if "16" in str(precision) and "b" not in str(precision) else "bfloat16"
-        device = window.target.device.type
-        autocast = f'torch.autocast("{device}", dtype=torch.{kind})'
-        raise OptionError(
-            f"precision={precision!r}: must be 'fp8', or None for the precision of your loop; for "
-            f"16 bit put {autocast} around the forward and the loss"
-        )
-    target = window.target
-    keeps = not window.sync.grows_own_graph
-    return choose(precision, target.device.type, keeps=keeps, models=target.models)
 
 
 def _on_micro_batch(

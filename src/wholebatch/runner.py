@@ -177,7 +177,7 @@ class Runner:
             function = function.addends or function.encode
 
         def run(few: Any) -> Any:
-            with self._precision.for_audit():
+            with self._precision.forward():
                 return function(self.model, to_device(few, self._device))
 
         refuse_new_norms([self._root], self._known_norms)
@@ -247,7 +247,6 @@ class Runner:
         micro_step = self._eager_step if self._is_plain else self.micro_step
         self._prepare(micros)
         places = how.forwards or len(micros)
-        self._window.sync.before_forwards()
         with self._norms_over_ranks():
             for index in range(places):
                 self._is_last = how.reduces and index == places - 1

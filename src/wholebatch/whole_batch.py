@@ -16,7 +16,7 @@ from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import RankError, StateError, WindowError
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_window import make_window
-from wholebatch.memory.budget import Budget
+from wholebatch.memory.budget import Budget, has_room
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.noise_scale import NoiseScale, Probe
@@ -68,7 +68,7 @@ class WholeBatch(HasWindow):
         units: A function `units(micro)` that counts the units before the first backward: a number,
             or one per term. A loss of several terms needs it.
         precision: "full" (or "fp32") computes in the parameters' dtype; "bf16" and "fp16" use
-            autocast; "fp8" is bf16 with linear layers in 8 bits (Hopper GPUs and newer).
+            autocast.
         clip_norm: Clip the gradient of the whole batch to this norm; a list gives one norm per
             parameter group.
         scheduler: A learning-rate scheduler, or several. Each is stepped once per update;
@@ -120,6 +120,7 @@ class WholeBatch(HasWindow):
             close=as_close(close),
             precision=precision,
             audit=audit,
+            fits=partial(has_room, model=root, memory=memory.budget),
         )
         target, sync = window.target, window.sync
         self.model, self._root = model, root
@@ -128,9 +129,7 @@ class WholeBatch(HasWindow):
         self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
         keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
-        self._precision = precisions.choose(
-            precision, target.device.type, keeps=keeps, models=models
-        )
+        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
         self._window = window
         self._runner = choose_runner(
             model,
@@ -257,20 +256,32 @@ class WholeBatch(HasWindow):
                 "step() under torch.no_grad() or torch.inference_mode(), where there are no "
                 "gradients: call it outside of them, or under torch.enable_grad()"
             )
-        micros = self._fitting.split(batch)
-        forwards = self._meet(len(micros), steps) if self._meets else None
-        self._test(batch, micros)
         window = self._window
-        known = None if self._count is None else self._count(micros)
-        attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
-        if self._fitting.may_begin_again():
-            attempts = self._fitting.attempts(batch, micros, self._begin_again)
+        forwards = None
+        alike = window.sync.counts_must_agree
         try:
-            with self._precision.window():
-                for attempt in attempts:
-                    with attempt:
-                        self._begin(known, attempt.before)
-                        self._run(attempt, forwards, after_micro)
+            if self._meets and not alike:
+                self._meet(1, steps)
+            window.sync.before_forwards()
+            micros = self._fitting.split(batch)
+            if self._meets and alike:
+                forwards = self._meet(len(micros), steps)
+            self._test(batch, micros)
+            known = None if self._count is None else self._count(micros)
+            attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
+            if self._fitting.may_begin_again():
+                attempts = self._fitting.attempts(batch, micros, self._begin_again)
+            try:
+                with self._precision.window():
+                    for attempt in attempts:
+                        with attempt:
+                            self._begin(known, attempt.before)
+                            self._run(attempt, forwards, after_micro)
+            except torch.OutOfMemoryError as failure:
+                if window.open is None and window.sync.ranks > 1:
+                    window.begin(0, known=known)  # the other ranks meet there
+                self._fitting.agree(failure)
+            self._fitting.agree()
             self._is_batch_done = True
             return self._close(attempt.micros, steps)
         finally:
@@ -395,15 +406,25 @@ class WholeBatch(HasWindow):
         return self.last_step
 
     def _joined(self, like: Any, forwards: int | None) -> Step:
-        window, probe = self._window, self._probe
+        window = self._window
         why = self._needs_every_rank(steps=True)
         if why is not None:
             raise RankError(
                 f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
+        window.sync.before_forwards()
+        try:
+            return self._join_with(like, forwards)
+        finally:
+            window.sync.restore()
+
+    def _join_with(self, like: Any, forwards: int | None) -> Step:
+        """Take part in every collective of the other ranks' window, in their order."""
+        window, probe = self._window, self._probe
         if probe is not None:
             probe.begin()
+        self._fitting.join()
         self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
@@ -412,6 +433,7 @@ class WholeBatch(HasWindow):
         if window.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)
         else:
+            self._fitting.agree()
             step = window.join(known)
         if probe is not None:
             probe.closed(step, joined=True)
@@ -429,12 +451,9 @@ class WholeBatch(HasWindow):
             )
         stand_in = self._fitting.split(like)[0]
         window.begin(0, known=known)
-        try:
-            with self._precision.window():
-                self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
-            return window.close()
-        finally:
-            window.sync.restore()
+        with self._precision.window():
+            self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
+        return window.close()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         step = self._window.close(steps=steps, while_waiting=self._while_waiting)

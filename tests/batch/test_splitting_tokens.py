@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+import wholebatch as wb
 from wholebatch.batch import Tokens, joined, split, tokens
-from wholebatch.errors import OptionError, SplitError
+from wholebatch.errors import OptionError, SplitError, UnsupportedError
 
 
 def padded(lengths: list[int], width: int | None = None) -> dict[str, Any]:
@@ -153,12 +154,20 @@ def test_a_hole_in_the_mask_and_left_padding_are_not_cut() -> None:
     assert [m["attention_mask"].tolist() for m in micro_batches] == [[[0, 0, 0, 1]], [[1, 0, 1]]]
 
 
-def test_labels_that_count_are_never_cut() -> None:
-    batch = padded([2, 4])
-    batch["labels"] = torch.tensor([[1, 2, 3, -100], [1, 2, -100, -100]])
-    for way in WAYS:
-        second = split(batch, tokens(4, **WAYS[way]))[1]
-        assert second["labels"].tolist() == [[1, 2, 3]], way
+def test_labels_that_count_beyond_the_mask_are_refused() -> None:
+    """The mask alone says what is padding, whatever a leaf is called; the test of a few sees it."""
+    batch = {"x": torch.randn(4, 5), "attention_mask": torch.ones(4, 5), "labels": torch.ones(4, 5)}
+    batch["attention_mask"][:2, 3:] = 0
+    model = nn.Linear(1, 1)
+
+    def loss(model: Any, micro: Any) -> wb.Loss:
+        errors = (model(micro["x"][..., None])[..., 0] - micro["labels"]).square()
+        return wb.Loss(errors.sum(), errors.numel())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=tokens(10))
+    with pytest.raises(UnsupportedError, match="the loss or the model uses the trimmed padding"):
+        train.step(batch)
 
 
 def test_numpy_sparse_and_nested_leaves_are_trimmed_too() -> None:
@@ -281,10 +290,11 @@ def test_an_impossible_multiple_is_refused(multiple: Any) -> None:
 def test_batches_of_several_widths_are_joined() -> None:
     """Narrow ones are padded on the right; what differs in another way stays apart."""
     wide = {"input_ids": torch.arange(1, 9).view(2, 4), "labels": torch.ones(2, 4).long()}
+    wide["input_ids"][1, 3], wide["labels"][1, 3] = 0, -100
     narrow = {"input_ids": torch.tensor([[7, 8]]), "labels": torch.tensor([[-100, 3]])}
     by = tokens(8, mask="input_ids")
     whole = joined([wide, narrow], by)
-    assert whole["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [7, 8, 0, 0]]
+    assert whole["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0], [7, 8, 0, 0]]
     assert whole["labels"][2].tolist() == [-100, 3, -100, -100]
     assert joined([wide, narrow]) is None  # nothing says what is padding
     assert joined([wide, narrow], tokens(8)) is None
@@ -292,5 +302,5 @@ def test_batches_of_several_widths_are_joined() -> None:
     assert joined([{**wide, "t": 1}, {**narrow, "t": 2}], by) is None
     assert joined([{**wide, "z": torch.ones(2, 3)}, {**narrow, "z": torch.ones(1, 5)}], by) is None
     assert joined([{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3).long()}]) is None
-    masked = [{**one, "mask": torch.ones_like(one["labels"])} for one in (wide, narrow)]
-    assert joined(masked, tokens(8, mask="mask"))["mask"].sum() == 10
+    masked = [{**one, "mask": (one["input_ids"] != 0).long()} for one in (wide, narrow)]
+    assert joined(masked, tokens(8, mask="mask"))["mask"].sum() == 9

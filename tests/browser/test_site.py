@@ -31,7 +31,7 @@ QUESTIONS = {
     "gradient checkpointing": "gradient-accumulation.html",
     "num_items_in_batch": "transformers.html",
     "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",
-    "warm-up": "scaling.html", "DPO": "which-mean.html", "fp8": "fp8.html",
+    "warm-up": "scaling.html", "DPO": "which-mean.html",
     "install": "install.html", "mean over tokens": "which-mean.html", "plan": "plan.html",
 }  # fmt: skip
 # The words of papers and tutorials: "Gradient accumulation, from A to Z" is the first answer.

@@ -92,7 +92,6 @@ INTERNALS = (
     Internal("torch._inductor.virtualized", "V", "both of these", "slower"),
     Internal("torch", "_foreach_zero_", "buffers zeroed by one kernel", "an error in tests"),
     Internal("torch", "_foreach_copy_", "weights cast by one kernel", "an error in tests"),
-    Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
@@ -115,7 +114,6 @@ WINDOW_INTERNALS = (
     Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
     Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
     Internal("torch", "_foreach_copy_", "one kernel copies all buffers", _TEST),
-    Internal("torch", "_scaled_mm", "products in 8 bits", "precision='fp8' fails"),
     Internal(
         "torch.nn",
         "Module._apply",
@@ -138,13 +136,25 @@ WINDOW_INTERNALS = (
     Internal("torch._C", "_current_graph_task_id", "tells a recomputed forward", _TEST),
     Internal("torch._C", "_len_torch_dispatch_stack", "tells a trace of a DDP model", _TEST),
     Internal("torch._subclasses.fake_tensor", "FakeTensor", "slices join a traced graph", _TEST),
-    Internal("torch.utils._pytree", "tree_leaves", "the tensors of a stage's inputs", _TEST),
+    Internal(
+        "torch.utils._pytree",
+        "tree_leaves",
+        "tensors of the inputs of a stage, or of a block",
+        _TEST,
+    ),
     Internal(
         "torch.distributed.fsdp",
         "FSDPModule._get_fsdp_state",
-        "the mesh of the data-parallel ranks, and a divisor that the user has set",
+        "the mesh of the data-parallel ranks, and a divisor that the user has set; for gathered "
+        "windows the policy of precision and the forward hooks, which are off meanwhile",
         "FSDP2 fails",
-        ("_fsdp_param_group",),
+        (
+            "_fsdp_param_group",
+            "_mp_policy",
+            "_pre_forward_hook_handle",
+            "_post_forward_hook_handle",
+            "_is_fsdp_managed_module",
+        ),
     ),
     Internal(
         "torch.distributed.distributed_c10d",

@@ -34,25 +34,6 @@ def by_window(kind: str, checkpointing: bool) -> float:
     return distance(seen.gradients[0], reference)
 
 
-def packed() -> float:
-    """The error of packed micro-batches on each rank, against one padded batch."""
-    from tests.batch.test_packing import language_model
-    from tests.batch.test_packing import texts as lengths
-
-    batch = lengths(17)
-    reference = undivided(language_model(), batch)[1]
-    model = DistributedDataParallel(language_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = Seen(model, optimizer)
-    own = slice(0, 14) if dist.get_rank() == 0 else slice(14, None)
-    with InFloat64():
-        train = wb.WholeBatch(
-            model, optimizer, loss=wb.causal_lm, micro_batch=wb.tokens(64, pack=True)
-        )
-        train.step({name: leaf[own] for name, leaf in batch.items()})
-    return distance(seen.gradients[0], reference)
-
-
 def by_trainer(kind: type[Any]) -> float:
     """The error of a trainer's first update; transformers 48690 is about its own."""
     batch = texts(8)
@@ -68,7 +49,6 @@ if __name__ == "__main__":
     report: dict[str, float] = {}
     for kind, checkpointing in (("Mixtral", True), ("Qwen2Moe", False)):
         report[f"{kind}, {checkpointing}"] = by_window(kind, checkpointing)
-    report["packed"] = packed()
     from transformers import Trainer
 
     from wholebatch.integrations.transformers import exact

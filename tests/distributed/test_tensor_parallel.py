@@ -20,3 +20,4 @@ def test_the_update_is_that_of_the_undivided_batch(tmp_path: Path) -> None:
             assert off["update"] <= 1e-12, case
             assert off["norm"] <= 1e-12, case
         assert "a DTensor in DistributedDataParallel" in rank["refused"]
+        assert "its parameters are on several meshes" in rank["gathered"]

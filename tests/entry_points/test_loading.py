@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import wholebatch
+from wholebatch.cli.safe_loading import load_tensors
 from wholebatch.errors import StateError
 from wholebatch.plain_files import open_file, read_json
-from wholebatch.safe_loading import load_tensors
 
 HOSTILE = "is not a checkpoint of wholebatch, or it is unsafe: loading it would run "
 
@@ -116,7 +116,7 @@ def test_json_that_is_none(tmp_path: Path) -> None:
 def test_nothing_else_in_the_package_unpickles() -> None:
     """A new file format is to be read by `load_tensors`, or to be added here with its reason."""
     may = {
-        "safe_loading.py": "the one reader",
+        "cli/safe_loading.py": "the one reader",
         "cli/parallel_ranks.py": "bytes of the other ranks, with weights_only=True",
     }
     package = Path(wholebatch.__file__).parent

@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"integrations", "lint", "testing", "tune"}),
     frozenset({"verification"}),
-    frozenset({"accumulator", "whole_batch", "pipeline"}),
+    frozenset({"accumulator", "whole_batch", "distributed.pipeline"}),
     frozenset({"runner"}),
     frozenset({"run_loss", "noise_scale", "make_window"}),
     frozenset({"memory"}),
@@ -36,10 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"window"}),
     frozenset({"distributed"}),
     frozenset({"losses"}),
-    frozenset({"safe_loading"}),
-    frozenset(
-        {"batch_scaling", "gpus", "optional_packages", "plain_files", "readable_sizes", "warn_user"}
-    ),
+    frozenset({"gpus", "optional_packages", "plain_files", "readable_sizes", "warn_user"}),
     frozenset({"errors"}),
 )
 # Allowed between two units of one layer: (importer, imported).

@@ -282,7 +282,7 @@ def test_learning_rate_command(
         (("--micro-batch", "8,x"), "--micro-batch 8,x: must be whole numbers"),
         (("--memory", "some"), "--memory some: must be a size"),
         (("--seconds", "0"), "--seconds 0.0: must be a number above 0"),
-        (("--precision", "bf16-pure"), "must be one of full, fp32, bf16, fp16, fp8"),
+        (("--precision", "bf16-pure"), "must be one of full, fp32, bf16, fp16"),
         (("--execute", "fast"), "--execute fast: must be one of eager"),
         (("--execute", ""), "--execute : must be one of eager"),
         (("--seconds", "nan"), "--seconds nan: must be a number above 0"),

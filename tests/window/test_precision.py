@@ -266,5 +266,3 @@ def test_names_of_other_libraries_are_understood(given: Any, meant: str) -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(wb.errors.OptionError, match=rf"did you mean {meant}\?"):
         wb.WholeBatch(model, optimizer, loss=lambda m, micro: m(micro).sum(), precision=given)
-    with pytest.raises(wb.errors.OptionError, match=r"put torch\.autocast\(\"cpu\", dtype="):
-        wb.Accumulator(model, optimizer, steps=2, precision=given)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wholebatch.batch.packing import packed_micro_batches
 from wholebatch.batch.samples import (
     BatchSize,
     Layout,
@@ -167,14 +166,8 @@ class Tokens:
     """A micro-batch size of at most `budget` padded tokens, for `split` and `WholeBatch`.
 
     The length of a sample comes from `mask`, by default the "attention_mask" of the batch. Without
-    one, nothing is trimmed, and every sample counts as many tokens as the batch is wide. A sample
-    is never cut before its last label (in a leaf called "labels") that is not -100: such labels
-    count in the loss even where the mask is zero.
-
-    `pack=True` puts several samples into each row, without padding, and adds `position_ids` in
-    place of the attention mask; `pack=512` makes rows of 512 tokens. A batch that is packed
-    already (whose `position_ids` begin again within a row) is divided between its sequences.
-    Labels that are shifted already must be called "shift_labels".
+    one, nothing is trimmed, and every sample counts as many tokens as the batch is wide. A loss
+    that counts what the mask hides is refused before the first window.
 
     >>> import torch, wholebatch as wb
     >>> batch = {
@@ -190,7 +183,6 @@ class Tokens:
         sort: Sort the samples by length. False keeps their order.
         multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
             each shape has its own compiled graph.
-        pack: Put several samples into each row, without padding. A number is the length of a row.
     """
 
     budget: int
@@ -198,15 +190,8 @@ class Tokens:
     mask: str | None = None
     sort: bool = True
     multiple: int = 1
-    pack: bool | int = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pack, bool) and not is_positive(self.pack):
-            raise OptionError(
-                f"tokens(pack={self.pack!r}): must be True, False, or the number of tokens in a row"
-            )
-        if self.pack and (self.multiple > 1 or not self.sort):
-            raise OptionError("tokens(pack=...) with multiple= or sort=False: leave them out")
         if not is_positive(self.budget):
             raise OptionError(f"tokens({self.budget!r}): must be a positive number of tokens")
         if not is_positive(self.multiple):
@@ -239,10 +224,6 @@ def check_micro_batch(micro_batch: Any) -> int | Tokens | Literal["auto"]:
     return int(micro_batch)
 
 
-# The label that losses ignore, by the convention of PyTorch and Hugging Face.
-_IGNORED = -100
-
-
 def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None]:
     """Return the length of each sample (None if unknown), and the width of the batch."""
     arrays = _arrays_of(layout)
@@ -250,12 +231,7 @@ def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None
     if real is None:  # the first [samples, tokens], else the first [samples, tokens, ...]
         widths = [value.shape[1] for value in sorted(arrays.values(), key=lambda it: it.ndim > 2)]
         return None, int(widths[0]) if widths else None
-    lengths, labels = _ends(real), arrays.get("labels")
-    if labels is not None and tuple(labels.shape) == tuple(real.shape):
-        labels = _dense(labels)
-        if not labels.is_floating_point():  # a label that counts in the loss is never trimmed
-            lengths = [max(pair) for pair in zip(lengths, _ends(labels != _IGNORED), strict=True)]
-    return lengths, real.shape[1]
+    return _ends(real), real.shape[1]
 
 
 def _arrays_of(layout: Layout) -> dict[str, Any]:
@@ -304,9 +280,6 @@ def token_micro_batches(layout: Layout, by: Tokens) -> list[tuple[Any, Sequence[
     The longest samples come first.
     """
     lengths, width = lengths_of(layout, by)
-    if by.pack:
-        made = packed_micro_batches(layout, by.budget, by.pack, lengths)
-        return made  # type: ignore[return-value]
     if width is None:
         raise SplitError(
             f"tokens({by.budget}): no leaf is [samples, tokens]; give one, or split by a number of "

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from wholebatch.cli.parallel_ranks import World
+from wholebatch.cli.safe_loading import load_tensors
 from wholebatch.errors import MissingExtraError, StateError, UnsupportedError
 from wholebatch.plain_files import folder_to_disk, load_json, open_file, reason, to_disk
-from wholebatch.safe_loading import load_tensors
 
 _NAME = re.compile(r"window-(\d{8,})")
 _STATE, _CHECKSUMS = "state.pt", "checksums.json"

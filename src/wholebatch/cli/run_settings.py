@@ -31,7 +31,7 @@ from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import load_json
 from wholebatch.readable_sizes import precision_meant
 
-AUTOCAST = ("full", "fp32", "bf16", "fp16", "fp8")
+AUTOCAST = ("full", "fp32", "bf16", "fp16")
 PRECISIONS = (*AUTOCAST, "bf16-pure")
 _TOKENS = re.compile(r"(\d+)\s*tokens?")
 _BATCH, _RUN = "Batch and update", "Run"
@@ -131,8 +131,8 @@ class Config:
     precision: str = _batch_setting(
         "full",
         "|".join(PRECISIONS),
-        "full (or fp32): as the model is. bf16, fp16: autocast. fp8: bf16 with linear layers in 8 "
-        "bits. bf16-pure: 16-bit parameters, gradients added in fp32.",
+        "full (or fp32): as the model is. bf16, fp16: autocast. bf16-pure: 16-bit parameters, "
+        "gradients added in fp32.",
         check=precision_of(*PRECISIONS),
     )
     memory: str | None = _batch_setting(

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from wholebatch import batch_scaling as scaling
+from wholebatch.cli import batch_scaling as scaling
 from wholebatch.cli.command_options import (
     choice,
     command,

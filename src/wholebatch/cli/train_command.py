@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wholebatch import __version__
-from wholebatch.batch_scaling import Arithmetic
+from wholebatch.cli.batch_scaling import Arithmetic
 from wholebatch.cli.command_options import command
 from wholebatch.cli.report.terminal_output import (
     Spinner,

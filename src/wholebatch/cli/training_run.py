@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch import WholeBatch
 from wholebatch.batch import joined, split, to_device
-from wholebatch.batch_scaling import lr_factor
+from wholebatch.cli.batch_scaling import lr_factor
 from wholebatch.cli.checkpoints import Loaded, fill_shards
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.recipes.recipe import Recipe

@@ -471,7 +471,7 @@ class _Attributes:
 
     def _state(self) -> tuple[list[Any], ...]:
         return (
-            [len(attributes) - _replaces_forward(attributes) for attributes in self._all],
+            list(map(len, self._all)),
             list(map(id, chain.from_iterable(part.values() for part in self._parts))),
             # `parameter.data = ...` keeps the object, not its strides and dtype.
             list(map(Tensor.stride, self._dense)),
@@ -490,17 +490,8 @@ class _Attributes:
 
 def _reader_of(attributes: dict[str, Any]) -> Callable[[Any], Any]:
     """Return the function that reads the plain attributes out of this dictionary."""
-    replaced = _replaces_forward(attributes)
-    plain = (name for name, value in attributes.items() if _is_plain(value))
-    names = tuple(name for name in plain if not (replaced and name == "forward"))
+    names = tuple(name for name, value in attributes.items() if _is_plain(value))
     return operator.itemgetter(*names) if names else lambda _: None
-
-
-def _replaces_forward(attributes: dict[str, Any]) -> bool:
-    """True while this package runs a layer by a forward of its own (in 8 bits)."""
-    if "forward" not in attributes:
-        return False
-    return str(getattr(_bare(attributes["forward"]), "__module__", "")).startswith("wholebatch.")
 
 
 def _is_plain(value: object) -> bool:

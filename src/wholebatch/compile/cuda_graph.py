@@ -34,14 +34,6 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         yield
 
 
-def recorded(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of what `run` launches. It must have run before."""
-    graph = torch.cuda.CUDAGraph()
-    with capturing(graph, None):
-        run()
-    return graph
-
-
 class CapturedGraph:
     """`run` captured as a CUDA graph and replayed, on tensors like those given."""
 

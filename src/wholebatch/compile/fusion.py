@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 """Operations that return a matrix in newly allocated memory."""
 _EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
 """Operations that are kernels of a library: nothing is fused across them."""

@@ -1,4 +1,4 @@
-"""Buffers that outlive a window: the fp32 gradients, and the 16- or 8-bit copies of the weights.
+"""Buffers that outlive a window: the fp32 gradients, and the 16-bit copies of the weights.
 
 CUDA graphs read and write fixed addresses. So the buffers are kept when the close of a window
 clears `.grad`, and become `.grad` again at the first micro-step of the next window.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile.cuda_graph import recorded
-from wholebatch.window.fp8 import Quantised
 from wholebatch.window.precision import SIXTEEN_BIT
 
-Cast: TypeAlias = tuple[int, torch.dtype | int]
-"""A parameter's number, and a dtype or the number of a part of `Quantised`."""
+Cast: TypeAlias = tuple[int, torch.dtype]
+"""A parameter's number, and the dtype of its copy."""
 
 ALIGNED = 64
 """The alignment of each tensor in a shared allocation, in elements, for vectorised loads."""
@@ -216,60 +213,24 @@ class Gradients:
 
 
 class Casts:
-    """16- or 8-bit copies of the weights, made once per window and shared by all graphs."""
+    """16-bit copies of the weights, made once per window and shared by all graphs."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._copies: dict[Cast, Tensor] = {}
-        self._quantised: dict[int, Quantised] = {}
-        self._places: list[int] = []
-        """Addresses of the weights when they were quantised last."""
-        self._recorded: torch.cuda.CUDAGraph | None = None
 
     def of(self, wanted: Sequence[Cast]) -> list[Tensor]:
         """Return these copies, and make those that are missing."""
-        keys = [key for key in dict.fromkeys(wanted) if key not in self._copies]
-        new = {(index, kind): kind for index, kind in keys if isinstance(kind, torch.dtype)}
-        made = in_one_piece([self._parameters[index] for index, _ in new], list(new.values()))
-        self._copies.update(zip(new, made, strict=True))
-        eight = list(dict.fromkeys(index for index, kind in keys if isinstance(kind, int)))
-        for index, parts in zip(eight, self._room(eight), strict=True):
-            self._quantised[index] = parts
-            self._copies.update({(index, number): part for number, part in enumerate(parts)})
-        if keys:
+        new = [key for key in dict.fromkeys(wanted) if key not in self._copies]
+        copies = in_one_piece([self._parameters[i] for i, _ in new], [dtype for _, dtype in new])
+        self._copies.update(zip(new, copies, strict=True))
+        if new:
             self.refresh()
         return [self._copies[key] for key in wanted]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast all weights again, into the same memory: the weights have changed."""
-        copies = {key: one for key, one in self._copies.items() if key[0] not in self._quantised}
-        if copies:
-            sources: list[Tensor] = [self._parameters[index] for index, _ in copies]
-            torch._foreach_copy_(list(copies.values()), sources)
-        if self._quantised:
-            self._quantise()
-
-    def _quantise(self) -> None:
-        """Quantise weights; on a CUDA device as a recorded graph, since there are many launches."""
-        weights = [self._parameters[index] for index in self._quantised]
-        before, self._places = self._places, [weight.data_ptr() for weight in weights]
-        if self._recorded is not None and before == self._places:
-            self._recorded.replay()
-            return
-
-        def fill() -> None:
-            for parts, weight in zip(self._quantised.values(), weights, strict=True):
-                parts.fill(weight)
-
-        fill()
-        repeats = before == self._places and all(weight.is_cuda for weight in weights)
-        self._recorded = recorded(fill) if repeats else None
-
-    def _room(self, indices: Sequence[int]) -> Iterator[Quantised]:
-        """Yield memory for the parts of each of these weights."""
-        like = [Quantised.empty(self._parameters[index].to("meta")) for index in indices]
-        flat = [part for parts in like for part in parts]
-        device = self._parameters[0].device
-        made = iter(in_one_piece(flat, [part.dtype for part in flat], device))
-        yield from (Quantised(*islice(made, 4)) for _ in like)
+        if self._copies:
+            sources: list[Tensor] = [self._parameters[index] for index, _ in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), sources)

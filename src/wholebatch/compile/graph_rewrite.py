@@ -147,15 +147,13 @@ def _weights(
     ]
 
 
-def _casts_of(parameter: fx.Node) -> Iterator[tuple[torch.dtype | int, fx.Node]]:
+def _casts_of(parameter: fx.Node) -> Iterator[tuple[torch.dtype, fx.Node]]:
     """Yield the nodes that hold this parameter in another format, and the format of each."""
     for user in parameter.users:
         dtype = cast_to(user)
         if dtype in SIXTEEN_BIT:
             assert dtype is not None
             yield dtype, user
-        elif user.target is torch.ops.wholebatch.quantise_weight.default:
-            yield from ((part.args[1], part) for part in user.users)  # type: ignore[misc]
 
 
 def _copied_into(graph: fx.Graph, source: fx.Graph) -> list[Any]:

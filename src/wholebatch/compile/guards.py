@@ -236,6 +236,7 @@ def _plain_name(path: str) -> str:
     path = re.sub(r"[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
     path = re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"^function\b.*\.__self__", "self", path)
     path = path.replace("the micro-batch['micro']", "the micro-batch")
     return path.removeprefix("__main__.")
 

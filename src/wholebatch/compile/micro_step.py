@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -122,7 +122,7 @@ class Executor:
     window, and returns the loss.
 
     A loss function of an adapter may have an attribute `reads`: the user's code inside it, for the
-    guards; and `as_read`: the context in which that code is captured and its guards are checked.
+    guards.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -145,7 +145,7 @@ class Executor:
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
         self._reads = getattr(loss, "reads", loss)
-        self._as_read = getattr(loss, "as_read", nullcontext)
+        self._as_read: Callable[[], AbstractContextManager[object]] = nullcontext
         self._window = window
         self._precision = precision
         self._device = device
@@ -194,6 +194,12 @@ class Executor:
             loss = self._eager(micro, self._loss)
         self._settle()
         return Added.of(loss)
+
+    def guard(
+        self, reads: Callable[[Any, Any], Any], as_read: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Capture this function for the guards, in this context, instead of the loss function."""
+        self._reads, self._as_read = reads, as_read
 
     def let_go(self) -> None:
         """Drop every graph and its memory after an out-of-memory error. They are made again."""

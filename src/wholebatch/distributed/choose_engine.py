@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +14,8 @@ from wholebatch.distributed.sync_strategy import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
+
+Fits: TypeAlias = Callable[[int], bool]
 
 _SUPPORTED = (
     "supported are plain modules, DistributedDataParallel, FSDP2's fully_shard and the engine that "
@@ -26,8 +28,14 @@ _ONE_MODEL = {
 }
 
 
-def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sync:
-    """Return the strategy for the engine that these models are wrapped in."""
+def choose(
+    models: nn.Module | Sequence[nn.Module], *, sync: str = "auto", fits: Fits | None = None
+) -> Sync:
+    """Return the strategy for the engine that these models are wrapped in.
+
+    `fits(bytes)` is True if the device has room for so many beside the activations. Without it the
+    model's forwards may come before a window, and "auto" does not gather parameters.
+    """
     if sync not in ("auto", "hold", "every", "gathered", "none"):
         allowed = '"hold", "every", "gathered", "none" or "auto"'
         raise OptionError(f"sync={sync!r}: must be {allowed}")
@@ -67,12 +75,23 @@ def choose(models: nn.Module | Sequence[nn.Module], *, sync: str = "auto") -> Sy
 
         return Replicated(wrapped, sync=sync)
     if kind == "fsdp2":
-        from wholebatch.distributed.fsdp import Sharded
-
-        return Sharded(wrapped[0], sync=sync)
+        return _fsdp2(wrapped[0], sync, fits)
     from wholebatch.distributed.deepspeed import DeepSpeed
 
     return DeepSpeed(wrapped[0], sync=sync)
+
+
+def _fsdp2(model: nn.Module, sync: str, fits: Fits | None) -> Sync:
+    """Return the strategy for a `fully_shard` model; "auto" gathers where there is room."""
+    from wholebatch.distributed.fsdp import Sharded
+    from wholebatch.distributed.gathered import Gathered, whole_bytes, why_not
+
+    if sync == "auto" and fits is not None:
+        held = Sharded(model)
+        gathers = why_not(model) is None and fits(sum(whole_bytes(model)))
+        assert held.group is not None
+        return Gathered(model) if held.group.most_and_fewest(int(gathers))[1] else held
+    return Gathered(model) if sync == "gathered" else Sharded(model, sync=sync)
 
 
 _WRAPPED = (

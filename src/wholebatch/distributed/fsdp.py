@@ -2,9 +2,8 @@
 
 Forward and backward run collectives of their own, so all ranks must run equally many micro-batches
 (`counts_must_agree`). While the reduction is held back, FSDP2 keeps whole gradients; with
-`sync="every"` it reduce-scatters after every micro-batch and keeps slices of them. With
-`sync="gathered"` it also keeps the whole parameters, which are then gathered once per window
-instead of twice per micro-batch.
+`sync="every"` it reduce-scatters after every micro-batch and keeps slices of them.
+`wholebatch.distributed.gathered` gathers parameters once per window, without FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -33,16 +32,8 @@ class Sharded(Sync):
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        check_parameters(model)
         parameters = [p for p in model.parameters() if isinstance(p, DTensor)]
-        plain = [
-            n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
-        ]
-        if plain:
-            raise UnsupportedError(
-                f"{plain[0]} is not sharded, so no engine reduces its gradient: call "
-                "fully_shard(model) on the root module too"
-            )
-        check_dtypes(model)
         sharded = next(filter(None, map(_param_group, self._modules)), None)
         mesh = parameters[0].device_mesh if sharded is None else sharded.mesh_info.mesh
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -51,26 +42,7 @@ class Sharded(Sync):
         self._is_hybrid = mesh.ndim == 2
         if self._is_hybrid:
             self.replicas = Group(groups[:1], torch.device(mesh.device_type), rank=dist.get_rank())
-        self._gathers_once = sync == "gathered"
-        if self._gathers_once and not hasattr(FSDPModule, "set_reshard_after_forward"):
-            raise UnsupportedError(
-                f'sync="gathered" with torch {torch.__version__}: FSDP2 has '
-                "set_reshard_after_forward from torch 2.8 on; use a newer torch, or "
-                'close=wb.Close(sync="hold")'
-            )
-        self._is_gathered = False  # True while parameters stay whole
         self._sums_every = sync == "every"
-
-    def before_forwards(self) -> None:
-        if not self._gathers_once or self._is_gathered:
-            return
-        self._is_gathered = True
-        for module in self._modules:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
-
-    def begin(self, parameters: Parameters) -> None:
-        self.before_forwards()  # in a stream: from its first backward on
 
     @contextmanager
     def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
@@ -78,8 +50,6 @@ class Sharded(Sync):
             module.set_requires_gradient_sync(reduces or self._sums_every, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
-            if self._gathers_once:
-                module.set_reshard_after_backward(reduces, recurse=False)
         yield
 
     def reduce_now(self, parameters: Parameters) -> None:
@@ -88,29 +58,23 @@ class Sharded(Sync):
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
 
-    def _free_gathered(self) -> None:
-        """Shard the parameters again, and let forwards and backwards do so, as is the default.
-
-        FSDP2 does not tell what was set before. By default the root alone stays whole after its
-        forward.
-        """
-        if self._is_gathered:
-            self._is_gathered = False
-            for place, module in enumerate(self._modules):
-                module.set_reshard_after_forward(place > 0, recurse=False)
-                module.set_reshard_after_backward(True, recurse=False)
-                module.reshard()
-
-    def discard(self) -> None:
-        self._free_gathered()
-
     def restore(self) -> None:
         """Switch reductions on again, as is the default: FSDP2 does not tell what was set."""
-        self._free_gathered()
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)
             if self._is_hybrid:
                 module.set_requires_all_reduce(True, recurse=False)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse a trained parameter that is not sharded, and parameters in 16 bits."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"{name} is not sharded, so no engine reduces its gradient: call "
+                "fully_shard(model) on the root module too"
+            )
+    check_dtypes(model)
 
 
 def check_dtypes(model: nn.Module) -> None:

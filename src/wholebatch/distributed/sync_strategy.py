@@ -58,6 +58,9 @@ class Sync(ABC):
     """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
     reduced at the close."""
 
+    reduces_in_backward: bool = True
+    """True if the last backward of a window reduces; False if the close does."""
+
     reduces_at_close: bool = False
     """True if the engine's own reduction is off, also for a plain backward beside the window."""
 
@@ -89,8 +92,16 @@ class Sync(ABC):
         return
 
     def before_forwards(self) -> None:
-        """Prepare for the forwards of a window."""
+        """Prepare for the forwards of a window, on all ranks; `restore` undoes it."""
         return
+
+    def in_window(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that the model holds now, for one of the optimizer's."""
+        return parameter
+
+    def stepped(self, parameters: Parameters) -> Parameters:
+        """Return the optimizer's parameters, for those that a window trains."""
+        return parameters
 
     def refuse_other_ranks(self, digest: int, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse ranks with another digest of their settings, or that start from other weights."""
@@ -160,7 +171,7 @@ class Sync(ABC):
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         """Return the objects whose `.grad` holds the reduced gradients, by parameter group."""
-        return groups
+        return [self.stepped(group) for group in groups]
 
     def after_update(self) -> None:
         """Synchronise the buffers of all ranks after an update."""

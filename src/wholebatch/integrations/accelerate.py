@@ -23,7 +23,7 @@ takes the loss function instead, and runs the micro-batch as one graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +80,6 @@ class AccelerateAccumulator(HandedOver):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -94,7 +93,6 @@ class AccelerateAccumulator(HandedOver):
             steps=accelerator.gradient_accumulation_steps,
             scaled_by=accelerator,
             execute=execute,
-            precision=precision,
             batchnorm=batchnorm,
             close=close,
             audit=audit,

@@ -17,9 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,6 @@ class FabricAccumulator(HandedOver):
         optimizer: torch.optim.Optimizer,
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -116,7 +115,6 @@ class FabricAccumulator(HandedOver):
             steps=2,  # more than one: backward(last=) says how many
             scaled_by=fabric.strategy.precision,
             execute=execute,
-            precision=precision,
             batchnorm=batchnorm,
             close=close,
             audit=audit,
@@ -166,7 +164,6 @@ class ExactAccumulation(Callback):
 
     On a GPU, `training_step`, its backward and the addition run as one graph (`execute="auto"`) if
     the step logs only tensors and does not use `batch_idx`.
-    `precision="fp8"` computes linear layers in 8 bits and the rest in bf16, as in `WholeBatch`.
     """
 
     def __init__(
@@ -174,7 +171,6 @@ class ExactAccumulation(Callback):
         units: Callable[[Any], Units] | None = None,
         *,
         execute: Execute = "auto",
-        precision: Literal["fp8"] | None = None,
         batchnorm: str = "refuse",
         close: Close | None = None,
         audit: bool = True,
@@ -188,7 +184,6 @@ class ExactAccumulation(Callback):
         self._units = units
         self._options: dict[str, Any] = {
             "execute": execute,
-            "precision": precision,
             "batchnorm": batchnorm,
             "close": close,
             "audit": audit,
@@ -283,11 +278,6 @@ class TrainerAccumulator(HandedOver):
     guards_steps = False
 
     def __init__(self, trainer: Trainer, *, execute: Execute, **options: Any) -> None:
-        if trainer.world_size > 1 and options["precision"] is not None:
-            raise UnsupportedError(
-                f"ExactAccumulation(precision={options['precision']!r}) on {trainer.world_size} "
-                "ranks: it is tested in one process only; use Lightning's own precision there"
-            )
         model: Any = trainer.strategy.model
         super().__init__(
             model,
@@ -333,7 +323,11 @@ class TrainingStep:
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        self.executor = windows._prepare(self._run, reads=self._inner).executor
+        run_loss = windows._prepare(self._run, reads=self._inner)
+        self.executor = run_loss.executor
+        self._as_run = run_loss.as_read
+        inner = self._inner
+        self.executor.guard(lambda _, micro: inner(micro["micro"], *self._rest), self._as_read)
 
         @functools.wraps(self._inner)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -412,6 +406,12 @@ class TrainingStep:
             extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
         return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
 
+    @contextmanager
+    def _as_read(self) -> Iterator[None]:
+        """Be in the state in which training_step is traced, where it logs nothing."""
+        with self._as_run(), replaced_attributes(self._module, log=_nothing, log_dict=_nothing):
+            yield
+
     def _log_into(
         self, logged: dict[str, Tensor], is_traced: bool, is_step: bool
     ) -> Callable[..., None]:
@@ -428,6 +428,10 @@ class TrainingStep:
                 plain(key, value, **options)
 
         return log
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Log nothing."""
 
 
 class _NoLoss(Exception):

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from wholebatch.errors import OptionError
 
@@ -63,6 +64,20 @@ def parse_memory(
             '"80%" or 0.8, "free" for what is free now, or a number of bytes'
         )
     return size
+
+
+def has_room(nbytes: int, *, model: nn.Module, memory: Budget | None) -> bool:
+    """True if a model's device has room for so many bytes beside activations and optimizer state.
+
+    They may take half of what is free.
+    """
+    device = next(model.parameters()).device
+    processes = sharing_processes(device, ranks=2)
+    free = parse_memory("free" if memory is None else memory, device=device, processes=processes)
+    if memory is not None:
+        locals_of = (getattr(p, "to_local", lambda p=p: p)() for p in model.parameters())
+        free -= sum(local.nbytes for local in locals_of)
+    return 2 * nbytes <= free
 
 
 def sharing_processes(device: torch.device | str, ranks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -86,8 +87,10 @@ class Fitting:
         is_auto = micro_batch == "auto"
         if sync.counts_must_agree and (is_auto or memory is not None):
             raise OptionError(
-                'micro_batch="auto" or memory= on a sharded model: its collectives cannot start '
-                "again with smaller micro-batches; give micro_batch= as a number of samples"
+                'micro_batch="auto" or memory= on a sharded model that is not gathered: its '
+                "collectives cannot start again with smaller micro-batches; give micro_batch= as "
+                'a number of samples, or close=wb.Close(sync="gathered") where whole parameters '
+                "and gradients fit"
             )
         # On several ranks only where it was asked for: the reduction then waits for the window.
         self.recovers = not sync.counts_must_agree and (
@@ -305,6 +308,19 @@ class Fitting:
         """
         return self.recovers and (self._sync.ranks == 1 or not self._is_undivided())
 
+    def agree(self, failure: torch.OutOfMemoryError | None = None) -> None:
+        """End the window on all ranks if one of them has no memory for its smallest size."""
+        failed = failure is not None
+        if self._sync.ranks > 1 and self.may_begin_again():
+            failed = self._sync.sum([float(failed)])[0] > 0
+        if failure is not None:
+            raise failure
+        if failed:
+            raise RankError(
+                "another rank ran out of memory with a micro-batch of one sample; see its message. "
+                "No rank has made this update"
+            )
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Run forwards and backwards within the budget; save memory as an undivided batch must."""
@@ -344,7 +360,7 @@ class Fitting:
                 raise
             problem = error
         if self._sync.ranks > 1:
-            chosen = -int(self._sync.largest(torch.tensor(-float(chosen), device=self._device)))
+            chosen = int(self._smallest(chosen))
         if problem is not None:
             raise problem
         if chosen == 0:
@@ -352,6 +368,14 @@ class Fitting:
                 "another rank found no micro-batch that fits its memory; see its message"
             )
         return chosen
+
+    def _smallest(self, number: float) -> float:
+        return -float(self._sync.largest(torch.tensor(-float(number), device=self._device)))
+
+    def join(self) -> None:
+        """Take part in the other ranks' choice, without a batch."""
+        if self._micro_batch == "auto" and self._fits is None:
+            self._fits = int(self._smallest(math.inf)) or None
 
     def _choose(self, batch: Any, samples: int) -> int:
         """Measure real steps of 1, 2, 4, … samples, and return the largest size that fits."""

@@ -34,7 +34,7 @@ from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said, percent
 from wholebatch.tune.task import Task, measured_peak
 
-PRECISIONS = ("full", "bf16", "fp16", "fp8")
+PRECISIONS = ("full", "bf16", "fp16")
 EXECUTES = ("eager", "compile", "graph")
 
 SAME_SPEED = 0.98
@@ -214,7 +214,7 @@ def tune(
         task: What to train. Reading its batches is part of the time.
         memory: The budget: "20GiB", a share of the device, or "free".
         micro_batches: Sizes to try. Default: the batch in 1, 2, 4, ... even parts.
-        precisions: Those to try: "full", "bf16", "fp16", "fp8".
+        precisions: Those to try: "full", "bf16", "fp16".
         executes: Those to try: "eager", "compile", "graph". Default: "eager", and on CUDA "graph".
         checkpointing: Try with gradient checkpointing of the model's repeated blocks, or without.
         seconds: Begin no new setting after this time.

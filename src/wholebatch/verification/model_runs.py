@@ -62,7 +62,7 @@ class Numbers:
         return self._chosen(model).window()
 
     def _chosen(self, model: nn.Module) -> Precision:
-        return choose(self.precision, next(model.parameters()).device.type, models=[model])
+        return choose(self.precision, next(model.parameters()).device.type)
 
 
 def _uses_tf32(model: nn.Module) -> bool:
@@ -315,10 +315,10 @@ class ModelRuns:
             found = objective(model, self.loss, batch, self.numbers)
             units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
             mean = found.mean(units.tolist())
-            if self.numbers.precision == "fp8" and "units" not in self.options:
-                # Eight bits of a gradient depend on the factor that is in it, unless that is a
-                # power of two: a window that does not know its units begins with one.
-                scale = float(units[0]) * power_of_two_near(1.0 / float(units[0]))
+            if "units" not in self.options:
+                # A window that does not know its units begins with a power of two. 8-bit
+                # gradients depend on the factor that is in them, unless that is one.
+                scale *= float(units[0]) * power_of_two_near(1.0 / float(units[0]))
             # Shards are averaged over the ranks by their own backward; that is undone here.
             (mean * (scale * world_size() if self.is_sharded else scale)).backward()
             if world_size() > 1 and not self.is_sharded:

@@ -18,10 +18,6 @@ class Precision(ABC):
     def forward(self) -> AbstractContextManager[object]:
         """Return the context for a micro-batch's forward (and only for that)."""
 
-    def for_audit(self) -> AbstractContextManager[object]:
-        """Return the context for the test on a few samples, before the first window."""
-        return self.forward()
-
     def let_go(self) -> None:
         """Drop cached casts, those of an autocast around the loop too; they are made again."""
         torch.clear_autocast_cache()

@@ -165,7 +165,7 @@ def close_gradients(
         for alike, clip in zip(sets, clips, strict=True):
             _multiply(alike, torch.where(is_valid, normalise * clip, 1.0))
     if options.clip_value is not None:
-        limit = torch.where(is_valid, options.clip_value, math.inf)
+        limit = torch.where(is_valid, normalise.new_full((), options.clip_value), math.inf)
         for gradient in local_parts(_flat(gradients)):
             here = limit.to(gradient.device, gradient.dtype)
             gradient.clamp_(-here, here)

@@ -91,7 +91,7 @@ class Store:
         if (
             self.sync.ranks == 1
             and not self.sync.grows_own_graph
-            and all(p.grad is None for p in self.parameters)
+            and all(p.grad is None for p in self.sync.stepped(self.parameters))
         ):
             raise WindowError(
                 "the losses of this window lead to none of the optimizer's parameters, so there is "
@@ -184,7 +184,7 @@ class Store:
 
     def discard(self) -> None:
         """End the window and release its gradients."""
-        for parameter in self.parameters:
+        for parameter in (*self.parameters, *self.sync.stepped(self.parameters)):
             parameter.grad = None
         self.parameters = []
         if self.target.sixteen_bit.parameters:
@@ -212,6 +212,7 @@ def _steps_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        and type(optimizer.param_groups[0]["params"][0].data) is Tensor  # not a shard
         and all(group.get("fused") for group in optimizer.param_groups)
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks

@@ -6,7 +6,7 @@ import inspect
 import os
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
@@ -49,6 +49,7 @@ class Target:
     sixteen_bit: SixteenBit
     steps: bool = True
     """False with optimizer=None: the gradients are left to the user, who steps."""
+    sync: Sync = field(default_factory=Single)
 
     @property
     def device(self) -> torch.device:
@@ -57,9 +58,10 @@ class Target:
         return device
 
     def groups(self) -> list[list[nn.Parameter]]:
-        """Return the trainable parameters, by parameter group, as they are now."""
+        """Return the trainable parameters, by parameter group, as the model holds them now."""
+        held = self.sync.in_window
         return [
-            [parameter for parameter in group["params"] if parameter.requires_grad]
+            [held(parameter) for parameter in group["params"] if parameter.requires_grad]
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
@@ -198,6 +200,7 @@ def build_target(
         scale=_loss_scale(precision, scaler, device),
         sixteen_bit=SixteenBit(() if sync.owns_step else optimizers),
         steps=optimizer is not None,
+        sync=sync,
     )
     if not sync.owns_hooks:
         target.refuse_hooks(target.trained())
@@ -370,7 +373,7 @@ def _loss_scale(
         return scaler
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise OptionError(f"scaler={type(scaler).__name__}: must be a torch.amp.GradScaler")
-    if scaler is not None and precision in ("bf16", "fp8"):
+    if scaler is not None and precision == "bf16":
         raise OptionError(
             f"scaler= with precision={precision!r}: bf16 has the range of fp32 and needs no loss "
             "scaling; leave the scaler out"

@@ -1,6 +1,6 @@
 """The number formats of a micro-batch's computation and of its gradient sums.
 
-`choose` returns how the forward runs (`autocast.py`, `fp8.py`), `LossScale` keeps fp16 gradients in
+`choose` returns how the forward runs (`autocast.py`), `LossScale` keeps fp16 gradients in
 range, and `SixteenBit` adds the gradients of 16-bit parameters in fp32. bf16 keeps 8 bits: after a
 few dozen additions, a micro-batch's gradient falls below half a unit in the last place of the sum
 and is lost (error 1.1e-1 after 256 additions; 1e-8 in fp32). `Parameter.grad_dtype` makes autograd
@@ -18,30 +18,18 @@ from torch import nn
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.readable_sizes import precision_meant
 from wholebatch.window.autocast import Autocast, Full, OwnAutocast, Precision
-from wholebatch.window.fp8 import Fp8
 
-PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16", "fp8"]
+PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
 
 
-def choose(
-    precision: str, device_type: str, *, keeps: bool = True, models: Sequence[nn.Module] = ()
-) -> Precision:
+def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision:
     """Return the precision with this name, or raise an OptionError that lists the names.
 
-    `keeps`: weights may be cast once per window, instead of once per micro-batch. `models` are
-    those to train in fp8; without them (to predict memory) it counts as bf16, which needs as much.
+    `keeps`: weights may be cast once per window, instead of once per micro-batch.
     """
     if precision in ("full", "fp32"):
         return Full()
-    if precision == "fp8" and models:
-        if not keeps:
-            raise UnsupportedError(
-                "precision='fp8' with fully_shard or DeepSpeed: weights are quantised once per "
-                "window, and these engines free them after each micro-batch; use precision='bf16', "
-                "or DDP"
-            )
-        return Fp8(models)
-    if precision in ("bf16", "fp8"):
+    if precision == "bf16":
         return Autocast(device_type, torch.bfloat16, keeps=keeps)
     if precision == "fp16":
         return Autocast(device_type, torch.float16, keeps=keeps)
@@ -49,8 +37,7 @@ def choose(
         return OwnAutocast(device_type, torch.bfloat16, keeps=keeps)
     raise OptionError(
         f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
-        "'bf16' or 'fp16' (autocast), or 'fp8' (bf16 with linear layers in 8 bits)"
-        + precision_meant(precision, ("full", "bf16", "fp16", "fp8"))
+        "or 'bf16' or 'fp16' (autocast)" + precision_meant(precision, ("full", "bf16", "fp16"))
     )
 
 

@@ -460,19 +460,23 @@ class Window:
             raise WindowError("begin() on an open window: close or discard it first")
         self.options.check(self.target.optimizers)  # a group may have been added
         groups = self.target.groups()
-        self.store.refuse_stray([parameter for group in groups for parameter in group])
+        trained = [parameter for group in groups for parameter in group]
+        stepped = self.sync.stepped(trained)
+        self.store.refuse_stray(trained)
+        if stepped is not trained:
+            self.store.refuse_stray(stepped)
         self.schedules.refuse_moved()
         window = OpenWindow(groups, known, 1.0, self.sync.averaged_by, self.target.scale)
         if not window.inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         if not self.sync.owns_hooks:
-            self.target.refuse_hooks(window.inputs)
+            self.target.refuse_hooks(stepped)
         if not self.sync.owns_step:
-            self.target.refuse_cast(window.inputs)
+            self.target.refuse_cast(stepped)
         self._refuse_other_ranks()
         self.store.begin(window.inputs)
         self.sync.begin(window.inputs)
-        self.hooks.take(self.store.parameters)
+        self.hooks.take(stepped)
         if known is None:
             window.seed = self.next_seed or self._first_seed(units)
         elif not window.has_terms:
@@ -606,7 +610,7 @@ class Window:
             if isinstance(error, RuntimeError) and not sync.grows_own_graph:
                 refuse_reentrant(totals)
             raise
-        window.reduced = last
+        window.reduced = last and sync.reduces_in_backward
 
     def micro_batch_done(self) -> None:
         """Count a micro-batch after its last backward."""
@@ -646,7 +650,7 @@ class Window:
         window.refuse_broken()
         self.schedules.refuse_moved(in_window=True)
         if not self.sync.owns_step:
-            self.target.refuse_cast(window.inputs)
+            self.target.refuse_cast(self.sync.stepped(window.inputs))
             self.target.refuse_other_parameters(window.inputs)
         if not self.sync.owns_hooks:
             self.hooks.refuse_added(window.inputs)
@@ -728,7 +732,7 @@ class Window:
         count = torch.stack([torch.where(one >= 0, one, math.nan).sum() for one in units])
         if self.sync.ranks > 1:
             absent = self.sync.filled_in()
-            shared = window.inputs if self.sync.same_parameters else []
+            shared = self.sync.stepped(window.inputs) if self.sync.same_parameters else []
             present = [float(id(parameter) not in absent) for parameter in shared]
             ours = float(self.target.digest(self.options) & 0xFFF) if shared else 0.0
             local = [*total.tolist(), *count.tolist()]
@@ -760,6 +764,7 @@ class Window:
         """Take part in a window of the other ranks, without a micro-batch."""
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.sync.before_forwards()
         self.begin(0, known=known)
         return self.close()
 

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from wholebatch.batch.lookahead_loader import generators_of
 from wholebatch.batch.samples import layout_of
-from wholebatch.batch_scaling import share_of
+from wholebatch.cli.batch_scaling import share_of
 from wholebatch.errors import RecipeError, StateError
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,7 +240,6 @@ def exact(
     units: UnitsFunction | None = None,
     loss: Coupled | None = None,
     execute: Execute = "auto",
-    precision: Literal["fp8"] | None = None,
     micro_batch: MicroBatch | Samples | None = None,
     memory: Memory | Budget | None = None,
     batchnorm: str = "exact",
@@ -258,8 +257,6 @@ def exact(
 
     - `execute="auto"` compiles and records micro-steps on a GPU when this saves time, "graph" (or
       `torch_compile=True`) at once, "eager" never.
-    - `precision="fp8"` computes linear layers in 8 bits and the rest in bf16. Without it, the
-      trainer's arguments decide (`bf16=True`).
     - `micro_batch` splits every batch of the loader further: a number of samples,
       `wb.tokens(4096)`, or "auto" for the most that fit into `memory` ("20GiB", a fraction, or the
       free memory). A batch that runs out of memory is split too. The update stays the same.
@@ -291,11 +288,6 @@ def exact(
             f"loss={loss!r}: must be wb.Coupled(encode, loss), which has its own units; pass "
             "another loss as the trainer's compute_loss or compute_loss_func"
         )
-    if precision not in (None, "fp8"):
-        raise OptionError(
-            f"precision={precision!r}: must be 'fp8', or None; for bf16, give the trainer's "
-            "arguments bf16=True"
-        )
     if micro_batch is not None:
         Samples.of(micro_batch)
     elif memory is not None:
@@ -307,7 +299,6 @@ def exact(
         **({} if units is None else {"units_of": staticmethod(units)}),
         "coupled": loss,
         "execute": execute,
-        "window_precision": precision,
         "micro_batch": micro_batch,
         "memory": memory,
         "batchnorm": batchnorm,

@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,6 @@ class ExactTrainerMixin(_Trainer):
     units_of: UnitsFunction | None = None
     coupled: Coupled | None = None
     execute: Execute = "auto"
-    window_precision: Literal["fp8"] | None = None
     micro_batch: MicroBatch | Samples | None = None
     memory: Memory | Budget | None = None
     batchnorm: str = "exact"
@@ -198,7 +197,7 @@ class ExactTrainerMixin(_Trainer):
             getattr(self.optimizer, "optimizer", self.optimizer),
             host=self,
             micro_batch=Samples(None) if given is None else given,  # type: ignore[arg-type]
-            precision=self.window_precision or own,
+            precision=own,
             batchnorm=self.batchnorm,
             execute=execute,
             memory=self.memory,

@@ -203,10 +203,6 @@ def _refuse_options(trainer: Any, why: str) -> None:
         )
     if trainer.window_close != Close():
         raise OptionError(f"close={trainer.window_close!r} {instead}: leave close= out")
-    if trainer.window_precision is not None:
-        raise UnsupportedError(
-            f"exact(..., precision={trainer.window_precision!r}) {instead}: leave precision= out"
-        )
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wholebatch as wb
-from wholebatch.batch_scaling import (
+from wholebatch.cli.batch_scaling import (
     adam_betas,
     lr_factor,
     scale_warmup,
