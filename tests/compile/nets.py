@@ -168,7 +168,10 @@ def steps_of(train: wb.WholeBatch) -> dict[Key, Prepared]:
     """The graphs that are in use, by the kind of micro-batch."""
     kinds = train._runner.executor._slots
     return {
-        key: slot.ready for key, kind in kinds.items() for slot in kind.slots if slot.ready is not None
+        key: slot.ready
+        for key, kind in kinds.items()
+        for slot in kind.slots
+        if slot.ready is not None
     }
 
 

@@ -250,5 +250,10 @@ def test_exact_batchnorm_runs_undivided_as_a_graph() -> None:
 def test_a_graph_that_is_not_finite_where_eager_code_is_differs() -> None:
     finite, broken = [torch.ones(3)], [torch.tensor([1.0, torch.nan, 1.0])]
     assert differs(broken, finite, "loss", sixteen_bit=True, compiled=True) is not None
-    assert differs([torch.full((3,), torch.inf)], finite, "loss", sixteen_bit=True, compiled=True) is not None
-    assert differs(finite, broken, "loss", sixteen_bit=True, compiled=True) is None  # Eager code is broken, too.
+    assert (
+        differs([torch.full((3,), torch.inf)], finite, "loss", sixteen_bit=True, compiled=True)
+        is not None
+    )
+    assert (
+        differs(finite, broken, "loss", sixteen_bit=True, compiled=True) is None
+    )  # Eager code is broken, too.

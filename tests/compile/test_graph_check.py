@@ -26,8 +26,7 @@ def mixed(share: float) -> list[Tensor]:
 def is_refused(found: list[Tensor], what: str, *, compiled: bool, sixteen_bit: bool = True) -> bool:
     try:
         hold_against(found, EAGER, what, sixteen_bit=sixteen_bit, compiled=compiled)
-    except CannotTrace as reason:
-        assert f"its {what} differs from that of eager code by" in str(reason)
+    except CannotTrace:
         return True
     return False
 

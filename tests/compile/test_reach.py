@@ -111,7 +111,8 @@ def test_constants_and_moved_buffers_are_part_of_the_graph(more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "what"), [(appends, "kept"), (counts_globally, "COUNTED"), (draws, "numpy.random.rand()")]
+    ("more", "what"),
+    [(appends, "kept"), (counts_globally, "COUNTED"), (draws, "numpy.random.rand()")],
 )
 def test_a_forward_that_leaves_something_behind(more: Any, what: str) -> None:
     mode, said = both_ways(lambda: Net(more), lambda: loss)

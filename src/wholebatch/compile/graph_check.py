@@ -29,6 +29,7 @@ class EagerResult:
     """The gradients of the window's earlier micro-batches, by parameter, if they were kept."""
     alone: bool
     """True if this is the first micro-batch of its window."""
+
     def gradients(
         self, used: Sequence[int], held: Sequence[Tensor | None]
     ) -> Sequence[Tensor] | None:
@@ -60,7 +61,9 @@ def hold_against(
     amplify it by any amount. Beyond the limit, the size of each large gradient must agree.
     """
     reason = differs(found, wanted, what, sixteen_bit=sixteen_bit, compiled=compiled)
-    if reason is not None and not (sixteen_bit and what == "gradient" and _sizes_agree(found, wanted)):
+    if reason is not None and not (
+        sixteen_bit and what == "gradient" and _sizes_agree(found, wanted)
+    ):
         raise CannotTrace(reason)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import logging
 import re
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,8 @@ _ARGUMENTS = {"L['args'][0]": "the model", "L['args'][1]": "the micro-batch"}
 
 
 _TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
+_LIBRARY = Path(logging.__file__).parents[1]
+_PYTHON = tuple(f"{_LIBRARY}/{name}{end}" for name in sys.stdlib_module_names for end in "./")
 
 
 class _Captured(Exception):
@@ -265,8 +268,10 @@ def _with_free_names(path: str, names: dict[str, Any]) -> str:
 def _why_not(problem: Exception) -> str:
     """Return why Dynamo cannot capture the code, with the line of the user's code."""
     text = str(problem)
-    places = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', text.partition("user code:")[2])
-    places = [place for place in places if not place[0].startswith((_TORCH, _HERE))]
+    places = re.findall(
+        r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', text.partition("user code:")[2]
+    )
+    places = [place for place in places if not place[0].startswith((_TORCH, _HERE, *_PYTHON))]
     file, number, code = places[-1] if places else ("", "", "")
     where = f" ({Path(file).name}, line {number}: {code.strip()})" if places else ""
     if any(one.lower() in text.lower() for one in _READS_VALUES):

@@ -15,8 +15,8 @@ other kinds keep their graphs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -50,7 +50,7 @@ from wholebatch.compile.guards import Guards
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.patched_calls import refuse_recurrent_layers
 from wholebatch.compile.shared_graphs import SharedGraphs
-from wholebatch.compile.symbolic_sizes import Sizes
+from wholebatch.compile.symbolic_sizes import Place, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, trace
 from wholebatch.losses.loss import Loss, Terms
 from wholebatch.window.autocast import Precision
@@ -80,7 +80,7 @@ _FAILURES = 3
 
 @dataclass(eq=False)
 class Reading:
-    """What the code reads at one time: its guards, and the graphs of open sizes traced meanwhile."""
+    """What the code reads at one time: its guards, and the graphs of open sizes traced then."""
 
     guards: Guards
     shapes: SharedGraphs
@@ -175,6 +175,7 @@ class Executor:
     def _drop_graphs(self) -> None:
         self._slots: dict[Key, Kind] = {}
         self._readings: list[Reading] = []
+        self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
 
     # ------------------------------------------------------------- micro-step
 
@@ -196,7 +197,9 @@ class Executor:
         return Added.of(loss)
 
     def guard(
-        self, reads: Callable[[Any, Any], Any], as_read: Callable[[], AbstractContextManager[object]]
+        self,
+        reads: Callable[[Any, Any], Any],
+        as_read: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Capture this function for the guards, in this context, instead of the loss function."""
         self._reads, self._as_read = reads, as_read
@@ -259,10 +262,11 @@ class Executor:
         return self._run(slot.ready, inputs)
 
     def _kind_of(self, key: Key) -> Kind:
-        kind = self._slots.pop(key, None) or Kind()
-        self._slots[key] = kind  # The last one is the one that was seen last.
+        kind = self._slots.setdefault(key, Kind())
         if len(self._slots) > _KEPT:
-            del self._slots[next(iter(self._slots))]
+            slots = self._slots.items()
+            old = (k for k, one in slots if one is not kind and not any(s.ready for s in one.slots))
+            del self._slots[next(old)]
         return kind
 
     def _slot_of(self, kind: Kind, inputs: Inputs) -> Slot | None:
@@ -325,7 +329,7 @@ class Executor:
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")
-        reading = Reading(guards, SharedGraphs(self.notes))
+        reading = Reading(guards, SharedGraphs(self.notes, self._failed))
         self._readings.append(reading)
         return reading
 
@@ -611,9 +615,7 @@ class Executor:
         is_new = slot.ready is None
         joint = self._compiled_if_possible(joint_of, slot.traced, compiled)
         try:
-            return self._proven(
-                joint, done, state, captures=self._plan.captures, is_new=is_new
-            )
+            return self._proven(joint, done, state, captures=self._plan.captures, is_new=is_new)
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
@@ -646,15 +648,19 @@ class Executor:
         """
         run: Runnable = joint
         if is_new and joint.compiled:
-            plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
-            self._compared(plain, plain, done)
-            del plain
+            self._compared_as_traced(joint, done, state)
+            empty_cache(self._device)
         self._compared(joint, joint, done, rehearses=captures)
         if captures:
             run = self._captured(joint, done.inputs, self._seeds(done.form))
             if run is not joint:
                 self._compared(joint, run, done)  # What was captured is what will run.
         return Prepared(joint, run, done.form, joint.addresses())
+
+    def _compared_as_traced(self, joint: JointStep, done: EagerResult, state: State) -> None:
+        with suppress(torch.OutOfMemoryError):  # The compiled graph needs less.
+            plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
+            self._compared(plain, plain, done)
 
     def _compared(
         self, joint: JointStep, run: Runnable, done: EagerResult, *, rehearses: bool = False
