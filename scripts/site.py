@@ -18,7 +18,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "gradient-accumulation.md",
         "gallery.md",
         "troubleshooting.md",
-        "glossary.md",
         "compatibility.md",
     ),
     "Your trainer": (
@@ -70,7 +69,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "reference/keras.md",
         "reference/jax.md",
     ),
-    "Measured": ("comparison.md",),
+    "Measured": ("does-it-matter.md", "comparison.md"),
     "How it is built": ("architecture.md",),
 }
 TITLES = {
@@ -100,7 +99,7 @@ FOLDERS = {
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```.*?^```[^\n]*$", re.M | re.S)
 # A search for a word of the field finds the page about all of it first, and not its list.
-WEIGHT = {"gradient-accumulation.md": 8}
+WEIGHT = {"gradient-accumulation.md": 8, "memory.md": 4}
 INTERNAL = "internals"
 """The folder of notes for developers, which the site leaves out (`exclude_docs` in mkdocs.yml)."""
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from wholebatch import errors as errors
     from wholebatch import losses as losses
     from wholebatch.accumulator import Accumulator as Accumulator
-    from wholebatch.accumulator import by_epoch as by_epoch
     from wholebatch.accumulator import over as over
     from wholebatch.batch import split as split
     from wholebatch.batch import tokens as tokens
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from wholebatch.verification import verify as verify
     from wholebatch.verification import watch as watch
     from wholebatch.whole_batch import WholeBatch as WholeBatch
+    from wholebatch.window.steps import by_epoch as by_epoch
     from wholebatch.window.window import Step as Step
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 # The names of each module; a submodule stands for itself. A test holds this table and the imports
 # for type checkers above to the same names.
 _NAMES = {
-    "accumulator": "Accumulator by_epoch over",
+    "accumulator": "Accumulator over",
     "batch": "split tokens",
     "batch.lookahead_loader": "unpadded",
     "losses.coupled": "Coupled",
@@ -64,6 +64,7 @@ _NAMES = {
     "distributed.pipeline": "Pipeline",
     "verification": "verify watch",
     "whole_batch": "WholeBatch",
+    "window.steps": "by_epoch",
     "window.window": "Step",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

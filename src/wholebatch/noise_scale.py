@@ -39,7 +39,8 @@ from wholebatch.losses.loss import SINGLE, Units
 from wholebatch.window.close import dense_gradients, read_scalars
 
 if TYPE_CHECKING:
-    from wholebatch.window.window import Step, Window
+    from wholebatch.window.ledger import Ledger
+    from wholebatch.window.window import Step
 
 _log = logging.getLogger("wholebatch")
 _FEWEST = 8
@@ -213,11 +214,11 @@ class Probe:
     copied, and nothing is read from the device before the window is closed.
     """
 
-    def __init__(self, every: int, window: Window, *, coupled: bool = False) -> None:
+    def __init__(self, every: int, ledger: Ledger, *, coupled: bool = False) -> None:
         if not is_positive(every):
             raise OptionError(f"measure_noise({every!r}): must be a positive number of windows")
-        _refuse_unmeasurable(window, coupled)
-        self._window = window
+        _refuse_unmeasurable(ledger, coupled)
+        self._ledger = ledger
         self._every = every
         self._estimator = Estimator()
         self._measured: tuple[Tensor, Tensor | float, Units] | None = None
@@ -229,7 +230,7 @@ class Probe:
     def begin(self) -> None:
         """Begin a window, or begin it again."""
         # Skip the first window: it may be atypical (graphs are made in it).
-        number = self._window.updates + self._window.skipped
+        number = self._ledger.updates + self._ledger.skipped
         self.active = number % self._every == 1 % self._every
         self._measured = None
 
@@ -238,17 +239,17 @@ class Probe:
         """Measure after the gradient of the first micro-batch was added."""
         if done != 1 or not self.active:
             return
-        window = self._window.current
-        gradients, units = dense_gradients(window.inputs), window.units.get(SINGLE)
+        window = self._ledger.current
+        gradients, units = dense_gradients(window.inputs), self._ledger.added.units.get(SINGLE)
         if units is None and not self._warned:
             self._warned = True
             _log.warning(
                 "the gradient noise scale is not measured: the loss has several terms, each over "
                 "units of its own"
             )
-        if gradients and units is not None and not self._window.hooks:
+        if gradients and units is not None and not self._ledger.hooks:
             scale = window.seed * window.loss_scale * window.averaged_by
-            self._measured = self._window.sync.total_norm(gradients), scale, units[0]
+            self._measured = self._ledger.sync.total_norm(gradients), scale, units[0]
 
     def closed(self, step: Step, *, joined: bool) -> None:
         """Add the measurements of a closed window. All ranks call this, or none.
@@ -262,7 +263,7 @@ class Probe:
             norm, scale, first = read_scalars(self._measured)
             moment = (norm / scale) ** 2 / first if first else 0.0
         unseen = self._measured is None and not joined
-        numbers = self._window.sync.sum(
+        numbers = self._ledger.sync.sum(
             [moment, first, float(first > 0), float(step.micro_batches), float(unseen)]
         )
         if step.skipped is not None or numbers[4]:
@@ -291,10 +292,10 @@ class Probe:
             self._estimator.windows.append(found)
 
 
-def _refuse_unmeasurable(window: Window, coupled: bool) -> None:
+def _refuse_unmeasurable(ledger: Ledger, coupled: bool) -> None:
     """Refuse windows in which no rank sees the gradient of its own first micro-batch."""
     why = None
-    if window.sync.grows_own_graph:
+    if not ledger.sync.adds_to_parameters:
         why = (
             "with this engine no rank has the gradient of its own micro-batches; measure in one "
             "process, or with DDP"
@@ -304,7 +305,7 @@ def _refuse_unmeasurable(window: Window, coupled: bool) -> None:
             "the samples of a batch depend on each other (exact BatchNorm, wb.Coupled), so no "
             "micro-batch has a gradient of its own"
         )
-    elif window.calls_on_gradient:
+    elif ledger.hooks.calls:
         why = "on_gradient= may change the gradient before its norm is taken"
     if why is not None:
         raise UnsupportedError(f"measure_noise(): {why}")

@@ -15,7 +15,8 @@ from wholebatch.batch import Tokens
 from wholebatch.batch.micro_batches import check_micro_batch
 from wholebatch.batch.samples import Static, check_layout
 from wholebatch.errors import OptionError
-from wholebatch.window.close import ClipNorm, CloseOptions, OnGradient, Policy
+from wholebatch.window.close import OnGradient
+from wholebatch.window.close_options import ClipNorm, CloseOptions, Policy
 from wholebatch.window.model_and_optimizer import Ema
 
 BatchNormPolicy: TypeAlias = Literal["exact", "freeze", "allow", "refuse"]
@@ -81,7 +82,7 @@ def close_options(close: Close, clip_norm: ClipNorm) -> CloseOptions:
 
 def _given_fields(close: Close) -> set[str]:
     """Return the names of the fields that are not at their default."""
-    return {one.name for one in fields(close) if getattr(close, one.name) != one.default}
+    return {each.name for each in fields(close) if getattr(close, each.name) != each.default}
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,18 @@ class Memory:
 def as_memory(memory: Memory | int | float | str | None) -> Memory:
     """Return the option; a budget alone is the short form."""
     return memory if isinstance(memory, Memory) else Memory(memory)
+
+
+def without_budget(memory: Memory | None) -> Memory:
+    """Return the option for an entry point that does not run the forward pass."""
+    if memory is None:
+        return Memory()
+    if not isinstance(memory, Memory) or memory.budget is not None:
+        raise OptionError(
+            f"memory={memory!r}: Accumulator does not run the forward pass, so it cannot keep a "
+            "budget; give wb.Memory(optimizer_state=...), or use WholeBatch"
+        )
+    return memory
 
 
 @dataclass(frozen=True)

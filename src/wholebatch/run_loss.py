@@ -6,10 +6,8 @@ test that the loss adds up, and run forward, backward and addition as one record
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,29 +18,67 @@ from wholebatch.compile import Execute
 from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.coupled.loop_checks import unwatched
-from wholebatch.coupled.mean_units import MeanUnits
-from wholebatch.errors import OptionError
-from wholebatch.losses.loss import SINGLE, Loss, as_loss, refuse_in_parts
-from wholebatch.window.autocast import Precision
+from wholebatch.errors import WindowError
+from wholebatch.loss_functions import check_run_function
+from wholebatch.losses.loss import SINGLE, Loss
+from wholebatch.runner import MicroStep, Place
+from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import replaced_attributes
-from wholebatch.window.window import Window, is_tested_window
+from wholebatch.window.ledger import Ledger
+
+_MOST_FUNCTIONS = 8
+"""The most loss functions that one accumulator runs."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a micro-batch in its window."""
+class RunFunctions:
+    """The loss functions that `acc.run` was called with, each with its own test and graph."""
 
-    index: int
-    """The number of micro-batches of its window before it."""
-    in_parts: bool
-    """True if it is not the whole global batch."""
-    steps: int
-    """The number of micro-batches of the window; 0 if it is not known before its end."""
-    last: bool
-    """True if its backward is the last one of the window, which reduces the gradients."""
-    counts: bool
-    """False if it only takes part in the other ranks' collectives."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        execute: Execute,
+        audit: bool,
+        untouched: Untouched,
+    ) -> None:
+        self._ledger = ledger
+        self._options: dict[str, Any] = {
+            "execute": execute,
+            "audit": audit,
+            "untouched": untouched,
+        }
+        self._functions: dict[Any, RunLoss] = {}
+
+    def __getitem__(self, loss: Callable[[Any], Any]) -> RunLoss:
+        return self._functions.get(_key_of(loss)) or self.prepare(loss)
+
+    def prepare(
+        self, loss: Callable[[Any], Any], reads: Callable[..., Any] | None = None
+    ) -> RunLoss:
+        """Make a loss function ready to be run (`reads`: see `RunLoss`)."""
+        if len(self._functions) == _MOST_FUNCTIONS:
+            raise WindowError(
+                f"run() was given {_MOST_FUNCTIONS + 1} different loss functions, and each gets "
+                "its own test and graph: define the function once, before the loop, and pass what "
+                "changes in the micro-batch"
+            )
+        function = RunLoss(loss, self._ledger, reads=reads, **self._options)
+        self._functions[_key_of(loss)] = function
+        return function
+
+    def clear(self) -> None:
+        """Forget all functions: their graphs leave the device's memory."""
+        self._functions.clear()
+
+
+def _key_of(loss: object) -> Any:
+    """Return the function itself, or the id of one that has no hash (a dataclass)."""
+    try:
+        hash(loss)
+    except TypeError:
+        return id(loss)
+    return loss
 
 
 class RunLoss:
@@ -55,31 +91,23 @@ class RunLoss:
     def __init__(
         self,
         loss: Callable[[Any], Any],
-        window: Window,
+        ledger: Ledger,
         *,
         execute: Execute,
-        precision: Precision,
         audit: bool,
         untouched: Untouched,
         reads: Callable[..., Any] | None = None,
     ) -> None:
-        if not callable(loss):
-            raise OptionError(
-                f"run({loss!r}, micro): must be a function of the micro-batch that returns a "
-                "wb.Loss; a loss that is computed already goes to backward()"
-            )
-        _refuse_other_arguments(loss)
-        models, sync = window.target.models, window.sync
-        self._window, self._precision, self._audits = window, precision, audit
-        self._untouched = untouched
-        self._kind = window.target.device.type
+        check_run_function(loss)
+        models, sync = ledger.target.models, ledger.sync
+        self._ledger = ledger
+        self._kind = ledger.target.device.type
         self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
         self._number = 0  # of the last window with a micro-batch of this function
         self._micro: Any = None  # of the call under way
         self._place: Place
-        self._means = MeanUnits()
         self._gathered: GatheredSamples | None = None  # as `_unmoved`
         self._unmoved: UnmovedLoss | None = None  # of the window that is open, if it is tested
         # Ranks that may have different numbers of micro-batches test alone.
@@ -87,21 +115,23 @@ class RunLoss:
             self.modules,
             sync if sync.counts_must_agree else None,
             enabled=audit,
-            shares_forwards=sync.counts_must_agree or sync.grows_own_graph,
+            shares_forwards=not sync.runs_alone,
             loss=self._call,
             given=nn.ModuleList(models),
         )
-        from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
-
-        self.executor = Executor(
-            execute,
-            model=self.modules,
-            loss=self._call,
-            window=window,
-            precision=precision,
-            device=window.target.device,
-            eager=self._eager_step,
+        self._step = MicroStep(
+            self._call,
+            None,
+            modules=self.modules,
+            ledger=ledger,
+            precision=Full(),  # that of the loop
+            execute=execute,
+            audit=audit,
+            untouched=untouched,
+            read_loss=self._test.read,
+            prepare=lambda _: self._micro,  # as it was given: parts of it may belong on the host
         )
+        self.executor = self._step.executor
         self._replicas = [
             one for m in models for one in m.modules() if isinstance(one, DistributedDataParallel)
         ]
@@ -137,82 +167,48 @@ class RunLoss:
         The first test takes the first micro-batch of its window, the next test another one.
         """
         place, before = self._place, self._number
-        self._number = self._window.number
-        is_first = place.index == 0 or self._number != before  # of this function
+        self._number = self._ledger.number
+        is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
-            self._means.begin_window()
+            self._step.means.begin_window()
         elif self._unmoved is not None and place.last:
-            with self._precision.forward():
-                self._unmoved.check()
+            self._unmoved.check()
         begins = is_first and place.in_parts
         if begins:
             self._test.begin_window(self.executor.changed())
-        is_tested, is_alone = self._test.is_due, self._window.sync.ranks == 1
+        is_tested, is_alone = self._test.is_due, self._ledger.sync.ranks == 1
         if begins and is_tested and is_alone:  # A forward may meet other ranks.
             self._gathered = GatheredSamples()
         if not is_tested and self._gathered is None:
             return
-        given = self._micro
+        call = self._micro
 
         def run(few: Any) -> Any:
-            return self._call(None, {**given, "micro": few})
+            return self._call(None, {**call, "micro": few})
 
-        with self._precision.forward():
-            if is_tested and (place.last or place.index >= self._test.turn % max(place.steps, 1)):
-                data = WindowData(given["micro"], [given["micro"]], steps=[place.steps])
-                self._test.test(run, data)
-            if begins and is_tested and is_alone and not place.last:
-                self._unmoved = UnmovedLoss(self.modules, run, given["micro"])
-            if self._gathered is not None:
-                self._gathered.add(given["micro"])
-                if place.last:
-                    self._test.test_gathered(run, self._gathered, given["micro"])
+        if is_tested and (place.last or place.position >= self._test.turn % max(place.steps, 1)):
+            data = WindowData(call["micro"], [call["micro"]], steps=[place.steps])
+            self._test.test(run, data)
+        if begins and is_tested and is_alone and not place.last:
+            self._unmoved = UnmovedLoss(self.modules, run, call["micro"])
+        if self._gathered is not None:
+            self._gathered.add(call["micro"])
+            if place.last:
+                self._test.test_gathered(run, self._gathered, call["micro"])
 
     def _added(self) -> Loss:
-        window = self._window
-        entered = len(window.now.owners)
+        ledger = self._ledger
+        entered = len(ledger.added.owners)
         try:
-            made = self.executor.micro_step(self._micro)
+            added = self._step.run(self._micro, self._place)
         except BaseException:
-            was_added = len(window.now.owners) != entered or self.executor.mode != "eager"
-            if was_added and window.open is not None:
-                window.open.broken = True  # some gradients may be in, and others not
+            was_added = len(ledger.added.owners) != entered or self.executor.mode != "eager"
+            if was_added and ledger.open is not None:
+                ledger.added.broken = True  # some gradients may be in, and others not
             raise
         with torch.no_grad():  # it has no graph, and needs none
-            return Loss(made.totals[SINGLE], made.units[SINGLE], extras=made.extras)
-
-    def _eager_step(self, _: Any, function: Callable[[Any, Any], Any]) -> Loss:
-        """Run the micro-step on the micro-batch as it was given: parts may belong on the host."""
-        place = self._place
-        with self._precision.window():
-            with self._precision.forward():
-                loss = as_loss(function(None, self._micro))
-            if place.in_parts and self._audits:
-                refuse_in_parts(loss)
-                if place.counts and is_tested_window(self._window.number):
-                    self._means.add_loss(loss)
-            if self.executor.is_eager:
-                self._untouched.check()  # the loss function may have written to the window
-            self._window.add_loss(loss, last=place.last, counts=place.counts)  # refuses terms
-        assert isinstance(loss, Loss)
-        return loss
-
-
-def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be called with the micro-batch alone."""
-    try:
-        signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # a function of C without a signature
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise OptionError(
-            f"run() calls loss(micro), and {getattr(loss, '__name__', loss)!s} takes "
-            f"({', '.join(signature.parameters)}): "
-            "give a function of the micro-batch alone, which uses the model of your loop"
-        ) from None
+            return Loss(added.totals[SINGLE], added.units[SINGLE], extras=added.extras)
 
 
 def _on_micro_batch(
@@ -229,8 +225,8 @@ def _on_micro_batch(
             if dtype is not None:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
-                for one in replicas:  # call the module inside of DDP directly
-                    stack.enter_context(replaced_attributes(one, forward=one.module))
+                for replica in replicas:  # call the module inside of DDP directly
+                    stack.enter_context(replaced_attributes(replica, forward=replica.module))
             return loss(micro["micro"])
 
     # What the user's function reads is looked at for changes; our own functions are not.
@@ -248,7 +244,7 @@ def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
     known = {module for model in inner for module in model.modules()}
     more = []
     values = [value for _, value in reached(loss)]
-    values += [v for one in values if isinstance(one, FUNCTIONS) for _, v in reached(one)]
+    values += [v for value in values if isinstance(value, FUNCTIONS) for _, v in reached(value)]
     for module in values:
         if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):
             more.append(module)

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from wholebatch.batch import Batches, Tokens
-from wholebatch.batch.lookahead_loader import NOTHING, Feed
+from wholebatch.batch.lookahead_loader import NOTHING
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import RankError, StateError, WindowError
+from wholebatch.loop import Loop, Progress
+from wholebatch.loss_functions import LossFunction, check_functions, modules_of
 from wholebatch.losses.coupled import Coupled
-from wholebatch.make_window import make_window
+from wholebatch.make_ledger import make_ledger
 from wholebatch.memory.budget import Budget, has_room
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
 from wholebatch.noise_scale import NoiseScale, Probe
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, as_close, as_memory
-from wholebatch.runner import (
-    AfterMicro,
-    LossFunction,
-    WindowRun,
-    check_functions,
-    choose_runner,
-    modules_of,
-)
+from wholebatch.runner import AfterMicro, WindowRun
+from wholebatch.two_pass_runner import choose_runner
 from wholebatch.window import precision as precisions
-from wholebatch.window.close import ClipNorm, read_scalars
-from wholebatch.window.forward_state import ForwardState, restore_random
+from wholebatch.window.close import Handover, read_scalars
+from wholebatch.window.close_options import ClipNorm
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.ledger import HasLedger, Turn, refuse_no_grad
 from wholebatch.window.model_and_optimizer import Scheduler
-from wholebatch.window.window import HasWindow, Step, Turn, UnitsCount, UnitsFunction
+from wholebatch.window.saved_state import load_state, state_of
+from wholebatch.window.units import UnitsCount, UnitsFunction
+from wholebatch.window.window import Step
 
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
-class WholeBatch(HasWindow):
+class WholeBatch(HasLedger):
     """Make the update of the whole batch in the memory of a micro-batch.
 
     >>> import torch, wholebatch as wb
@@ -90,6 +90,11 @@ class WholeBatch(HasWindow):
         last_step: The Step of the last update; None before the first.
     """
 
+    _handover: ClassVar[Handover | None] = None
+    """How a trainer that makes the step gets the gradients; None without a trainer."""
+    _runs_forwards: ClassVar[bool] = True
+    """True if it runs the forwards of a loop's item itself."""
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
@@ -109,9 +114,9 @@ class WholeBatch(HasWindow):
     ) -> None:
         self._turn = Turn("WholeBatch.step()")  # first: it also refuses to be copied
         check_functions(loss, units)
-        given, memory = Samples.of(micro_batch), as_memory(memory)
+        split, memory = Samples.of(micro_batch), as_memory(memory)
         root, models = modules_of(model)
-        window = make_window(
+        ledger = make_ledger(
             models,
             optimizer,
             clip_norm=clip_norm,
@@ -120,22 +125,23 @@ class WholeBatch(HasWindow):
             close=as_close(close),
             precision=precision,
             audit=audit,
+            handover=self._handover,
             fits=partial(has_room, model=root, memory=memory.budget),
         )
-        target, sync = window.target, window.sync
+        target, sync = ledger.target, ledger.sync
         self.model, self._root = model, root
-        self.micro_batch = given.micro_batch
+        self.micro_batch = split.micro_batch
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, sync)
-        self._layout: dict[str, Any] = {"batch_size": given.batch_size, "static": given.static}
-        keeps = not sync.grows_own_graph  # else weights come and go with each micro-batch
+        self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
+        keeps = sync.adds_to_parameters  # else weights come and go with each micro-batch
         self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
-        self._window = window
+        self._ledger = ledger
         self._runner = choose_runner(
             model,
             loss,
             root=root,
-            window=window,
+            ledger=ledger,
             precision=self._precision,
             execute=execute,
             batchnorm=batchnorm,
@@ -145,7 +151,7 @@ class WholeBatch(HasWindow):
             root,
             partial(encoding_loss, loss) if isinstance(loss, Coupled) else loss,
             target.optimizers[0],
-            micro_batch=given.micro_batch,
+            micro_batch=split.micro_batch,
             memory=memory.budget,
             precision=precision,
             layout=self._layout,
@@ -158,15 +164,12 @@ class WholeBatch(HasWindow):
         if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self._probe: Probe | None = None
-        self._feed: Feed | None = None  # of the last loop of `over`
-        self._is_batch_done = True  # False if `over` has given a batch that was not stepped with
-        self._resume: dict[str, Any] | None = None
-        # Inside `over` any rank may run out of data; forwards with collectives must be as many.
-        self._meets = sync.counts_must_agree
-        self._while_waiting: Callable[[], object] | None = None
+        self._progress = Progress(lambda: 1)  # a batch is a window
 
     def __repr__(self) -> str:
-        optimizers = "+".join(type(one).__name__ for one in self._window.target.optimizers)
+        optimizers = "+".join(
+            type(optimizer).__name__ for optimizer in self._ledger.target.optimizers
+        )
         return (
             f"WholeBatch({type(self._root).__name__}, {optimizers or None}, "
             f"micro_batch={self.micro_batch!r}, updates={self.updates})"
@@ -180,8 +183,8 @@ class WholeBatch(HasWindow):
     @property
     def micro_batch_size(self) -> int | None:
         """Samples in a micro-batch: the given number, or the one that fits; None before that."""
-        given = self.micro_batch if isinstance(self.micro_batch, int) else None
-        return self._fitting.size or given
+        asked = self.micro_batch if isinstance(self.micro_batch, int) else None
+        return self._fitting.size or asked
 
     @property
     def recoveries(self) -> int:
@@ -195,7 +198,7 @@ class WholeBatch(HasWindow):
             every: Measure one window of this many.
         """
         coupled = self._runner.needs_every_rank() is not None
-        self._probe = Probe(every, self._window, coupled=coupled)
+        self._probe = Probe(every, self._ledger, coupled=coupled)
 
     @property
     def noise(self) -> NoiseScale | None:
@@ -212,7 +215,7 @@ class WholeBatch(HasWindow):
         Returns:
             The exact mean loss, the gradient norm and what else happened.
         """
-        if not self._window.target.steps:
+        if not self._ledger.target.steps:
             raise WindowError(
                 "step() with optimizer=None: call gradient(batch), then your own optimizer step"
             )
@@ -230,7 +233,7 @@ class WholeBatch(HasWindow):
             batch: The whole batch, as for `step`.
             after_micro: As for `step`.
         """
-        self._window.store.check_hand_over()
+        self._ledger.store.check_hand_over()
         with self._turn:
             self.last_step = self._update(batch, after_micro, steps=False)
         return self.last_step
@@ -251,23 +254,19 @@ class WholeBatch(HasWindow):
         return self._fitting.said
 
     def _update(self, batch: Any, after_micro: AfterMicro | None, *, steps: bool = True) -> Step:
-        if not torch.is_grad_enabled():
-            raise WindowError(
-                "step() under torch.no_grad() or torch.inference_mode(), where there are no "
-                "gradients: call it outside of them, or under torch.enable_grad()"
-            )
-        window = self._window
+        refuse_no_grad("step()", "call it outside of them, or under torch.enable_grad()")
+        ledger = self._ledger
         forwards = None
-        alike = window.sync.counts_must_agree
+        alike = ledger.sync.counts_must_agree
         try:
             if self._meets and not alike:
-                self._meet(1, steps)
-            window.sync.before_forwards()
+                self._meet_with(1, steps)
+            ledger.sync.before_forwards()
             micros = self._fitting.split(batch)
             if self._meets and alike:
-                forwards = self._meet(len(micros), steps)
+                forwards = self._meet_with(len(micros), steps)
             self._test(batch, micros)
-            known = None if self._count is None else self._count(micros)
+            known = self._known_units(micros)
             attempts: Iterable[Attempt] = [Attempt(micros, inside=self._fitting.inside())]
             if self._fitting.may_begin_again():
                 attempts = self._fitting.attempts(batch, micros, self._begin_again)
@@ -278,17 +277,23 @@ class WholeBatch(HasWindow):
                             self._begin(known, attempt.before)
                             self._run(attempt, forwards, after_micro)
             except torch.OutOfMemoryError as failure:
-                if window.open is None and window.sync.ranks > 1:
-                    window.begin(0, known=known)  # the other ranks meet there
+                if ledger.open is None and ledger.sync.ranks > 1:
+                    ledger.begin(0, known=known)  # the other ranks meet there
                 self._fitting.agree(failure)
             self._fitting.agree()
-            self._is_batch_done = True
+            if self._progress.loop is not None:
+                self._progress.end_item()
+                self._progress.end_window()
             return self._close(attempt.micros, steps)
         finally:
-            window.sync.restore()
-            if window.open is not None:
-                window.discard()
+            ledger.sync.restore()
+            if ledger.open is not None:
+                ledger.discard()
             self._runner.discard_window()
+
+    def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
+        """Return all units of a window by term, if `units=` counts them before."""
+        return None if self._count is None else self._count(micros)
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
@@ -304,25 +309,34 @@ class WholeBatch(HasWindow):
     def _begin(self, known: dict[str, float] | None, before: ForwardState | None) -> None:
         """Open the window, unless the first loss must open it."""
         if known is not None:
-            self._window.begin(known=known)
+            self._ledger.begin(known=known)
         self._runner.begin_window(before)
         if self._probe is not None:
             self._probe.begin()
 
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
-        window = self._window
-        if window.open is not None and window.sync.ranks > 1 and window.next_seed is None:
-            window.next_seed = read_scalars([window.open.seed])[0]
-        window.discard()
+        ledger = self._ledger
+        if ledger.open is not None and ledger.sync.ranks > 1 and ledger.next_seed is None:
+            ledger.next_seed = read_scalars([ledger.open.seed])[0]
+        ledger.discard()
         self._runner.executor.let_go()
 
-    def _meet(self, micro_batches: int, steps: bool = True) -> int:
+    @property
+    def _meets(self) -> bool:
+        """True if ranks meet before a window.
+
+        Inside `over` any rank may run out of data; forwards with collectives must be as many.
+        """
+        sync = self._ledger.sync
+        return sync.counts_must_agree or (self._progress.loop is not None and sync.ranks > 1)
+
+    def _meet_with(self, micro_batches: int, steps: bool = True) -> int:
         """Meet the other ranks before a window; return the most micro-batches that a rank brings.
 
         Refuse to go on where a rank has none and every rank is needed.
         """
-        most, fewest = self._window.sync.meet(micro_batches)
+        most, fewest = self._ledger.sync.meet(micro_batches)
         why = self._needs_every_rank(steps)
         if most > 0 and fewest == 0 and why is not None:
             raise RankError(
@@ -345,8 +359,8 @@ class WholeBatch(HasWindow):
         # one micro-batch is reduced after its norm was taken.
         measured = probe is not None and probe.active and len(micros) == 1
         alone = self._fitting.may_begin_again() or measured
-        reduces = self._window.sync.ranks == 1 or not alone
-        forwards = forwards if self._window.sync.counts_must_agree else None
+        reduces = self._ledger.sync.ranks == 1 or not alone
+        forwards = forwards if self._ledger.sync.counts_must_agree else None
         self._runner.run(micros, WindowRun(reduces, after, forwards))
 
     # --------------------------------------------------------------- the loop
@@ -363,35 +377,31 @@ class WholeBatch(HasWindow):
             ahead: Read the next batch while the device computes. Random numbers that the loader
                 draws are then drawn before the step ends.
         """
-        sync, feed = self._window.sync, self._feed_for(loader)
-        last: Any = NOTHING
-        self._while_waiting = feed.has_next if ahead else None
-        self._meets = sync.ranks > 1
-        try:
-            while feed.take():
-                last = feed.current
-                self._is_batch_done = False
-                yield last
-            while sync.ranks > 1 and (most := self._meet(0)):
-                with self._turn:
-                    self.last_step = self._joined(last, most)
-        finally:
-            self._while_waiting = None
-            self._meets = sync.counts_must_agree
-            self._is_batch_done = True
+        loop = Loop(loader, [self], static=self._layout["static"], ahead=ahead)
+        return loop.items()
 
-    def _feed_for(self, loader: Iterable[Any]) -> Feed:
-        """Return the feed of a loop over this loader, from the saved position if one was loaded."""
-        saved, self._resume = self._resume, None
-        position = None if saved is None else saved.get("feed")
-        if saved is not None and position is not None:
-            restore_random(saved["random"])  # whatever was drawn since it was loaded
-        self._feed = Feed(loader, position, static=self._layout["static"])
-        return self._feed
+    def _begin_window(self) -> None:
+        """Do nothing: `step` begins the window, when it knows its micro-batches."""
+
+    def _end_unused(self) -> None:
+        """Leave out a batch that was not stepped with."""
+        self._progress.end_window()
+
+    def _end_epoch(self) -> None:
+        """Do nothing: no option counts the epochs."""
+
+    def _meet(self, items: int) -> tuple[int, int]:
+        """Meet ranks that have a batch, if this one has none; with a batch, `step` meets them."""
+        return (items, items) if items else (self._meet_with(0), 0)
+
+    def _join(self, like: Any, most: int) -> None:
+        """Take part in an update of the other ranks, without a batch."""
+        with self._turn:
+            self.last_step = self._joined(like, most)
 
     def _needs_every_rank(self, steps: bool) -> str | None:
         """Return the reason why every rank needs data, or None."""
-        if not steps or self._window.leaves_gradients:
+        if not steps or self._ledger.leaves_gradients:
             return "after gradient() the step is made by each rank's own loop"
         return self._runner.needs_every_rank()
 
@@ -402,39 +412,39 @@ class WholeBatch(HasWindow):
             like: Any batch. It is not counted.
         """
         with self._turn:
-            self.last_step = self._joined(like, self._meet(0) if self._meets else None)
+            self.last_step = self._joined(like, self._meet_with(0) if self._meets else None)
         return self.last_step
 
     def _joined(self, like: Any, forwards: int | None) -> Step:
-        window = self._window
+        ledger = self._ledger
         why = self._needs_every_rank(steps=True)
         if why is not None:
             raise RankError(
-                f"rank {window.sync.rank} has no sample of this batch, and {why}: make the batch "
+                f"rank {ledger.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
-        window.sync.before_forwards()
+        ledger.sync.before_forwards()
         try:
             return self._join_with(like, forwards)
         finally:
-            window.sync.restore()
+            ledger.sync.restore()
 
     def _join_with(self, like: Any, forwards: int | None) -> Step:
         """Take part in every collective of the other ranks' window, in their order."""
-        window, probe = self._window, self._probe
+        ledger, probe = self._ledger, self._probe
         if probe is not None:
             probe.begin()
         self._fitting.join()
         self._runner.join_test()
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
-        known = None if self._count is None else self._count([])
+        known = self._known_units([])
         self._runner.begin_window(None)
-        if window.sync.counts_must_agree:
+        if ledger.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)
         else:
             self._fitting.agree()
-            step = window.join(known)
+            step = ledger.join(known)
         if probe is not None:
             probe.closed(step, joined=True)
         return step
@@ -443,20 +453,22 @@ class WholeBatch(HasWindow):
         self, like: Any, known: dict[str, float] | None, forwards: int | None
     ) -> Step:
         """Run as many forwards as the other ranks, none of which counts."""
-        window = self._window
+        ledger = self._ledger
         if like is NOTHING:
             raise RankError(
-                f"rank {window.sync.rank} has no data at all, and a sharded model needs every rank "
+                f"rank {ledger.sync.rank} has no data at all, and a sharded model needs every rank "
                 "in every forward: give it at least one batch"
             )
         stand_in = self._fitting.split(like)[0]
-        window.begin(0, known=known)
+        ledger.begin(0, known=known)
         with self._precision.window():
             self._runner.run((), WindowRun(forwards=forwards, stand_in=stand_in))
-        return window.close()
+        return ledger.close()
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        step = self._window.close(steps=steps, while_waiting=self._while_waiting)
+        loop = self._progress.loop
+        waiting = loop.read_ahead if loop is not None and loop.reads_ahead else None
+        step = self._ledger.close(steps=steps, while_waiting=waiting)
         if self._probe is not None:
             self._probe.closed(step, joined=False)
         if step.skipped is None:
@@ -472,15 +484,10 @@ class WholeBatch(HasWindow):
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
                 "window that was interrupted is computed again, with the same update"
             )
-        if not self._is_batch_done:
-            raise StateError(
-                "state_dict() inside over() before the step() with this batch: the batch would be "
-                "lost. Save after a Step"
-            )
-        saved = self._window.state_dict("WholeBatch")
-        feed = self._feed
+        feed = self._progress.state_dict(self._ledger)
+        saved = state_of(self._ledger, "WholeBatch")
         saved.update(
-            feed=None if feed is None or feed.is_exhausted else feed.state_dict(),
+            feed=feed,
             noise=None if self._probe is None else self._probe.state_dict(),
             **self._fitting.state_dict(),
         )
@@ -490,8 +497,9 @@ class WholeBatch(HasWindow):
         """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
-        self._window.load_state_dict("WholeBatch", saved)
-        self._feed, self._resume = None, saved
+        self._progress.refuse_load()
+        load_state(self._ledger, "WholeBatch", saved)
+        self._progress.load_state_dict(saved)
         self._fitting.load_state_dict(saved)
         if self._probe is not None:
             self._probe.load_state_dict(saved.get("noise"))

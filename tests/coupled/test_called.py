@@ -220,6 +220,49 @@ def test_a_transformer_with_time_first() -> None:
     acc.flush()
 
 
+class Rows(nn.Module):
+    """A transformer layer with time first, over batches whose first dimension is the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        return self.out(hidden.mean(1) if x.dim() == 3 else hidden)
+
+
+class Codebook(nn.Module):
+    """Centres its samples; the codebook and the temperature are no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, codes: Tensor, temperature: Tensor) -> Tensor:
+        return self.out(x - x.mean(0)) / temperature + (x @ codes.T).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "why"),
+    [
+        (Rows, [torch.ones(3, 4)], "its layer encoder.self_attn has batch_first=False"),
+        (Rows, [torch.ones(3, 6, 4)], "its layer encoder.self_attn has batch_first=False"),
+        (Codebook, [torch.ones(4, 4), torch.ones(7, 4), torch.tensor(2.0)], "different numbers"),
+    ],
+)
+def test_what_may_be_no_dimension_of_samples_is_warned_of(
+    model: Any, given: list[Tensor], why: str
+) -> None:
+    net, x = model().double(), torch.randn(given[0].shape).double()
+    acc = wb.Accumulator(net, sgd(net), steps=3)
+    with pytest.warns(UserWarning, match=f"{model.__name__}: its output for one row.*{why}"):
+        output = net(x, *(one.double() for one in given[1:]))
+    acc.backward(output.square().sum(), units=3)
+    acc.discard()
+
+
 def test_a_graph_is_no_batch_of_nodes() -> None:
     class Graph(nn.Module):
         def __init__(self) -> None:

@@ -383,7 +383,7 @@ def test_hooks_of_the_user_run_once() -> None:
     z.retain_grad()
     acc.backward(z.square().sum(), units=8)
     assert ran == ["output"]
-    assert torch.equal(z.grad, 2 * z * acc._window.current.seed)
+    assert torch.equal(z.grad, 2 * z * acc._ledger.current.seed)
 
 
 def test_copies_and_pickles_of_the_model_have_no_part_in_it() -> None:

@@ -102,7 +102,7 @@ class SeenWhole:
             found = [p.grad if stage == 0 else safe_get_full_grad(p) for p in engine.parameters()]
             self.steps.append([None if g is None else g.detach().clone() for g in found])
 
-        trainer._window.target.optimizers[0].register_step_pre_hook(look)
+        trainer._ledger.target.optimizers[0].register_step_pre_hook(look)
 
 
 def parameters_of(engine: Any) -> list[Tensor]:

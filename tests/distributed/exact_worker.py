@@ -111,7 +111,7 @@ def by_run_as_traced() -> Any:
     mine = [[micro(1000 * rank + 10 * w + i, 2) for i in range(2 + rank)] for w in range(5)]
     acc = wb.Accumulator(model, optimizer, steps=9, clip_norm=0.05, execute="compile")
     of_micro = partial(loss, model)
-    executor = acc._prepare(of_micro).executor
+    executor = acc._functions.prepare(of_micro).executor
     executor._plan.compiles = False
     for window in mine:
         for m in acc.over(window):

@@ -121,5 +121,5 @@ def test_losses_that_do_not_add_up_are_refused(report: dict[str, Any], stage: st
     found = report["advice"]["tested"][stage]
     assert len(found) == 2
     for case, said in found.items():
-        part = "compare" if "contrast" in case else "divided by 3, the number of steps"
+        part = "compare" if "contrast" in case else "a mean"
         assert part in said, (case, said)

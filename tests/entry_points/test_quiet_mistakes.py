@@ -459,7 +459,7 @@ def test_whole_batch_resumes_in_the_middle_of_an_epoch(ahead: bool) -> None:
         data: Any = torch.arange(16.0).view(8, 2) / 10
         for batch in loop.over(DataLoader(data, batch_size=2, shuffle=True), ahead=ahead):
             if not read:
-                with pytest.raises(StateError, match=r"before the step\(\) with this batch"):
+                with pytest.raises(StateError, match=r"before this item was used"):
                     loop.state_dict()
             loop.step(batch)
             read.append(batch)
@@ -505,3 +505,28 @@ def test_writes_of_the_loss_function_are_refused_in_every_window(entry: str) -> 
     with pytest.raises(WindowError, match="has changed since the window's last backward"):
         window()
     acc.discard()
+
+
+def test_a_mean_over_one_label_is_its_sum() -> None:
+    model = nn.Linear(4, 3).double()
+    acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+    x, labels = torch.ones(3, 4, dtype=torch.float64), torch.tensor([-100, 2, -100])
+    mean = functional.cross_entropy(model(x), labels)
+    acc.backward(wb.mean_loss(mean, (labels != -100).sum()))
+    acc.discard()
+
+
+def test_what_may_be_a_weight_or_a_sample_is_warned_of_and_exact() -> None:
+    model = nn.Conv2d(3, 3, 1).double()
+    acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=2)
+    images = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    whole = ((model(images) - images).square().mean((1, 2, 3)).sum() * 1024 / 2).item()
+    with pytest.warns(UserWarning, match="the loss is multiplied by 1024, a power of two"):
+        acc.backward((model(images[0]) - images[0]).square().mean() * 1024, units=1)
+    step = acc.backward((model(images[1]) - images[1]).square().mean() * 1024, units=1)
+    assert step is not None
+    assert step.loss == pytest.approx(whole, rel=1e-12)
+    other = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=1)
+    with pytest.warns(UserWarning, match="total is a mean over 48 numbers, and units=1 takes them"):
+        other.backward((model(images[0]) - images[0]).square().mean(), units=1, last=False)
+    other.discard()

@@ -123,7 +123,7 @@ def test_a_state_in_the_middle_of_a_window_is_refused() -> None:
         acc.state_dict()
     acc.discard()
     for _ in acc.over(parts):
-        with pytest.raises(wb.errors.StateError, match="before the backward of this micro-batch"):
+        with pytest.raises(wb.errors.StateError, match="before this item was used"):
             acc.state_dict()
         break
     train = wb.WholeBatch(model, sgd(model), loss=saves_inside, micro_batch=2)

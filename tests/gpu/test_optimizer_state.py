@@ -62,7 +62,7 @@ def far(ours: nn.Module, right: nn.Module) -> float:
 
 
 def state_of(train: wb.WholeBatch) -> list[Tensor]:
-    (optimizer,) = train._window.target.optimizers
+    (optimizer,) = train._ledger.target.optimizers
     return [one for state in optimizer.state.values() for one in state.values() if one.dim()]
 
 
@@ -90,7 +90,7 @@ def test_under_recorded_graphs() -> None:
 def test_a_loaded_state_is_moved() -> None:
     plain, _, _ = run(torch.float32, updates=4)
     ours, _, train = run(torch.float32, updates=3, optimizer_state="host")
-    (optimizer,) = train._window.target.optimizers
+    (optimizer,) = train._ledger.target.optimizers
     optimizer.load_state_dict(optimizer.state_dict())
     assert all(one.is_cuda for one in state_of(train))
     train.step(batch())

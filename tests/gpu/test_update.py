@@ -115,7 +115,7 @@ def test_a_fused_sgd_makes_no_update_of_a_gradient_that_is_not_finite() -> None:
     wrong = {**right, "times": torch.full((19,), torch.nan)}
     assert train.step(wrong).skipped is not None  # No momentum yet: the host reads first.
     train.step(right)
-    assert train._window.store.can_step_unread(train._window.hooks)
+    assert train._ledger.store.can_step_unread(train._ledger.hooks)
     before = parameters_of(model)
     momentum = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
     assert train.step(wrong).skipped is not None

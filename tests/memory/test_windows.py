@@ -119,7 +119,7 @@ def test_with_the_buckets_of_data_parallel_ranks() -> None:
     model = mlp(256)
     optimizer = sgd(model.parameters())
     train = wb.WholeBatch(DistributedDataParallel(model), optimizer, loss=loss, micro_batch=2)
-    sync: Any = train._window.sync
+    sync: Any = train._ledger.sync
     sync.ranks, of_one = 2, sync.sum
     sync.sum = lambda values: [2 * value for value in of_one(values)]
     train._fitting.recovers = False

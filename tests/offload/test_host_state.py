@@ -53,7 +53,7 @@ def made(
 
 
 def optimizer_of(train: wb.WholeBatch) -> torch.optim.Optimizer:
-    return train._window.target.optimizers[0]
+    return train._ledger.target.optimizers[0]
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -171,7 +171,7 @@ def test_the_state_waits_on_the_host() -> None:
         names = ("exp_avg", "exp_avg_sq")
         return [optimizer.state[p][name] for p in model.parameters() for name in names]
 
-    store: Any = train._window.store
+    store: Any = train._ledger.store
     home = kept()
     assert {id(one) for one in store._state._host.values()} >= {id(one) for one in home}
     assert store.host_bytes >= sum(one.nbytes for one in home)
@@ -228,7 +228,7 @@ def test_the_device_holds_little_state() -> None:
         with MemoryMeter(model=one, optimizer=optimizer_of(train)) as meter:
             train.step(batch)
         # On a CPU the meter counts the host memory too.
-        peaks[place] = meter.peak - getattr(train._window.store, "host_bytes", 0)
+        peaks[place] = meter.peak - getattr(train._ledger.store, "host_bytes", 0)
     assert peaks["host"] <= peaks["device"] - 1.5 * size
 
 
@@ -315,7 +315,7 @@ def test_a_step_that_fails_leaves_the_state_of_its_bucket(fails_in: int) -> None
         patch.setattr(type(optimizer), "step", fails)
         with pytest.raises(torch.OutOfMemoryError, match="from the last checkpoint"):
             train.step(samples(10))
-    host = train._window.store._state._host.values()  # type: ignore[attr-defined]
+    host = train._ledger.store._state._host.values()  # type: ignore[attr-defined]
     after = optimizer.state_dict()["state"]
     everything = [value for state in optimizer.state.values() for value in state.values()]
     assert all(any(value is place for place in host) for value in everything if value.dim())

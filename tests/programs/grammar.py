@@ -22,13 +22,13 @@ def programs(draw: Any, device: str = "cpu") -> Program:
     if device == "cuda":
         kind = _wrong() if share < 25 else _compiled() if share < 35 else _right()
         return replace(draw(kind), device=device)
-    if share < 3:
+    if share < 60:  # Hypothesis draws the ends of a range more often: what costs most is inside
+        return draw(_right())  # type: ignore[no-any-return]
+    if share < 63:
         return draw(_on_ranks())  # type: ignore[no-any-return]
-    if share < 6:
+    if share < 66:
         return draw(_in_host())  # type: ignore[no-any-return]
-    if share < 7:
-        return draw(_compiled())  # type: ignore[no-any-return]
-    return draw(_wrong() if share < 40 else _right())  # type: ignore[no-any-return]
+    return draw(_compiled() if share < 67 else _wrong())  # type: ignore[no-any-return]
 
 
 def _pick(draw: Any, values: Sequence[Any], plain: int = 1) -> Any:
@@ -73,7 +73,7 @@ def _right(draw: Any) -> Program:
         close=_close(draw, way, model, event),
         memory=_pick(draw, ["none", "host"], 6) if way not in ("gradient",) else "none",
         counts=counts,
-        precision=_pick(draw, ["float64", "float32", "bf16", "fp16"], 4),
+        precision=_precision(draw, model),
         event=event,
         at=at,
         seed=draw(st.integers(0, 50)),
@@ -170,6 +170,11 @@ def _scheduler(draw: Any, event: str) -> str:
     if event == "rate":
         return "none"
     return _pick(draw, [*kinds, "plateau"] if event == "none" else kinds, 3)  # type: ignore[no-any-return]
+
+
+def _precision(draw: Any, model: str) -> str:
+    kinds = ["float64", "float32", "bf16", "fp16"]  # torch has no LSTM in fp16 on a CPU
+    return _pick(draw, kinds[:3] if model == "lstm" else kinds, 4)  # type: ignore[no-any-return]
 
 
 def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:

@@ -181,6 +181,7 @@ def _event(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer)
         optimizer.add_param_group({"params": added, "lr": 0.05})
     if program.event == "load":
         with torch.no_grad():
-            for value in model.state_dict().values():
+            # Tied weights have two names in a state_dict: each tensor is halved once.
+            for value in (*model.parameters(), *model.buffers()):
                 if value.is_floating_point():
                     value *= 0.5

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds after which a program is said to hang."""
 
 
@@ -52,7 +52,8 @@ def warm_up(*texts: str) -> None:
     torch.set_num_threads(1)
     for text in texts:
         listed = "\nimport sys\nprint(json.dumps([{'modules': [*sys.modules]}]))\n"
-        for name in run(text + listed).windows[0]["modules"]:
+        ended = run(text + listed)
+        for name in ended.windows[0]["modules"] if ended.windows else ():
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     gc.collect()

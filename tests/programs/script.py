@@ -370,7 +370,7 @@ def _options(program: Program) -> list[str]:
     if program.event == "nan":
         close += ['nonfinite="skip"']
     close += [CLOSE[name] for name in program.close]
-    if program.precision == "fp16" and not program.is_whole:
+    if program.precision == "fp16":
         close += [f'scaler=torch.amp.GradScaler("{program.device}", init_scale=256.0)']
     if close:
         options += [f"close=wb.Close({', '.join(close)})"]

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from tests.programs.description import Program
 from tests.programs.grammar import programs
+from tests.programs.hosts import HOSTS
 from tests.programs.judge import Verdict, judge
 from tests.programs.run import warm_up
 from tests.programs.script import script
@@ -29,6 +30,7 @@ class Search:
     """A queue for (process, kind, failure)."""
     device: str = "cpu"
     known: set[str] = field(default_factory=set)
+    warm: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ends = time.monotonic() + self.seconds
@@ -64,6 +66,9 @@ class Search:
             return
         if self.target is not None and time.monotonic() > self.shrinks_until:
             return
+        if program.way in HOSTS and program.way not in self.warm:  # imports of seconds, made once
+            self.warm.add(program.way)
+            warm_up(script(program))
         found = judge(program)
         if self.target is None:
             self.tell.put((self.number, found.kind, None))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.programs.description import Micro, Program
-from tests.programs.judge import verdict
+from tests.programs.found import FOUND
+from tests.programs.judge import judge, verdict
 from tests.programs.mistakes import MISTAKES
 from tests.programs.run import Outcome, run
 from tests.programs.script import script
@@ -61,6 +62,12 @@ def test_a_mistake_that_nobody_names_is_found() -> None:
     assert not verdict(planted, outcome).failed
     unseen = run(script(planted).replace("micro_batch=", "audit=False, micro_batch="))
     assert verdict(planted, unseen).signature == "silent: mean as total in step"
+
+
+@pytest.mark.parametrize("program", FOUND, ids=repr)
+def test_what_was_found_stays_found(program: Program) -> None:
+    found = judge(program)
+    assert not found.failed, found.detail
 
 
 def test_what_is_listed_is_on_the_page() -> None:

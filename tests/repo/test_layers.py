@@ -26,8 +26,10 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"integrations", "lint", "testing", "tune"}),
     frozenset({"verification"}),
     frozenset({"accumulator", "whole_batch", "distributed.pipeline"}),
+    frozenset({"loop_windows"}),
+    frozenset({"loop", "run_loss", "two_pass_runner"}),
     frozenset({"runner"}),
-    frozenset({"run_loss", "noise_scale", "make_window"}),
+    frozenset({"joint_windows", "loss_functions", "noise_scale", "make_ledger"}),
     frozenset({"memory"}),
     frozenset({"coupled"}),
     frozenset({"compile"}),
@@ -323,7 +325,7 @@ def tree(tmp_path: Path) -> Path:
     plant(tmp_path, "runner.py", "")
     plant(tmp_path, "losses/loss.py", "import torch\nfrom wholebatch import errors\n")
     plant(tmp_path, "window/window.py", "from wholebatch.losses.loss import Loss\n")
-    plant(tmp_path, "accumulator.py", "from wholebatch.window.window import Window\n")
+    plant(tmp_path, "accumulator.py", "from wholebatch.window.ledger import Ledger\n")
     plant(
         tmp_path,
         "whole_batch.py",

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholebatch as wb
 from tests.support import loss
 from wholebatch.options import grouped
-from wholebatch.window import gradient_store
-from wholebatch.window.gradient_store import Store
+from wholebatch.window import close
+from wholebatch.window.close import Store
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the CPU step unread, as a CUDA device does; counts how often it was asked to."""
     asked: list[int] = []
-    monkeypatch.setattr(gradient_store, "_DEVICES_TO_WAIT_FOR", ("cpu", "cuda"))
+    monkeypatch.setattr(close, "_DEVICES_TO_WAIT_FOR", ("cpu", "cuda"))
     real = Store.can_step_unread
 
     def can(self: Store, hooks: Any) -> bool:
@@ -132,7 +132,7 @@ def test_a_window_that_is_not_finite_changes_nothing(here: list[int]) -> None:
 
 
 def train_state(train: wb.WholeBatch) -> list[Tensor]:
-    optimizer = train._window.target.optimizers[0]
+    optimizer = train._ledger.target.optimizers[0]
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
@@ -193,7 +193,7 @@ def test_only_where_the_optimizer_steps_on_the_device(here: list[int], fused: bo
 def test_not_with_hooks_on_the_optimizer(here: list[int]) -> None:
     _, train = make()
     seen = []
-    train._window.target.optimizers[0].register_step_pre_hook(lambda *_: seen.append(1))
+    train._ledger.target.optimizers[0].register_step_pre_hook(lambda *_: seen.append(1))
     train.step(batch(0))
     assert here == [0]
     assert seen == [1]

@@ -118,7 +118,7 @@ def test_clipping_by_norm_per_parameter_group() -> None:
         )
         <= EXACT
     )
-    acc._window.target.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    acc._ledger.target.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(wb.errors.OptionError, match="2 values for 3 parameter groups"):
         window(model, acc, batch, [13, 7])
 

@@ -117,7 +117,7 @@ def test_casting_once_changes_no_bit() -> None:
     train = wb.WholeBatch(
         model, sgd(model), loss=loss, micro_batch=5, precision="bf16", units=lambda m: len(m["y"])
     )
-    train._window.next_seed = 1 / 16
+    train._ledger.next_seed = 1 / 16
     train._count = None
     train.step(batch)
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):

@@ -26,7 +26,7 @@ class Unpadded:
     loader: DataLoader[Any]
     kept: int
     """The number of this rank's samples that are not repeats: always its first ones."""
-    given: int
+    drawn: int
     """The number of samples that the sampler gives this rank, repeats included."""
     batch_size: int
     static: Static = ()
@@ -43,7 +43,7 @@ class Unpadded:
     def __iter__(self) -> Iterator[Any]:
         for index, batch in enumerate(self.loader, self.start):
             start = index * self.batch_size
-            size = min(self.batch_size, self.given - start)
+            size = min(self.batch_size, self.drawn - start)
             kept = min(size, self.kept - start)
             if kept == size:
                 yield batch
@@ -218,5 +218,5 @@ def generators_of(loader: object) -> list[torch.Generator]:
     """Return the random generators that a DataLoader and its samplers were given."""
     batches = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    found = {id(it): it for it in (getattr(owner, "generator", None) for owner in owners)}
-    return [it for it in found.values() if isinstance(it, torch.Generator)]
+    by_id = {id(it): it for it in (getattr(owner, "generator", None) for owner in owners)}
+    return [it for it in by_id.values() if isinstance(it, torch.Generator)]

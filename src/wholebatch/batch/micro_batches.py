@@ -97,7 +97,7 @@ def joined(
     >>> joined(parts)["x"].shape, joined([*parts, {"x": torch.zeros(1, 4), "t": 0.5}])
     (torch.Size([3, 3]), None)
     """
-    layouts = [layout_of(one, batch_size=batch_size, static=static) for one in batches]
+    layouts = [layout_of(batch, batch_size=batch_size, static=static) for batch in batches]
     first, *others = layouts
     kinds = [(leaf.name, leaf.batched) for leaf in first.leaves]
     if any(kinds != [(leaf.name, leaf.batched) for leaf in other.leaves] for other in others):
@@ -106,15 +106,19 @@ def joined(
     widths = [None if known is None else width for known, width in lengths]  # of padded ones
     values = []
     for index, leaf in enumerate(first.leaves):
-        found = [layout.leaves[index].value for layout in layouts]
+        column = [layout.leaves[index].value for layout in layouts]
         if not leaf.batched:
-            if any(value is not leaf.value and not _is_equal(value, leaf.value) for value in found):
+            if any(
+                value is not leaf.value and not _is_equal(value, leaf.value) for value in column
+            ):
                 return None
             values.append(leaf.value)
             continue
-        if not all(isinstance(value, Tensor) and value.dtype is found[0].dtype for value in found):
+        if not all(
+            isinstance(value, Tensor) and value.dtype is column[0].dtype for value in column
+        ):
             return None
-        parts = _of_one_width(found, widths, partial(_filler, layouts, index, by))
+        parts = _of_one_width(column, widths, partial(_filler, layouts, index, by))
         if parts is None:
             return None
         values.append(torch.cat(parts))
@@ -155,10 +159,11 @@ def _of_one_width(
     ]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        both = isinstance(value, Tensor) and isinstance(other, Tensor)
+        return both and torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 @dataclass(frozen=True)
@@ -245,9 +250,9 @@ def _arrays_of(layout: Layout) -> dict[str, Any]:
 
 def _real_tokens(arrays: Mapping[str, Any], mask: str | None) -> Tensor | None:
     """Return True for each real token: by the mask that is named, else by an `attention_mask`."""
-    given = arrays.get(mask or "attention_mask")
-    if given is not None and given.ndim == 2:
-        values = _dense(given)
+    leaf = arrays.get(mask or "attention_mask")
+    if leaf is not None and leaf.ndim == 2:
+        values = _dense(leaf)
         if not values.is_floating_point() or not bool((values < 0).any()):
             return values != 0
     if mask is None:
@@ -302,13 +307,13 @@ def without_padding(layout: Layout, by: Tokens, count: int) -> tuple[Any, Any] |
     lengths, width = lengths_of(layout, by)
     if lengths is None or width is None:
         return None
-    made = [_rounded(length, by, width) for length in lengths]
-    rows = sorted((row for row in range(layout.size) if made[row] < width), key=made.__getitem__)
+    ends = [_rounded(length, by, width) for length in lengths]
+    rows = sorted((row for row in range(layout.size) if ends[row] < width), key=ends.__getitem__)
     if not rows[:count]:
         return None
     few = rows[:count]
     trimmed = _trimmed(layout, width)
-    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, made[few[-1]]))
+    return layout.take(few), _micro_batch(layout, few, trimmed, max(1, ends[few[-1]]))
 
 
 def _rounded(length: int, by: Tokens, width: int) -> int:
@@ -363,7 +368,7 @@ def _narrow(value: Any, width: int) -> Any:
 
 def _trimmed(layout: Layout, width: int) -> set[int]:
     """Return the indices of the leaves to trim: [samples, tokens, ...]."""
-    found: set[int] = set()
+    trimmed: set[int] = set()
     for index, leaf in enumerate(layout.leaves):
         if not leaf.batched or not is_array(leaf.value) or width < 2:
             continue
@@ -375,5 +380,5 @@ def _trimmed(layout: Layout, width: int) -> set[int]:
                 "function, from one that is [samples, tokens], or split by a number of samples"
             )
         if width in shape[1:2]:
-            found.add(index)
-    return found
+            trimmed.add(index)
+    return trimmed

@@ -254,15 +254,13 @@ def _value_and_line(part: str, names: dict[str, Any]) -> str:
 
 def _with_free_names(path: str, names: dict[str, Any]) -> str:
     """Put the name of a free variable for `function.__closure__[0].cell_contents`."""
-    cell = re.match(r"L\['function'\](.*?)\.__closure__\[(\d+)\]\.cell_contents", path)
-    if cell is None:
-        return path
-    function = names["function"]
-    for field in filter(None, cell[1].split(".")):
-        function = getattr(function, field, None)
-    free = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    number = int(cell[2])
-    return free[number] + path[cell.end() :] if number < len(free) else path
+    cell = re.compile(r"\.__closure__\[(\d+)\]\.cell_contents")
+    function, name, rest = names["function"], "", path.removeprefix("L['function']")
+    while (place := cell.match(rest)) and hasattr(function, "__closure__"):
+        number, rest = int(place[1]), rest[place.end() :]
+        name = function.__code__.co_freevars[number]
+        function = function.__closure__[number].cell_contents
+    return name + rest if name else path
 
 
 def _why_not(problem: Exception) -> str:

@@ -57,7 +57,7 @@ from wholebatch.window.autocast import Precision
 from wholebatch.window.forward_state import ForwardState
 
 if TYPE_CHECKING:
-    from wholebatch.window.window import Window
+    from wholebatch.window.ledger import Ledger
 
 
 class Stage(Enum):
@@ -134,7 +134,7 @@ class Executor:
         *,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        window: Window,
+        window: Ledger,
         precision: Precision,
         device: torch.device,
         eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
@@ -341,7 +341,7 @@ class Executor:
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
         added = ready.form.read(*ready.run(inputs.tensors, self._seeds(ready.form)))
-        self._window.current.record(added.totals, added.units, added.weights)
+        self._window.added.record(added.totals, added.units, added.weights)
         return added
 
     def _advance(self, slot: Slot, inputs: Inputs) -> Stage:
@@ -351,7 +351,7 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage = self._plan, slot.stage
-        first = not self._window.now.micro_batches  # A second loss of a micro-batch never is.
+        first = not self._window.added.micro_batches  # A second loss of a micro-batch never is.
         slot.reading = slot.reading or self._known_reading(inputs)
         shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
@@ -401,7 +401,7 @@ class Executor:
             if dtype not in self._likes:
                 self._likes[dtype] = torch.zeros((), dtype=dtype, device=self._device)
         return [
-            self._window.current.seed_of(name, self._likes[dtype], weight)
+            self._window.seed_of(name, self._likes[dtype], weight)
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
@@ -419,7 +419,7 @@ class Executor:
             return
         self._begun = window.open
         self._casts.refresh()  # The device casts while the host checks.
-        trained = window.target.trained() if window.open is None else window.now.inputs
+        trained = window.target.trained() if window.open is None else window.inputs
         if [*map(id, self._parameters)] != [*map(id, trained)]:
             self._reset()
             self._parameters = list(trained)
@@ -449,11 +449,11 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         if slot.stage is not Stage.EAGER:
             self._make_room()
-        alone = not self._window.now.owners
+        alone = not self._window.added.owners
         earlier = None
         shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
-        if not alone and (not self._window.now.micro_batches or not proven):
+        if not alone and (not self._window.added.micro_batches or not proven):
             if not self._gradients.parameters:
                 self._make_buffers(State.of(self._model, self._parameters))
             earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))

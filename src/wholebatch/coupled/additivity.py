@@ -29,12 +29,13 @@ from wholebatch.coupled.adds_up import (
 )
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
-from wholebatch.coupled.last_reduction import StepDivision, find_step_division, last_reductions
+from wholebatch.coupled.last_reduction import last_reductions, step_division
 from wholebatch.coupled.normalisation_layers import is_spectral_norm
 from wholebatch.coupled.sample_runs import spread_rows
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
+from wholebatch.warn_user import warn_user
 from wholebatch.window.forward_state import (
     ForwardState,
     capture_random,
@@ -267,7 +268,7 @@ class AdditivityTest:
         `run`, `outputs` and `name` are those of `check_adds_up`.
         """
         self._is_due, is_first = False, self._tries > 0
-        divisions: list[StepDivision | None] = []
+        divisions: list[str | None] = []
 
         def first(few: Any) -> Any:
             result = run(few)
@@ -326,14 +327,10 @@ class AdditivityTest:
                 found += self._over_micro_batches(run, gathered, layout)
         if is_first and not divisions:  # no graph was made: the step's own is read
             self._unread_steps = samples.steps
-        for division in divisions:
-            if division is not None and division.is_sure:
-                name = "the loss function"
-                text = division.message
-                found.append(AuditFinding(name, "division by the steps", "divided", text))
-            elif division is not None:
-                division.report()
         self._end((*found, *result.findings), result.conclusive)
+        for division in divisions:
+            if division is not None:
+                warn_user(division)
         if not self._tries and self._ranks == 1 and self._loss is not None:
             self._fingerprint = Fingerprint(self._model, self._loss)
 
@@ -404,11 +401,11 @@ class AdditivityTest:
         return AdditivityResult(tuple(one for one in result.findings if one not in doubtful))
 
     def read(self, loss: Loss | Terms) -> None:
-        """Refuse a first loss that is divided by the number of steps; the test made no graph."""
+        """Warn of a first loss that is divided by the number of steps; the test made no graph."""
         if self._unread_steps:
             found, self._unread_steps = _division(loss, self._unread_steps), ()
             if found is not None:
-                found.report(self._off)
+                warn_user(found)
 
     def join(self) -> None:
         """Take part in the other ranks' test, without a sample of one's own."""
@@ -547,12 +544,12 @@ class UnmovedLoss:
         return total if math.isfinite(total) else None
 
 
-def _division(loss: Any, steps: Collection[int]) -> StepDivision | None:
-    """Return the division of a loss by the number of steps, as its graph tells it."""
+def _division(loss: Any, steps: Collection[int]) -> str | None:
+    """Return a warning of a loss that is divided by the number of steps, or None."""
     if not isinstance(loss, Loss | Terms) or isinstance(loss, OfTheBatch):
         return None
     read = (
-        find_step_division(last_reductions(term.total), term.units, steps)
+        step_division(last_reductions(term.total), term.units, steps)
         for term in terms_of(loss).values()
     )
     return next((found for found in read if found is not None), None)

@@ -16,9 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wholebatch.errors import LossError
 from wholebatch.losses.loss import Units
-from wholebatch.warn_user import warn_user
 
 # Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
 # over no units.
@@ -147,49 +145,27 @@ def _scale(node: Any, operation: str, one: Tensor) -> Scale:
 _UNDIVIDED = "the window divides by its units, so do not divide by the number of steps"
 
 
-@dataclass(frozen=True, slots=True)
-class StepDivision:
-    """A loss that is scaled by 1 / (number of steps); `is_sure` if that is no weight."""
-
-    message: str
-    is_sure: bool
-
-    def report(self, off: str = "audit=False") -> None:
-        """Raise if it is sure, else warn; `off` is the option that leaves the test out."""
-        if self.is_sure:
-            raise LossError(f"{self.message} ({off}: leave this check out)")
-        warn_user(self.message)
-
-
-def find_step_division(
+def step_division(
     terms: Sequence[Reduction], units: Units | None, steps: Collection[int]
-) -> StepDivision | None:
-    """Return the division of a mean by one of `steps`, the number of steps.
+) -> str | None:
+    """Return a warning of a loss that is scaled by 1 / (number of steps), or None.
 
-    `terms` are the `last_reductions` of a loss. A division by exactly this number, on top of a
-    mean, is a leftover of a loop that averaged over its steps. A multiplication by its inverse may
-    be a weight (`0.5 * mse` in two steps): it is not sure. Nor is a sum that is divided by it, if
-    the loss is given as a sum over `units` (None: as a mean).
+    `terms` are the `last_reductions` of a loss, `steps` the numbers that it may be. A division by
+    exactly this number is likely left over from a loop that averaged over its steps, but it may be
+    a weight (the square of a temperature of 2, in 4 steps). A sum is looked at if the loss is given
+    as a sum over `units` (None: as a mean).
     """
     for number in sorted(set(steps)):
         found = {_scale_by(term, number, units) for term in terms}
         if number < 2 or not found or None in found:
             continue
-        # The average of as many terms as there are steps is divided by their number as well.
-        if found == {"of a mean"} and len(terms) != number:
-            return StepDivision(
-                f"this mean is divided by {number}, the number of steps; give it undivided: "
-                f"{_UNDIVIDED}. If {number} is a weight of your loss, multiply instead: "
-                f"loss * {1 / number:.6g}",
-                is_sure=True,
-            )
         what = "multiplied by 1 /" if "by the inverse" in found else "divided by"
         begin = f"this loss is {what} {number}"
-        return StepDivision(
+        return (
             f"{begin}, and {number} is the number of steps. If that is left over from a loop that "
-            f"averaged over its steps, remove it: {_UNDIVIDED}. If it is a weight, nothing is "
-            f'wrong; warnings.filterwarnings("ignore", "{begin}") silences this warning',
-            is_sure=False,
+            "averaged over its steps, remove it: the window divides by its units. If it is a "
+            "weight, nothing is wrong; "
+            f'warnings.filterwarnings("ignore", "{begin}") silences this warning'
         )
     return None
 

@@ -34,19 +34,16 @@ from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
-from wholebatch.coupled.last_reduction import Reduction, find_step_division, last_reductions
+from wholebatch.coupled.last_reduction import Reduction, last_reductions, step_division
 from wholebatch.coupled.mean_units import MeanUnits, is_mean_times_units
 from wholebatch.coupled.normalisation_layers import batchnorms, refuse_new_norms
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.errors import WindowError
 from wholebatch.losses.loss import Loss, Terms, Units, check_units, refuse_in_parts, terms_of
+from wholebatch.warn_user import warn_user
+from wholebatch.window.autograd_graph import graph_nodes, refuse_freed_graph, transforms_active
 from wholebatch.window.forward_state import in_backward
-from wholebatch.window.window import (
-    graph_nodes,
-    is_tested_window,
-    refuse_freed_graph,
-    transforms_active,
-)
+from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -63,7 +60,8 @@ def sum_or_mean(
 ) -> AuditFinding | None:
     """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
     terms = [term for term in reductions if term.count > 1 or not term.sizes]
-    if units <= 0 or not terms or len(terms) >= units > 1:  # as many terms: one of each unit
+    # One unit may be a sample, and the mean one over what it consists of: `doubtful` warns of it.
+    if units <= 1 or not terms or len(terms) >= units:  # as many terms: one of each unit
         return None
     first, number = terms[0], f"{units:g}"
     if not is_mean and all(_is_mean(term, units) for term in terms):
@@ -74,7 +72,7 @@ def sum_or_mean(
             f"say that it is a mean: backward(mean=..., units={_over(first, units)})"
         )
         return AuditFinding(_LOSS, first.function, "mean", text)
-    if is_mean and units > 1 and all(map(_is_summed_loss, terms)):
+    if is_mean and all(map(_is_summed_loss, terms)):
         text = (
             f"mean is a sum, and must be the mean over its units={number}: its "
             f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
@@ -88,8 +86,6 @@ def _is_mean(term: Reduction, units: float) -> bool:
     """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
     if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
         return False
-    if units == 1:  # It may be one sample, and the mean over what it consists of.
-        return term.kind == "mean" and len(term.sizes) > 0 and term.sizes[0] > 1
     by_units = any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = by_units and units > 2 and term.count != units * units
@@ -204,19 +200,46 @@ def _comparison(linked: int, rows: int, units: float) -> AuditFinding:
     return AuditFinding(_LOSS, "comparison", "compared", text)
 
 
-def loss_scale(reductions: Sequence[Reduction], units: float) -> AuditFinding | None:
-    """Find a loss that a GradScaler has scaled: its factor is a large power of two."""
+def doubtful(reductions: Sequence[Reduction], units: float, is_mean: bool) -> str | None:
+    """Return what to ask about a loss that is right or wrong by what its numbers mean."""
     for term in reductions:
         factor = term.scales[0].by if term.scales else 0.0
         is_scale = math.isfinite(factor) and factor >= 256 and math.frexp(factor)[0] == 0.5
         if is_scale and term.scales[0].operation == "multiplied" and factor != units:
-            text = (
-                f"the loss is multiplied by {factor:g}, as GradScaler.scale(loss) does: give the "
-                "loss itself, and the scaler as close=wb.Close(scaler=scaler), which scales, "
-                "unscales and updates it"
+            begin = f"the loss is multiplied by {factor:g}"
+            return (
+                f"{begin}, a power of two: if GradScaler.scale(loss) does so, give the loss "
+                "itself, and the scaler as close=wb.Close(scaler=scaler), which scales, unscales "
+                f"and updates it. If it is a weight, nothing is wrong; {_silenced(begin)}"
             )
-            return AuditFinding(_LOSS, "loss scale", "divided", text)
+    terms = [term for term in reductions if term.count > 1 or not term.sizes]
+    if units == 1 and not is_mean and terms and all(map(_is_mean_of_several, terms)):
+        begin = f"total is a mean over {_count(terms[0])}, and units=1 takes them as one"
+        return (
+            f"{begin}. If this is a mean over the samples or labels of a micro-batch, pass their "
+            "number: backward(mean=..., units=n). If all of it is one sample, nothing is wrong; "
+            f"{_silenced(begin)}"
+        )
     return None
+
+
+def _is_mean_of_several(term: Reduction) -> bool:
+    """True for a mean over more than one label, or over rows of losses without labels."""
+    if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
+        return False
+    if term.labels is not None:
+        return term.labels > 1
+    return term.kind == "mean" and len(term.sizes) > 0 and term.sizes[0] > 1
+
+
+def _count(term: Reduction) -> str:
+    if term.labels is not None:
+        return f"{term.labels:g} labels"
+    return f"{term.count} numbers"
+
+
+def _silenced(begin: str) -> str:
+    return f'warnings.filterwarnings("ignore", "{begin}") silences this warning'
 
 
 _watching: WeakSet[LoopChecks] = WeakSet()
@@ -267,7 +290,7 @@ class LoopChecks:
         self._reductions: list[tuple[Sequence[Reduction], Units | None]] = []
         self._means = MeanUnits()
         self._leaves: dict[int, tuple[ref[Tensor], int]] = {}
-        self._warned = False
+        self._doubted = self._warned = False
         self._stopped = False
 
     def begin_window(self, number: int) -> None:
@@ -366,21 +389,24 @@ class LoopChecks:
         found = [
             *(layer for model in self._models for layer in refused_by_type(model)),
             sum_or_mean(reductions, number, is_mean),
-            loss_scale(reductions, number),
             linked_rows(loss, number, self._outputs),
             # One unit owns all rows of its micro-batch: only state can be wrong there.
             *(one for one in self._calls if number != 1 or one.kind in ("state", "outside")),
         ]
         AdditivityResult(tuple(one for one in found if one is not None)).refuse()
+        doubt = doubtful(reductions, number, is_mean)
+        if doubt is not None and not self._doubted:
+            self._doubted = True
+            warn_user(doubt)
         self._warn_of_division(steps)
 
     def _warn_of_division(self, steps: int) -> None:
-        """Refuse a division by `steps`; warn of a product with the inverse, once."""
+        """Warn of a loss that is scaled by 1 / `steps`, once."""
         for terms, units in self._reductions:
-            found = find_step_division(terms, units, [steps])
-            if found is not None and (found.is_sure or not self._warned):
+            found = step_division(terms, units, [steps])
+            if found is not None and not self._warned:
                 self._warned = True
-                found.report()
+                warn_user(found)
 
     def end_micro_batch(self) -> None:
         """Forget the outputs of a micro-batch, after its backwards."""
@@ -388,7 +414,7 @@ class LoopChecks:
         self._means.end_micro_batch()
 
     def end_window(self, micro_batches: int = 0) -> None:
-        """End the first window; refuse means divided by its number of micro-batches."""
+        """End the first window; warn of losses divided by its number of micro-batches."""
         if self.active:
             self.active = False
             self.take_hooks_off()
@@ -444,15 +470,24 @@ class LoopChecks:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         inside = set(inner.modules())
         meets = any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in inside)
-        # The first dimension is time in some of torch's layers.
-        by_time = any(getattr(m, "batch_first", True) is False for m in inside)
-        if not self._called.isdisjoint(inside) or not inner.training or meets or by_time:
+        if not self._called.isdisjoint(inside) or not inner.training or meets:
             return
         with self.paused():
             result = parts_of_call(inner, args, kwargs)
-        if result.conclusive:
+            if not result.conclusive:
+                return
             self._called |= inside
+            mixes = any(one.kind not in ("state", "outside") for one in result.findings)
+            doubt = _other_dimension(inner, args, kwargs) if mixes else None
+        if doubt is None:
             self._calls += result.findings
+        elif doubt:
+            begin = f"{type(inner).__name__}: its output for one row of the first dimension changed"
+            warn_user(
+                f"{begin} when another row changed, and {doubt}. If the rows are samples, micro-"
+                "batches do not make the update of the whole batch: run wb.verify. If they are "
+                f"not, nothing is wrong; {_silenced(begin)}"
+            )
 
 
 def parts_of_call(
@@ -460,16 +495,17 @@ def parts_of_call(
 ) -> AdditivityResult:
     """Compare the outputs of a call with those of two parts of its samples, forward only.
 
-    Every tensor that is given must have the same number of samples in its first dimension; else
-    nothing is tested. The module is left as it was.
+    The first tensor gives the number of samples. Other tensors are given whole if they have another
+    number of rows, and are no indices: those of a graph's edges would point to rows that are left
+    out. The module is left as it was.
     """
-    sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of((args, kwargs))}
-    if len(sizes) != 1 or max(sizes) < 2:
+    others = _of_other_rows(args, kwargs)
+    if others is None or any(one.dim() and not one.is_floating_point() for one in others):
         return AdditivityResult(conclusive=False)
 
     def run(few: Any) -> dict[str, Tensor]:
         given, named = few
-        rows = len(next(tensor for tensor in tensors_of(few)))
+        rows = len(next(tensor for tensor in tensors_of(few) if tensor.dim()))
         leaves, _ = flatten(module(*given, **named))
         made = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
         return {name: one for name, one in made.items() if one.dim() and len(one) == rows}
@@ -484,6 +520,66 @@ def parts_of_call(
     except Exception as error:  # It cannot be called with fewer samples.
         _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
         return AdditivityResult()
+
+
+def _of_other_rows(args: Any, kwargs: Any) -> list[Tensor] | None:
+    """Return the tensors with other rows than the first has; None if that has fewer than two."""
+    given = tensors_of((args, kwargs))
+    rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+    if rows < 2:
+        return None
+    return [tensor for tensor in given if not tensor.dim() or len(tensor) != rows]
+
+
+def _other_dimension(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """Return why the first dimension may not be that of the samples; "" if it is not, or None."""
+    by_time = next(
+        (name for name, m in module.named_modules() if getattr(m, "batch_first", True) is False),
+        None,
+    )
+    if by_time is not None:
+        if _adds_up_along_second(module, args, kwargs):
+            return ""
+        name = f"its layer {by_time}" if by_time else "it"
+        return f"{name} has batch_first=False (torch's default), so it takes this dimension as time"
+    return "its tensors have different numbers of rows" if _of_other_rows(args, kwargs) else None
+
+
+def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """True if a call is the same for the parts of its second dimension, which holds the samples."""
+    columns = next((one.shape[1] for one in tensors_of((args, kwargs)) if one.dim() > 1), 0)
+
+    def turned(value: Any) -> Any:
+        has_samples = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == columns
+        return value.transpose(0, 1) if has_samples else value
+
+    compared: list[int] = []  # empty where the call fails
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *given: Any, **named: Any) -> dict[str, Tensor]:
+            rows = len(given[0] if given else next(iter(named.values())))
+            back = [_turned_back(one, rows) for one in given]
+            made = self.inner(*back, **{k: _turned_back(one, rows) for k, one in named.items()})
+            outputs = {
+                str(number): one if len(one) == rows else one.transpose(0, 1)
+                for number, one in enumerate(tensors_of(made))
+                if one.shape[:2].count(rows) == 1  # else either may be that of the samples
+            }
+            compared.append(len(outputs))
+            return outputs
+
+    given = [turned(one) for one in args]
+    result = parts_of_call(Turned(), given, {name: turned(one) for name, one in kwargs.items()})
+    return result.conclusive and not result.findings and any(compared)
+
+
+def _turned_back(value: Any, rows: int) -> Any:
+    is_turned = isinstance(value, Tensor) and value.dim() > 1 and len(value) == rows
+    return value.transpose(0, 1) if is_turned else value
 
 
 class _Hook:

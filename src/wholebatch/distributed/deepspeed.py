@@ -72,7 +72,7 @@ class DeepSpeed(Sync):
 
     counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
     owns_step = True
-    grows_own_graph = True  # graphs end in the engine's hooks, and only its backward() runs them
+    adds_to_parameters = False  # graphs end in hooks, which only the engine's backward() runs
 
     def __init__(self, engine: Any, *, sync: str = "auto") -> None:
         _check(engine)
@@ -181,7 +181,9 @@ class DeepSpeed(Sync):
             self._failed = True
             raise
 
-    def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    def run_backward(
+        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
         scaled = [total * seed for total, seed in zip(totals, seeds, strict=True)]
         self._engine.backward(torch.stack(scaled).sum(), scale_wrt_gas=False)
 

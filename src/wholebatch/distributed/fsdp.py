@@ -28,7 +28,7 @@ class Sharded(Sync):
     """A model whose modules were passed through `fully_shard`."""
 
     counts_must_agree = True
-    grows_own_graph = True  # to the unsharded parameters
+    adds_to_parameters = False  # but to the unsharded parameters
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -51,6 +51,11 @@ class Sharded(Sync):
             if self._is_hybrid:
                 module.set_requires_all_reduce(reduces, recurse=False)
         yield
+
+    def run_backward(
+        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        torch.autograd.backward(totals, seeds)
 
     def reduce_now(self, parameters: Parameters) -> None:
         raise reduces_in_backward_only("a sharded model")

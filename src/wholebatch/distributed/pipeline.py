@@ -28,8 +28,10 @@ from wholebatch.distributed.sync_strategy import Parameters, Sync
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.losses.loss import SINGLE, Loss, Units, as_loss
 from wholebatch.options import Close, close_options, close_with_only
+from wholebatch.window.ledger import HasLedger, Ledger
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
-from wholebatch.window.window import HasWindow, Step, Window
+from wholebatch.window.saved_state import load_state, state_of
+from wholebatch.window.window import Step
 
 Stage: TypeAlias = pipelining.PipelineStage
 LossFunction: TypeAlias = Callable[[Any, Any], Loss | Tensor]
@@ -52,7 +54,7 @@ class PipelineRunner:
     def __init__(
         self,
         stages: Sequence[Stage],
-        window: Window,
+        ledger: Ledger,
         sync: Pipelined,
         *,
         schedule: str,
@@ -68,7 +70,7 @@ class PipelineRunner:
                 f"schedule={schedule!r} with {len(stages)} stages on a rank: it runs one; use "
                 'schedule="interleaved"'
             )
-        self._stages, self._window, self._sync = list(stages), window, sync
+        self._stages, self._ledger, self._sync = list(stages), ledger, sync
         self._kind, self._size, self._loss = schedule, micro_batch, loss
         self._device = torch.device(stages[0].device)
         self.is_first = any(stage.is_first for stage in stages)
@@ -149,11 +151,11 @@ class PipelineRunner:
             self._schedule.step(*args, target=index, return_outputs=False, **kwargs)
         finally:
             self._targets = []
-        window = self._window.current
+        added = self._ledger.added
         for _, (total, units) in sorted(self._made.items()):
-            window.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
-            window.micro_batches += 1
-        window.micro_batches = math.ceil(self._samples / self._size)  # on the other stages too
+            added.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
+            added.end_micro_batch()
+        added.micro_batches = math.ceil(self._samples / self._size)  # on the other stages too
 
     def _filled_up(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,7 +194,7 @@ class PipelineRunner:
         units = result.units
         units = units.detach() if isinstance(units, Tensor) else units
         self._made[place] = (result.total.detach(), units)
-        return result.total * self._window.current.seed_of(SINGLE, result.total, 1.0)
+        return result.total * self._ledger.seed_of(SINGLE, result.total, 1.0)
 
 
 class Pipelined(Sync):
@@ -252,7 +254,7 @@ class Pipelined(Sync):
             self.replicas.broadcast(buffers)
 
 
-class Pipeline(HasWindow):
+class Pipeline(HasLedger):
     """A pipeline with a stage on every rank; `step` makes the update of the undivided batch.
 
     ```python
@@ -307,11 +309,11 @@ class Pipeline(HasWindow):
         options = close_options(close_with_only(close, *allowed, where="in a pipeline"), clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
         target = build_target(modules, optimizer, options=options, scheduler=scheduler, sync=sync)
-        self._window = Window(target, options, sync)
+        self._ledger = Ledger(target, options, sync)
         self._norms = [pair for module in modules for pair in whole_batch_norms(module)]
         self._refuse_batch_statistics()
         self._runner = PipelineRunner(
-            stages, self._window, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
+            stages, self._ledger, sync, schedule=schedule, micro_batch=micro_batch, loss=loss
         )
         self.last_step: Step | None = None
 
@@ -325,18 +327,18 @@ class Pipeline(HasWindow):
             target: The targets, for the loss.
             **keywords: Keyword inputs of the stages of the rank that passes them.
         """
-        window, runner = self._window, self._runner
+        ledger, runner = self._ledger, self._runner
         samples = runner.prepare(inputs, keywords, target)
         self._refuse_batch_statistics()
-        window.begin(samples)
+        ledger.begin(samples)
         try:
             runner.run(inputs, keywords)
             self._drop_strangers()
-            self.last_step = window.close()
+            self.last_step = ledger.close()
             return self.last_step
         finally:
-            if window.open is not None:
-                window.discard()
+            if ledger.open is not None:
+                ledger.discard()
 
     def _refuse_batch_statistics(self) -> None:
         for name, module in self._norms:
@@ -348,19 +350,19 @@ class Pipeline(HasWindow):
 
     def _drop_strangers(self) -> None:
         """Clear the gradients of parameters that no optimizer steps; backward computes them too."""
-        own = {id(parameter) for parameter in self._window.now.inputs}
-        for module in self._window.target.models:
+        own = {id(parameter) for parameter in self._ledger.inputs}
+        for module in self._ledger.target.models:
             for parameter in module.parameters():
                 if id(parameter) not in own:
                     parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from between steps, without stages and optimizers."""
-        return self._window.state_dict("Pipeline")
+        return state_of(self._ledger, "Pipeline")
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the stages and optimizers are loaded."""
-        self._window.load_state_dict("Pipeline", saved)
+        load_state(self._ledger, "Pipeline", saved)
 
 
 def _stages(stage: Any) -> list[PipelineStage]:

@@ -49,10 +49,9 @@ class Sync(ABC):
     counts_must_agree: bool = False
     """True if every rank must run equally many forwards (collectives run inside of them)."""
 
-    grows_own_graph: bool = False
-    """True if graphs lead to the engine's own tensors instead of the parameters themselves.
-
-    An open window's gradients are then not in `.grad`."""
+    adds_to_parameters: bool = True
+    """True if autograd adds to the parameters themselves: `.grad` holds what an open window has
+    added so far. Otherwise graphs lead to the engine's own tensors."""
 
     takes_graphs: bool = False
     """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
@@ -78,6 +77,11 @@ class Sync(ABC):
 
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
+
+    @property
+    def runs_alone(self) -> bool:
+        """True if a rank may run a forward or a backward that the other ranks do not run."""
+        return self.adds_to_parameters and not self.counts_must_agree
 
     def use_group(self, group: Group) -> None:
         """Sum over these data-parallel ranks."""
@@ -128,9 +132,11 @@ class Sync(ABC):
         """Note that a window opens."""
         return
 
-    def run_backward(self, totals: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-        """Run the backward of an engine that `grows_own_graph`."""
-        torch.autograd.backward(totals, seeds)
+    def run_backward(
+        self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        """Run the backward of totals, times their seeds, into these inputs alone."""
+        torch.autograd.backward(totals, seeds, inputs=inputs)
 
     @abstractmethod
     def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
@@ -209,13 +215,13 @@ def reduces_in_backward_only(engine: str) -> WindowError:
 
 def checksum(parameters: Iterable[nn.Parameter]) -> int:
     """Return a number that changes with the bits of these parameters, on every device alike."""
-    found = []
+    sums = []
     for parameter in parameters:
-        bits = getattr(parameter, "to_local", lambda one=parameter: one)().detach()
+        bits = getattr(parameter, "to_local", lambda whole=parameter: whole)().detach()
         try:
             bits = torch.view_as_real(bits) if bits.is_complex() else bits
             bits = bits.view(_BITS[bits.element_size()])
-            found.append(bits.sum(dtype=torch.int64))
+            sums.append(bits.sum(dtype=torch.int64))
         except (RuntimeError, TypeError, NotImplementedError):  # a tensor of a kind of its own
             continue
-    return zlib.crc32(repr([int(one) for one in found]).encode())
+    return zlib.crc32(repr([int(each) for each in sums]).encode())

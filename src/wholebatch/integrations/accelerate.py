@@ -101,7 +101,7 @@ class AccelerateAccumulator(HandedOver):
     def _last_of(self, last: bool | None) -> bool | None:
         """Return what Accelerate says: it synchronises in the last micro-batch of a window."""
         self._refuse_loop_without_accumulate()
-        if self._window.open is None:
+        if self._ledger.open is None:
             self.steps = self._accelerator.gradient_accumulation_steps
         return bool(self._accelerator.sync_gradients)
 
@@ -115,7 +115,7 @@ class AccelerateAccumulator(HandedOver):
             accelerator.sync_gradients
             and steps > 1
             and not moved
-            and self._window.open is None
+            and self._ledger.open is None
             and not accelerator.gradient_state.end_of_dataloader
         ):
             raise WindowError(
@@ -128,15 +128,15 @@ class AccelerateAccumulator(HandedOver):
 def _torch_optimizers(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    given: list[Any] = (
+    prepared: list[Any] = (
         [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     )
-    for one in given:
-        if not isinstance(one, AcceleratedOptimizer):
+    for each in prepared:
+        if not isinstance(each, AcceleratedOptimizer):
             raise OptionError(
-                f"optimizer={type(one).__name__}: must be what accelerator.prepare returned"
+                f"optimizer={type(each).__name__}: must be what accelerator.prepare returned"
             )
-    return [one.optimizer for one in given]
+    return [each.optimizer for each in prepared]
 
 
 def _check(accelerator: Accelerator) -> None:

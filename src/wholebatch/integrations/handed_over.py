@@ -7,7 +7,7 @@ library does then (clip, unscale, step, schedule, clear) works on the right grad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.accumulator import Accumulator
 from wholebatch.errors import UnsupportedError, WindowError
 from wholebatch.options import Close, close_with_only
+from wholebatch.window.close import Handover
 from wholebatch.window.precision import LossScale
 from wholebatch.window.window import Step
 
@@ -59,6 +60,13 @@ class HandedOver(Accumulator):
     """
 
     _written_by = "the loop until the window is complete"
+    _handover = Handover(
+        lends=True,  # the library clears them before the next window
+        counts=True,
+        stray="holds a gradient at the first backward of a window, which would be added to it: "
+        "call optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
+        "to windows.backward()",
+    )
     closes_by: ClassVar[str] = "windows.flush()"
     """The call that closes a window whose last micro-batch made no backward, for error messages."""
     guards_steps: ClassVar[bool] = True
@@ -69,7 +77,7 @@ class HandedOver(Accumulator):
         model: nn.Module | Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        steps: int,
+        steps: int | Callable[[int], int],
         scaled_by: object,
         close: Close | None,
         **options: Any,
@@ -84,51 +92,31 @@ class HandedOver(Accumulator):
             close=replace(handed_over_close(close), scaler=scaler),
             **options,
         )
-        self._is_whole = False
         self._is_completed = False  # a window was closed, and no step was made from it
-        store = self._window.store
-        store.lends = True  # the library clears them before the next window
-        store.stray = (
-            "holds a gradient at the first backward of a window, which would be added to it: call "
-            "optimizer.step() and optimizer.zero_grad() after every window, and give every loss "
-            "to windows.backward()"
-        )
         self._step_hooks: list[Any] = []
-        if self.guards_steps and not self._window.sync.owns_step:
-            for one in self._window.target.optimizers:
-                self._step_hooks.append(one.register_step_pre_hook(self._before_step))
-                self._step_hooks.append(one.register_step_post_hook(self._after_step))
+        if self.guards_steps and not self._ledger.sync.owns_step:
+            for optimizer in self._ledger.target.optimizers:
+                self._step_hooks.append(optimizer.register_step_pre_hook(self._before_step))
+                self._step_hooks.append(optimizer.register_step_post_hook(self._after_step))
 
-    @property
-    def _in_parts(self) -> bool:
-        return not self._is_whole or self._window.sync.ranks > 1
-
-    def _begin_backward(self, last: bool | None) -> bool:
-        is_last = super()._begin_backward(last)
-        self._is_whole = is_last and self._places == 0
-        return is_last
-
-    def _close_window(self, **how: Any) -> Step:
-        """Close the window, and leave its gradient in `.grad` (DeepSpeed's engine steps)."""
-        window = self._window
-        step = super()._close_window(steps=window.sync.owns_step, **how)
-        if window.sync.owns_step:
-            return step
+    def _after_close(self, step: Step) -> None:
+        """Note that the library may step; its scaler needs a gradient to skip the step by."""
+        ledger = self._ledger
+        if ledger.sync.owns_step:
+            return
         self._is_completed = True
-        if step.skipped is None:
-            window.updates += 1
-        elif window.target.scale is not None and window.target.scale.enabled:
-            for optimizer in window.target.optimizers:  # Its scaler needs one to skip the step by.
+        scale = ledger.target.scale
+        if step.skipped is not None and scale is not None and scale.enabled:
+            for optimizer in ledger.target.optimizers:
                 first = optimizer.param_groups[0]["params"][0]
                 first.grad = torch.full_like(first, math.nan)
-        return replace(step, update=window.updates)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Refuse a step from a part of a window, and one from gradients that no window made."""
-        if self._window.open is not None:
+        if self._ledger.open is not None:
             raise WindowError(f"optimizer.step() while the window is open: {self.closes_by}")
-        parameters = (one for group in optimizer.param_groups for one in group["params"])
-        if not self._is_completed and any(one.grad is not None for one in parameters):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not self._is_completed and any(p.grad is not None for p in parameters):
             raise WindowError(
                 "optimizer.step() with gradients that no window computed, so they are not those "
                 "of the whole batch. Pass every loss to windows.backward() of this "
@@ -143,12 +131,12 @@ class HandedOver(Accumulator):
         """Leave models and optimizers as they were found (a conversion of BatchNorm is kept)."""
         while self._step_hooks:
             self._step_hooks.pop().remove()
-        self._window.hooks.give_back()
+        self._ledger.hooks.give_back()
         self._functions.clear()  # graphs leave the device's memory
         self._checks.stop()
         for policy in self._batchnorms:
             policy.detach()
-        for model in self._window.target.models:
+        for model in self._ledger.target.models:
             if isinstance(model, DistributedDataParallel):  # its own reductions begin again
                 model.require_backward_grad_sync = model.require_forward_param_sync = True
 

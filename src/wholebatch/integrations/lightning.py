@@ -88,6 +88,7 @@ class FabricAccumulator(HandedOver):
     """
 
     closes_by = "pass last=True to the backward of its last micro-batch"
+    _knows_steps = False
 
     def __init__(
         self,
@@ -137,10 +138,6 @@ class FabricAccumulator(HandedOver):
                 "window, after which the loop steps, and last=False for the others"
             )
         return last
-
-    @property
-    def _planned_steps(self) -> int:
-        return 0  # not known before the window's end
 
 
 def _in_fabric_backward() -> AbstractContextManager[None]:
@@ -202,7 +199,7 @@ class ExactAccumulation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
         self._windows = TrainerAccumulator(trainer, **self._options)
-        self._windows._window.updates = self._saved_updates
+        self._windows._ledger.count_from(self._saved_updates)
         self._step = step = TrainingStep(trainer, pl_module, self._windows, self._units_of)
         self._replaced.enter_context(
             replaced_attributes(
@@ -282,7 +279,7 @@ class TrainerAccumulator(HandedOver):
         super().__init__(
             model,
             trainer.optimizers,
-            steps=max(trainer.accumulate_grad_batches, 2),  # more than one: run(last=) says which
+            steps=lambda _: trainer.accumulate_grad_batches,  # a scheduler may change it
             scaled_by=trainer.precision_plugin,
             execute="eager" if trainer.world_size > 1 else execute,
             **options,
@@ -293,11 +290,7 @@ class TrainerAccumulator(HandedOver):
     @property
     def is_open(self) -> bool:
         """True if the window holds a micro-batch."""
-        return self._window.open is not None
-
-    @property
-    def _planned_steps(self) -> int:
-        return self._trainer.accumulate_grad_batches
+        return self._ledger.open is not None
 
 
 class TrainingStep:
@@ -323,7 +316,7 @@ class TrainingStep:
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        run_loss = windows._prepare(self._run, reads=self._inner)
+        run_loss = windows._functions.prepare(self._run, reads=self._inner)
         self.executor = run_loss.executor
         self._as_run = run_loss.as_read
         inner = self._inner

@@ -456,3 +456,67 @@ def refuse_in_parts(loss: object) -> None:
             "returns the representations, and loss(all) gets those of the whole batch. "
             "audit=False computes it on each micro-batch alone"
         )
+
+
+def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) -> None:
+    """Refuse terms whose units were not counted before the first backward."""
+    if known is None:
+        raise LossError(
+            f"a loss of several terms ({', '.join(terms)}): each term is divided by its own units "
+            "over the window, which must be known before the first backward. Pass "
+            "WholeBatch(units=), a function that counts the units of each term in a micro-batch; "
+            "in your own loop, call Accumulator.announce({term: units}) before the window's "
+            "first backward"
+        )
+    if known.keys() != terms.keys():
+        raise LossError(
+            f"units= counts the terms {sorted(known)}, but the loss has the terms "
+            f"{sorted(terms)}: they must be the same"
+        )
+
+
+def sum_and_units(
+    total: Tensor | Loss | Terms | None = None,
+    units: Units | None = None,
+    mean: Tensor | None = None,
+) -> tuple[Tensor, Units]:
+    """Return the loss of a micro-batch as a sum with its graph, and its units.
+
+    It is given as a sum, a `wb.Loss` or a mean.
+
+    >>> import torch
+    >>> weight = torch.ones((), requires_grad=True)
+    >>> sum_and_units(weight * 6, units=3)[0].item()
+    6.0
+    >>> sum_and_units(mean=weight * 2, units=3)[0].item()
+    6.0
+    """
+    if mean is not None and total is not None:
+        raise LossError(
+            "backward() with both total and mean=: total is the sum over the units, mean is "
+            "the mean over them; pass one of the two"
+        )
+    if isinstance(total, Loss):
+        if units is not None:
+            raise LossError("units= with a wb.Loss, which has its own units: leave units= out")
+        return total.total, total.units
+    if isinstance(total, Terms):
+        check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
+    if total is None and mean is None:
+        raise LossError(
+            "backward() without a loss: give total, the sum over its units, or mean=, the mean "
+            "over them, with units="
+        )
+    if units is None:
+        raise LossError(
+            "backward(mean=...) without units=: pass the number of samples, tokens or weights "
+            "that it is a mean over"
+            if mean is not None
+            else "backward(total) without units=: pass the number of samples, tokens or "
+            "weights that total is a sum over. If it is a mean, call backward(mean=..., "
+            "units=...)"
+        )
+    if mean is None:
+        return check_total(total), check_units(units)
+    loss = mean_loss(mean, units)
+    return loss.total, loss.units

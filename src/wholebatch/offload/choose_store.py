@@ -10,15 +10,21 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.offload.partial_step import check_per_parameter
 from wholebatch.offload.state_on_host import OPTION, HostStateStore
-from wholebatch.window.close import CloseOptions
-from wholebatch.window.gradient_store import Store
+from wholebatch.window.close import Handover, Store
+from wholebatch.window.close_options import CloseOptions
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
 
 
 def choose(
-    place: str, *, target: Target, options: CloseOptions, sync: Sync, on_gradient: bool
+    place: str,
+    *,
+    target: Target,
+    options: CloseOptions,
+    sync: Sync,
+    on_gradient: bool,
+    handover: Handover | None = None,
 ) -> Store:
     """Return the store for `optimizer_state=place`, or raise if it cannot be used here.
 
@@ -33,11 +39,11 @@ def choose(
             "not in .grad; use ZeRO 0, DDP or FSDP2"
         )
     if place == "device":
-        return Store(target, options, sync)
+        return Store(target, options, sync, handover)
     if not target.steps:
         raise OptionError(f"optimizer=None with {OPTION}: there is no optimizer state to move")
     is_whole = all(type(parameter.data) is torch.Tensor for parameter in target.trained())
-    if sync.grows_own_graph or sync.owns_hooks or not is_whole:
+    if not sync.adds_to_parameters or sync.owns_hooks or not is_whole:
         raise UnsupportedError(
             f"{OPTION} on a model that an engine shards or runs: the engine holds the optimizer "
             "state. Use a plain model or DDP, or let the engine save the memory: shard over more "
@@ -45,4 +51,4 @@ def choose(
         )
     for optimizer in target.optimizers:
         check_per_parameter(optimizer, OPTION)
-    return HostStateStore(target, options, sync)
+    return HostStateStore(target, options, sync, handover)

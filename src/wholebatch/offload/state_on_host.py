@@ -14,8 +14,8 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
 from wholebatch.offload.streamed_state import StreamedState
-from wholebatch.window.close import CloseOptions
-from wholebatch.window.gradient_store import Store
+from wholebatch.window.close import Handover, Store
+from wholebatch.window.close_options import CloseOptions
 
 if TYPE_CHECKING:
     from wholebatch.window.model_and_optimizer import Target
@@ -28,8 +28,14 @@ class HostStateStore(Store):
 
     steps_at_once = False
 
-    def __init__(self, target: Target, options: CloseOptions, sync: Sync) -> None:
-        super().__init__(target, options, sync)
+    def __init__(
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        handover: Handover | None = None,
+    ) -> None:
+        super().__init__(target, options, sync, handover)
         self._state = StreamedState()
 
     @property

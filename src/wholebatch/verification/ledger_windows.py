@@ -37,7 +37,7 @@ class LedgerWindow:
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches that it has now."""
-        return len(self._window.open.owners) if self.is_open else 0
+        return len(self._window.added.owners) if self.is_open else 0
 
     @property
     def parameters(self) -> set[int]:
@@ -61,7 +61,7 @@ class LedgerWindow:
 
     def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
         """Return the ledger of a window that is complete."""
-        record = self._window.current
+        record = self._window.added
         columns = [[float(one) for one in column] for column in record.units.values()]
         before = self._rates.get(id(optimizer))
         return Ledger(

@@ -29,7 +29,8 @@ from wholebatch.options import grouped
 from wholebatch.verification.observed_window import StartingState, StepObserver, WindowRun
 from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.autocast import Precision
-from wholebatch.window.close import ClipNorm, power_of_two_near
+from wholebatch.window.close import power_of_two_near
+from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.forward_state import capture_random, same_random
 from wholebatch.window.precision import choose
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
+from wholebatch.loss_functions import check_functions, modules_of
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, flattened
 from wholebatch.readable_sizes import percent
-from wholebatch.runner import check_functions, modules_of
 from wholebatch.verification.model_causes import Measurements, diagnose
 from wholebatch.verification.model_runs import DividedBatch, ModelRuns, Numbers, uneven
 from wholebatch.verification.observed_window import WindowRun
@@ -32,7 +32,7 @@ from wholebatch.verification.run_comparison import (
 )
 from wholebatch.verification.verdicts import Cause, Verdict, cause
 from wholebatch.whole_batch import MicroBatch, WholeBatch
-from wholebatch.window.close import ClipNorm
+from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.precision import PrecisionName
 
 _log = logging.getLogger("wholebatch.verify")

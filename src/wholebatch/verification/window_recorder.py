@@ -32,7 +32,7 @@ from wholebatch.verification.loader_passes import LoaderPasses
 from wholebatch.verification.loss_terms import DDP_SINK, doubt_about, loss_graph, terms_of
 from wholebatch.verification.parameter_rows import ParameterRows
 from wholebatch.verification.running_program import replaced, trainer_at_hand
-from wholebatch.window import window as own_windows
+from wholebatch.window import ledger as own_windows
 
 _log = logging.getLogger("wholebatch")
 

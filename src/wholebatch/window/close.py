@@ -13,10 +13,13 @@ All of them are scalars on the device, and the gradients are multiplied once. A 
 takes from a tensor (`found_inf`) whether to step at all, so it steps before the host has read it.
 Any other optimizer steps after the host has read that the gradient is finite.
 
-The user's own code sees the whole gradient before it is clipped. A hook on a parameter
-(`parameter.register_hook`) may clip, mask or add noise: run on every micro-batch it would be
-another function, unless it is linear. So a window takes the hooks off and runs them at its close,
-then `on_gradient=`, then clips: the order of a plain loop.
+`Store` holds the gradients of the open window and steps from them; `wholebatch.offload` steps from
+another place.
+
+The user's own code sees the whole gradient before it is clipped. A hook on a
+parameter (`parameter.register_hook`) may clip, mask or add noise: run on every micro-batch it would
+be another function, unless it is linear. So a window takes the hooks off and runs them at its
+close, then `on_gradient=`, then clips: the order of a plain loop.
 """
 
 from __future__ import annotations
@@ -24,73 +27,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, OptionError, WindowError
-
-ClipNorm: TypeAlias = float | Sequence[float | None] | None
-Policy: TypeAlias = Literal["raise", "skip"]
+from wholebatch.window.close_options import ClipNorm, CloseOptions
+from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.model_and_optimizer import Target, needs_closure
 
 
 class Holder(Protocol):
     """A holder of a gradient: a parameter, or an engine's slice of some."""
 
     grad: Tensor | None
-
-
-@dataclass(frozen=True)
-class CloseOptions:
-    """Options of the close; impossible values are refused at construction."""
-
-    clip_norm: ClipNorm = None
-    clip_value: float | None = None
-    nonfinite: Policy = "raise"
-    zero_units: Policy = "raise"
-
-    def __post_init__(self) -> None:
-        clip = self.clip_norm
-        plain = [_plain(one) for one in clip] if isinstance(clip, list | tuple) else _plain(clip)
-        object.__setattr__(self, "clip_norm", plain)
-        object.__setattr__(self, "clip_value", _plain(self.clip_value))
-
-    def check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse what is impossible with these optimizers."""
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise OptionError(
-                "clip_norm= and clip_value= together: give one (the order of two would matter)"
-            )
-        groups = sum(len(optimizer.param_groups) for optimizer in optimizers)
-        clip = self.clip_norm
-        norms: Sequence[object] = clip if isinstance(clip, list | tuple) else [clip]
-        if norms is clip and len(norms) != groups:
-            raise OptionError(
-                f"clip_norm={norms!r}: {len(norms)} values for {groups} parameter groups; give one "
-                "number for all, or one (or None) for each group"
-            )
-        for norm in norms:
-            _check_positive("clip_norm", norm)
-        _check_positive("clip_value", self.clip_value)
-        for name in ("nonfinite", "zero_units"):
-            if getattr(self, name) not in ("raise", "skip"):
-                raise OptionError(f"{name}={getattr(self, name)!r}: must be 'raise' or 'skip'")
-
-
-def _plain(value: Any) -> Any:
-    """Return a Python number: one of NumPy's would round what it is divided by."""
-    odd = isinstance(value, Real) and not isinstance(value, int | float)
-    return float(value) if odd else value
-
-
-def _check_positive(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise OptionError(f"{name}={value!r}: must be a positive number, or None for no clipping")
 
 
 @dataclass(frozen=True)
@@ -157,15 +110,17 @@ def close_gradients(
     is_valid = is_valid & norm.isfinite()
     limits = options.clip_norm if isinstance(options.clip_norm, Sequence) else [options.clip_norm]
     clips = [
-        torch.ones_like(norm) if limit is None else (limit / (one + 1e-6)).clamp(max=1.0)
-        for limit, one in zip(limits, norms.unbind(), strict=True)
+        torch.ones_like(norm) if limit is None else (limit / (part + 1e-6)).clamp(max=1.0)
+        for limit, part in zip(limits, norms.unbind(), strict=True)
     ]
     if not is_normalised or options.clip_norm is not None:
         sets = gradients if len(clips) > 1 else [_flat(gradients)]
         for alike, clip in zip(sets, clips, strict=True):
             _multiply(alike, torch.where(is_valid, normalise * clip, 1.0))
     if options.clip_value is not None:
-        limit = torch.where(is_valid, normalise.new_full((), options.clip_value), math.inf)
+        # In float64: torch.where makes float32 of two Python numbers.
+        most = scalar_on(is_valid.device, options.clip_value, torch.float64)
+        limit = torch.where(is_valid, most, math.inf)
         for gradient in local_parts(_flat(gradients)):
             here = limit.to(gradient.device, gradient.dtype)
             gradient.clamp_(-here, here)
@@ -244,23 +199,6 @@ def check_counts(known: Mapping[str, float], returned: Mapping[str, float]) -> N
             )
 
 
-def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) -> None:
-    """Refuse terms whose units were not counted before the first backward."""
-    if known is None:
-        raise LossError(
-            f"a loss of several terms ({', '.join(terms)}): each term is divided by its own units "
-            "over the window, which must be known before the first backward. Pass "
-            "WholeBatch(units=), a function that counts the units of each term in a micro-batch; "
-            "in your own loop, call Accumulator.announce({term: units}) before the window's "
-            "first backward"
-        )
-    if known.keys() != terms.keys():
-        raise LossError(
-            f"units= counts the terms {sorted(known)}, but the loss has the terms "
-            f"{sorted(terms)}: they must be the same"
-        )
-
-
 def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
     """Return the gradients as dense real tensors that share memory with `.grad`."""
     dense = []
@@ -282,7 +220,7 @@ def _flat(gradients: Iterable[Sequence[Tensor]]) -> list[Tensor]:
 
 def local_parts(gradients: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's slices of DTensors, whose meshes may differ: for element-wise work."""
-    return [one.to_local() if hasattr(one, "to_local") else one for one in gradients]
+    return [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
 
 
 def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
@@ -305,32 +243,13 @@ def _norms(
 ) -> Tensor:
     """Return one norm over all, or one per group where groups are clipped separately."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
-    found = [norm_of(group) for group in sets]
-    norms = torch.stack([norm.double() for norm in found])
-    if not waits or found[0].dtype is torch.float64 or bool(norms.isfinite().all()):
+    as_computed = [norm_of(group) for group in sets]
+    norms = torch.stack([norm.double() for norm in as_computed])
+    if not waits or as_computed[0].dtype is torch.float64 or bool(norms.isfinite().all()):
         return norms
     # Finite fp32 gradients above 1e19 overflow when squared.
-    in_float64 = [[norm_of([one.double()]) for one in group] or [norms[0] * 0] for group in sets]
+    in_float64 = [[norm_of([g.double()]) for g in group] or [norms[0] * 0] for group in sets]
     return torch.stack([torch.linalg.vector_norm(torch.stack(group)) for group in in_float64])
-
-
-def user_code_in_step(optimizer: torch.optim.Optimizer) -> str | None:
-    """Name what the user has added to the optimizer's step, or None.
-
-    torch's schedulers replace the step of an optimizer by code of torch's own.
-    """
-    for where, hooks in (
-        ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
-        ("a step pre-hook for all optimizers", _global_optimizer_pre_hooks),
-    ):
-        for hook in hooks.values():
-            if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
-                return where
-    replaced = vars(optimizer).get("step")
-    home = getattr(replaced, "__globals__", {}).get("__name__", "")
-    if replaced is not None and not str(home).startswith("torch."):
-        return "a step() that was replaced"
-    return None
 
 
 OnGradient: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], None]
@@ -404,3 +323,235 @@ class DeferredHooks:
         for parameter, hooks in self._taken:
             parameter._backward_hooks = hooks  # type: ignore[assignment]
         self._taken.clear()
+
+
+Groups: TypeAlias = Sequence[Sequence[nn.Parameter]]
+"""The parameters that are trained, by parameter group."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """How a window leaves its gradients to a user, or to a library that makes the step."""
+
+    lends: bool = False
+    """True if they may be written again by the next window: they are cleared before it."""
+    counts: bool = False
+    """True if each of them is counted as an update."""
+    stray: str = (
+        "already holds a gradient that this window did not make, and it would be added. If your "
+        "code calls loss.backward(), remove it: the window runs the backward pass. After "
+        "gradient(), or if the gradient is from before the loop, call optimizer.zero_grad()"
+    )
+    """The end of the error message for gradients that are there before the first backward."""
+
+
+class Store:
+    """The gradients of an open window in `.grad`, and the update from them."""
+
+    steps_at_once: bool = True
+    """True if one step of the optimizer updates all parameters."""
+    opened: Callable[[], None] | None = None
+    """Called when a window opens, before there is a gradient."""
+
+    def __init__(
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        handover: Handover | None = None,
+    ) -> None:
+        self.handover = handover or Handover()
+        self.target = target
+        self.options = options
+        self.sync = sync
+        self.parameters: list[nn.Parameter] = []
+        self.is_stepping = False
+        self._spoiled: list[tuple[nn.Parameter, int]] = []
+        """Parameters of a window that failed in its update, with their versions."""
+
+    # Open window
+
+    def refuse_stray(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse gradients that the window has not made, and would add to."""
+        holders = [parameter for parameter in parameters if parameter.grad is not None]
+        if not holders:
+            return
+        dirty = read_scalars([part.any() for part in local_parts(dense_gradients(holders))])
+        for parameter, is_dirty in zip(holders, dirty, strict=True):
+            if is_dirty:
+                raise WindowError(f"{self.target.name_of(parameter)} {self.handover.stray}")
+        for parameter in holders:
+            parameter.grad = None
+
+    def begin(self, parameters: list[nn.Parameter]) -> None:
+        """Begin a window; no parameter may hold a gradient."""
+        if any(parameter._version == version for parameter, version in self._spoiled):
+            raise WindowError(
+                "an earlier window failed when some of its parameters may have been updated: load "
+                "the model and the optimizer from the last checkpoint before going on"
+            )
+        self._spoiled = []
+        self.parameters = parameters
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.begin()
+        if self.opened is not None:
+            self.opened()
+
+    def refuse_nothing(self) -> None:
+        """Refuse a window without any gradient."""
+        if (
+            self.sync.ranks == 1
+            and self.sync.adds_to_parameters
+            and all(p.grad is None for p in self.sync.stepped(self.parameters))
+        ):
+            raise WindowError(
+                "the losses of this window lead to none of the optimizer's parameters, so there is "
+                "nothing to update: was the optimizer made for another model, or before its layers "
+                "were replaced or copied?"
+            )
+
+    # Close
+
+    def can_step_unread(self, hooks: DeferredHooks) -> bool:
+        """True if the optimizers read from a tensor (`found_inf`) whether to step."""
+        return (
+            self.steps_at_once
+            and self.sync.ranks == 1
+            and self.sync.adds_to_parameters
+            and not hooks
+            and not self.target.sixteen_bit.parameters
+            and self.target.device.type in _DEVICES_TO_WAIT_FOR
+            and not _global_optimizer_pre_hooks
+            and not _global_optimizer_post_hooks
+            and all(map(_steps_by_found_inf, self.target.optimizers))
+        )
+
+    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
+        """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
+        holders, total_norm = self.sync.holders(groups), self.sync.total_norm
+        return close_gradients(
+            holders, sums, self.options, hooks, total_norm=total_norm, waits=waits
+        )
+
+    def check_hand_over(self) -> None:
+        """Refuse to leave the gradients to the user if a step of theirs could not use them."""
+        if self.sync.owns_step:
+            raise WindowError(
+                "gradient() with a DeepSpeed engine: it steps its own optimizer; use step()"
+            )
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        """Leave the gradients to the user, in `.grad` and in the parameters' own dtype.
+
+        They are new tensors, unless the handover `lends` the store's own: a compiled micro-step
+        writes into those in every window.
+        """
+        self.target.sixteen_bit.round_once()
+        for parameter in () if self.handover.lends else self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        self.parameters = []
+
+    # Update
+
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Step the optimizers; if memory runs out, raise an error that says what to do.
+
+        Optimizers that read `found_inf` on the device change nothing if it is 1.
+        """
+        self.is_stepping = True
+        try:
+            self.step(found_inf)
+            return
+        except torch.OutOfMemoryError as error:
+            failure = str(error)  # the text only: a traceback keeps what was allocated alive
+        finally:
+            self.is_stepping = False
+        self._spoil(failure)
+
+    def step(self, found_inf: Tensor | None) -> None:
+        """Step every optimizer once."""
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.round_once()
+        for optimizer in self.target.optimizers:
+            if found_inf is None:
+                _step_without_closure(optimizer)
+                continue
+            with replaced_attributes(optimizer, found_inf=found_inf):
+                optimizer.step()
+
+    def _spoil(self, failure: str) -> NoReturn:
+        """Mark the parameters as half updated, and say so."""
+        self._spoiled = [(parameter, parameter._version) for parameter in self.parameters]
+        reason = failure.strip().partition("\n")[0] or "no reason given"
+        raise torch.OutOfMemoryError(
+            f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
+            "or optimizer state already: load the model and the optimizer from the last "
+            "checkpoint before going on. fused=True makes no copies of the gradients, "
+            'wb.Memory(optimizer_state="host") keeps the state in host memory, and a smaller '
+            "micro-batch leaves more free memory"
+        )
+
+    def discard(self) -> None:
+        """End the window and release its gradients."""
+        for parameter in (*self.parameters, *self.sync.stepped(self.parameters)):
+            parameter.grad = None
+        self.parameters = []
+        if self.target.sixteen_bit.parameters:
+            self.target.sixteen_bit.end()
+
+
+def _step_without_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer; say what to do with one that needs a closure, such as SAM."""
+    try:
+        optimizer.step()
+    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+        text = str(error)
+        if "closure" in text or "'NoneType' object is not callable" in text:
+            raise needs_closure(optimizer) from error
+        raise
+
+
+_DEVICES_TO_WAIT_FOR = ("cuda",)
+
+
+def _steps_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """True for a fused Adam or SGD: where `found_inf` is 1, it leaves all as it is.
+
+    The first step of an SGD with momentum would leave its new buffers without a value.
+    """
+    return (
+        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        and type(optimizer.param_groups[0]["params"][0].data) is Tensor  # not a shard
+        and all(group.get("fused") for group in optimizer.param_groups)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and user_code_in_step(optimizer) is None
+        and all(
+            optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+            for group in optimizer.param_groups
+            if group.get("momentum")
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+    )
+
+
+def user_code_in_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name what the user has added to the optimizer's step, or None.
+
+    torch's schedulers replace the step of an optimizer by code of torch's own.
+    """
+    for where, hooks in (
+        ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
+        ("a step pre-hook for all optimizers", _global_optimizer_pre_hooks),
+    ):
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
+                return where
+    replaced = vars(optimizer).get("step")
+    home = getattr(replaced, "__globals__", {}).get("__name__", "")
+    if replaced is not None and not str(home).startswith("torch."):
+        return "a step() that was replaced"
+    return None

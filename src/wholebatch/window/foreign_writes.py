@@ -25,7 +25,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from wholebatch.errors import WindowError
 from wholebatch.warn_user import warn_user
 from wholebatch.window.close import read_scalars
-from wholebatch.window.window import Window, is_tested_window
+from wholebatch.window.ledger import Ledger
+from wholebatch.window.window import is_tested_window
 
 _training = operator.attrgetter("training")
 
@@ -140,20 +141,22 @@ def warn_of_empty_steps(owner: object, optimizers: Sequence[torch.optim.Optimize
         finalize(owner, optimizer.register_step_pre_hook(warn).remove)
 
 
-def refuse_unreduced_steps(window: Window) -> None:
+def refuse_unreduced_steps(ledger: Ledger) -> None:
     """Refuse a step of the user's own on gradients that the window holds back from reduction.
 
     While a window exists, DDP's own reduction is off: a plain `loss.backward()` beside it makes the
     gradient of one rank, and a step with it lets the models of the ranks drift apart.
     """
-    if not window.sync.reduces_at_close or window.sync.ranks == 1:
+    if not ledger.sync.reduces_at_close or ledger.sync.ranks == 1:
         return
-    holder = ref(window)
+    holder = ref(ledger)
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        window = holder()
-        if window is None or window.store.is_stepping or window.leaves_gradients:
+        ledger = holder()
+        if ledger is None or ledger.store.is_stepping or ledger.leaves_gradients:
             return
+        if ledger.open is not None:
+            return  # refused by the window itself, or a step around its last backward
         if any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
             raise WindowError(
                 "optimizer.step() outside of a window, on a DistributedDataParallel model whose "
@@ -162,8 +165,8 @@ def refuse_unreduced_steps(window: Window) -> None:
                 "delete its object before a plain loop"
             )
 
-    for optimizer in window.target.optimizers:
-        finalize(window, optimizer.register_step_pre_hook(refuse).remove)
+    for optimizer in ledger.target.optimizers:
+        finalize(ledger, optimizer.register_step_pre_hook(refuse).remove)
 
 
 _WHY = {
@@ -186,13 +189,13 @@ _WHY = {
 class Untouched:
     """Refuses writes to an open window by the loop, a loss function, or another library (`by`)."""
 
-    def __init__(self, window: Window, by: str = "the loop") -> None:
-        self._window = window
+    def __init__(self, ledger: Ledger, by: str = "the loop") -> None:
+        self._ledger = ledger
         self._by = by
         # Elsewhere gradients are not in `.grad` between two backwards, or the engine moves them.
-        self._looks = not window.sync.grows_own_graph
-        self._watch = Watch(window.target.optimizers)
-        modules = [module for model in window.target.models for module in model.modules()]
+        self._looks = ledger.sync.adds_to_parameters
+        self._watch = Watch(ledger.target.optimizers)
+        modules = [module for model in ledger.target.models for module in model.modules()]
         self._by_mode = [module for module in modules if _depends_on_mode(module)]
         self._modes: list[bool] | None = None  # of those, in this window
         self._norms = False  # True if norms are compared in this window
@@ -213,19 +216,19 @@ class Untouched:
         """Remember the parameter and its gradient after a backward of the window."""
         modes = list(map(_training, self._by_mode))
         if self._modes is None:
-            self._modes, self._norms = modes, is_tested_window(self._window.number)
+            self._modes, self._norms = modes, is_tested_window(self._ledger.number)
         if modes != self._modes:
             self._refuse_mode(modes, self._modes)
         if self._looks:
-            self._watch.remember(self._window.now.inputs, norms=self._norms)
+            self._watch.remember(self._ledger.inputs, norms=self._norms)
 
     def _refuse_mode(self, modes: Sequence[bool], before: Sequence[bool]) -> None:
         """Refuse a micro-batch of a model that is in another mode than for those before."""
         place = list(map(operator.ne, modes, before)).index(True)
-        models = self._window.target.models
+        models = self._ledger.target.models
         names = {module: name for model in models for name, module in model.named_modules()}
         module = self._by_mode[place]
-        self._window.now.broken = True
+        self._ledger.added.broken = True
         raise WindowError(
             f"{names.get(module) or 'the model'} ({type(module).__name__}) was put into "
             f"{'training' if modes[place] else 'evaluation'} mode in the middle of the window, so "
@@ -239,18 +242,18 @@ class Untouched:
 
         With `rates`, warn of a learning rate that has changed since its first backward.
         """
-        window = self._window
-        found = self._watch.changed(window.now.inputs)
-        if found is None or window.open is None or window.now.broken:
+        ledger = self._ledger
+        found = self._watch.changed(ledger.inputs)
+        if found is None or ledger.open is None or ledger.added.broken:
             if rates:
-                window.schedules.refuse_moved(in_window=window.open is not None)
+                ledger.schedules.refuse_moved(in_window=ledger.open is not None)
                 self._watch.warn_of_rates()
             return
         parameter, what = found
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""
-        why = _WHY[what].format(window.target.name_of(parameter), by=self._by, clips=clips)
+        why = _WHY[what].format(ledger.target.name_of(parameter), by=self._by, clips=clips)
         held = (
-            f"discard() drops what this window holds ({window.now.micro_batches} of its "
+            f"discard() drops what this window holds ({ledger.added.micro_batches} of its "
             "micro-batches)"
         )
         raise WindowError(why if self._by == "the loss function" else f"{why}; {held}")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wholebatch.distributed import Single, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.window.close import CloseOptions
+from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale, SixteenBit
 
 UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"

@@ -14,6 +14,7 @@ from wholebatch.batch import Batches
 from wholebatch.errors import WindowError
 from wholebatch.losses.loss import SINGLE
 from wholebatch.whole_batch import WholeBatch
+from wholebatch.window.close import Handover
 from wholebatch.window.foreign_writes import Watch
 from wholebatch.window.forward_state import attributes_restored
 from wholebatch.window.window import Step
@@ -41,18 +42,17 @@ class GivenWindows(WholeBatch):
     True
     """
 
+    _handover = Handover(lends=True)  # the trainer clears them before the next window
+
     def __init__(self, *given: Any, host: object = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self._host = host
         self._announced: dict[str, float] | None = None
-        self._window.store.lends = True  # the trainer clears them before the next window
-        if self._count is not None:
-            self._counted, self._count = self._count, self._known  # type: ignore[assignment]
         self._batches = 0
         self._shares = torch.zeros(0)
         self.extras: dict[str, Tensor] = {}
         """The tensors beside the losses (`wb.Loss(extras=)`), summed over each batch's samples."""
-        self._watch = Watch(self._window.target.optimizers)
+        self._watch = Watch(self._ledger.target.optimizers)
 
     def make_gradient(
         self, batches: Sequence[Any], *, updates: int, units: float | None = None
@@ -64,21 +64,22 @@ class GivenWindows(WholeBatch):
         mean loss.
         """
         self._announced = None if units is None else {SINGLE: units}
-        self._window.updates = updates
+        self._ledger.count_from(updates)
         self._batches = len(batches)
         replica = self.model if isinstance(self.model, DistributedDataParallel) else None
         with nullcontext() if replica is None else replica.no_sync():
             step = self.gradient(Batches(batches))
         self._watch.forget()
         if step.skipped is None:
-            self._watch.remember(self._window.target.trained())
+            self._watch.remember(self._ledger.target.trained())
         return self._shares.unbind()
 
-    def _known(self, micros: Sequence[Any]) -> dict[str, float]:
-        return self._counted(micros) if self._announced is None else self._announced
+    def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
+        is_announced = self._announced is not None and self._count is not None
+        return self._announced if is_announced else super()._known_units(micros)
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
-        in_parts = len(micros) > 1 or self._window.sync.ranks > 1
+        in_parts = len(micros) > 1 or self._ledger.sync.ranks > 1
         runs = in_parts and self._host is not None and not self._runner.is_tested
         with attributes_restored(self._host) if runs else nullcontext():
             super()._test(batch, micros)
@@ -87,42 +88,42 @@ class GivenWindows(WholeBatch):
         return {len(micros), self._batches}
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        window, device = self._window.current, self._window.target.device
-        totals, owners = window.totals.get(SINGLE, ()), list(window.owners)
+        added, device = self._ledger.added, self._ledger.target.device
+        totals, owners = added.totals.get(SINGLE, ()), list(added.owners)
         sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
         self.extras = {}
         dtype = torch.float32
         is_one = self._runner.is_coupled or not totals  # one loss of the whole batch
         if not is_one:  # before the close, which waits for the device
-            added = torch.stack([torch.as_tensor(total, device=device) for total in totals])
+            losses = torch.stack([torch.as_tensor(total, device=device) for total in totals])
             batch_of = self._fitting.batch_of_each()
             places = torch.tensor([batch_of[owner] for owner in owners]).to(
                 device, non_blocking=True
             )
-            sums.index_add_(0, places, added.double())
+            sums.index_add_(0, places, losses.double())
             for name in self._runner.extras[0] if self._runner.extras else ():
                 values = torch.stack([extras[name] for extras in self._runner.extras])
                 by_batch = torch.zeros_like(sums, dtype=values.dtype)
                 self.extras[name] = by_batch.index_add_(0, places, values)
-            dtype = added.dtype
+            dtype = losses.dtype
         step = super()._close(micros, steps)
         if is_one:
             sums[0] = step.loss
         else:
-            sums *= self._window.sync.ranks / step.units
+            sums *= self._ledger.sync.ranks / step.units
         self._shares = sums.to(dtype)
         return step
 
     def check_untouched(self) -> None:
         """Refuse to go on if others have written the gradient since `make_gradient`."""
-        found = self._watch.changed(self._window.target.trained())
+        found = self._watch.changed(self._ledger.target.trained())
         if found is None:
             self._watch.warn_of_rates()
             return
         parameter, what = found
         raise WindowError(
             f"the {'gradient' if what == 'gradient' else 'value'} of "
-            f"{self._window.target.name_of(parameter)} has changed in the middle of the window: "
+            f"{self._ledger.target.name_of(parameter)} has changed in the middle of the window: "
             "leave zero_grad(), clipping and step() to the trainer"
         )
 

@@ -1,4 +1,4 @@
-"""make_window: choose the engine and the gradient store of a window, and check its options."""
+"""make_ledger: choose the engine and the gradient store of a run, and check its options."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import nn
 from wholebatch.distributed import choose as choose_sync
 from wholebatch.offload import choose as choose_store
 from wholebatch.options import Close, Memory, close_options
-from wholebatch.window.close import ClipNorm
+from wholebatch.window.close import Handover
+from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import refuse_unreduced_steps
+from wholebatch.window.ledger import Ledger
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
-from wholebatch.window.window import Window
 
 
-def make_window(
+def make_ledger(
     models: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     *,
@@ -26,11 +27,13 @@ def make_window(
     close: Close,
     precision: str = "full",
     audit: bool = True,
+    handover: Handover | None = None,
     fits: Callable[[int], bool] | None = None,
-) -> Window:
-    """Return the window of these models and optimizers; refuse what does not go together.
+) -> Ledger:
+    """Return the ledger of these models and optimizers; refuse what does not go together.
 
-    `fits`: see `wholebatch.distributed.choose`.
+    `fits`: see `wholebatch.distributed.choose`. `handover`: how a library that makes the step gets
+    the gradients.
     """
     options = close_options(close, clip_norm)
     sync = choose_sync(models, sync=close.sync, fits=fits)
@@ -50,7 +53,8 @@ def make_window(
         options=options,
         sync=sync,
         on_gradient=close.on_gradient is not None,
+        handover=handover,
     )
-    window = Window(target, options, sync, store, close.on_gradient, audit=audit)
-    refuse_unreduced_steps(window)
-    return window
+    ledger = Ledger(target, options, sync, store, close.on_gradient, audit=audit)
+    refuse_unreduced_steps(ledger)
+    return ledger

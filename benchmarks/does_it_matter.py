@@ -1,0 +1,167 @@
+"""Does an exact update make a better model? Tables and plots of docs/does-it-matter.md.
+
+    python benchmarks/does_it_matter.py                # all settings: about 20 minutes of one core
+    python benchmarks/does_it_matter.py --only sft     # one of them; the other rows are kept
+    python benchmarks/does_it_matter.py --draw         # tables and plots of the saved results
+
+Each setting is trained with the same data order, seeds and learning rate: with the undivided batch
+(the truth), by the usual loop, by each trainer's own accumulation, and by wholebatch. A trainer
+whose first run ends with the weights of the undivided batch or of the usual loop is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_LOG_LEVEL": "error"}
+
+import torch  # noqa: E402
+from matter import charts, small_batch  # noqa: E402
+from matter.tasks import SETTINGS, Setting  # noqa: E402
+from matter.ways import run, ways_of  # noqa: E402
+from which_mean import written  # noqa: E402
+
+RESULTS = ROOT / "docs" / "benchmarks" / "does_it_matter.json"
+PAGE = ROOT / "docs" / "does-it-matter.md"
+IMAGES = ROOT / "docs" / "images"
+SEEDS = range(3)
+POINTS = 12
+SAME = 0.02
+"""Weights that drift less than this, as a share of the way, are those of another run."""
+TRAINERS = ("Accelerate", "Lightning", "HF Trainer", "exact(Trainer)")
+
+
+def drift(result: dict[str, Any], truth: dict[str, Any]) -> float:
+    """How far apart the last weights are, as a share of the way that the truth went."""
+    way = (truth["after"] - truth["before"]).norm()
+    return float((result["after"] - truth["after"]).norm() / way)
+
+
+def measured(setting: Setting) -> dict[str, Any]:
+    """Train a setting in all ways."""
+    rows: dict[str, Any] = {}
+    for seed in SEEDS:
+        results: dict[str, Any] = {}
+        for way in ways_of(setting.task(seed)):
+            if seed > 0 and rows[way].get("same_as"):
+                continue
+            begin = time.process_time()
+            results[way] = run(setting.task(seed), way, seed, POINTS)
+            kept = {name: results[way][name] for name in ("curve", "loss", "metric", "updates")}
+            kept["drift"] = drift(results[way], results["undivided"])
+            row = rows.setdefault(way, {"runs": []})
+            row["runs"].append(kept)
+            print(
+                f"{setting.title}, {way}, seed {seed}: loss {kept['loss']:.4f}, metric "
+                f"{kept['metric']:.3f}, drift {kept['drift']:.1e}, "
+                f"{time.process_time() - begin:.0f} s",
+                flush=True,
+            )
+            if way in TRAINERS:
+                for other in ("undivided", "usual loop"):
+                    if drift(results[way], results[other]) < SAME:
+                        row["same_as"] = other
+    return {"title": setting.title, "metric": setting.metric, "units": setting.units, "ways": rows}
+
+
+def spread(values: list[float], form: str) -> str:
+    """Return mean ± standard deviation, or the value of a single run."""
+    mean = format(statistics.fmean(values), form)
+    return mean if len(values) < 2 else f"{mean} ± {format(statistics.stdev(values), form)}"
+
+
+def of_runs(row: dict[str, Any], name: str) -> list[float]:
+    return [float(one[name]) for one in row["runs"]]
+
+
+def verdict(row: dict[str, Any], truth: dict[str, Any]) -> str:
+    """Say whether the held-out loss differs by more than the seeds do, and which way."""
+    pairs = zip(of_runs(row, "loss"), of_runs(truth, "loss"), strict=False)
+    apart = [mine - right for mine, right in pairs]
+    mean = statistics.fmean(apart)
+    noise = statistics.stdev(of_runs(truth, "loss"))
+    if abs(mean) <= noise / 10:
+        return "none"
+    size = "less than between seeds" if abs(mean) <= noise else "more than between seeds"
+    return f"{mean:+.3f}: {size}"
+
+
+def table(setting: dict[str, Any]) -> list[str]:
+    """Return the lines of one setting's table."""
+    lines = [
+        f"| | held-out loss | {setting['metric']} | weights drift by | difference in loss |",
+        "|---|---:|---:|---:|---|",
+    ]
+    truth = setting["ways"]["undivided"]
+    for way, row in setting["ways"].items():
+        if "same_as" in row:
+            lines.append(f"| {way} | as {row['same_as']} | | {of_runs(row, 'drift')[0]:.0e} | |")
+            continue
+        cells = [way, spread(of_runs(row, "loss"), ".3f"), spread(of_runs(row, "metric"), ".1%")]
+        if way == "undivided":
+            cells += ["0", "the truth"]
+        else:
+            far = max(of_runs(row, "drift"))
+            cells += [f"{far:.0%}" if far >= 0.01 else f"{far:.0e}", verdict(row, truth)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def small_batch_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table of batch sizes."""
+    lines = [
+        "| sequences an update | best rate | held-out loss after a quarter | half | all of the "
+        "tokens | optimizer's share of the time |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        at = [spread([curve[place][1] for curve in row["curves"]], ".3f") for place in range(3)]
+        cells = [str(row["batch"]), f"{row['rate']:g}", *at, f"{row['optimizer_share']:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def publish(results: dict[str, Any]) -> None:
+    """Write tables and plots."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, setting in results["settings"].items():
+        page = written(page, name, ["", *table(setting), ""])
+    if "small_batch" in results:
+        lines = ["", *small_batch_table(results["small_batch"]), ""]
+        page = written(page, "small-batch", lines)
+    PAGE.write_text(page, encoding="utf-8")
+    charts.draw(results, IMAGES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", choices=[*SETTINGS, "small-batch"], action="append")
+    parser.add_argument("--draw", action="store_true", help="no training")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"settings": {}}
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    names = [] if options.draw else options.only or [*SETTINGS, "small-batch"]
+    for name in names:
+        if name == "small-batch":
+            results["small_batch"] = small_batch.study(SEEDS)
+        else:
+            results["settings"][name] = measured(SETTINGS[name])
+        results["about"] = {"date": date.today().isoformat(), "torch": torch.__version__}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    publish(results)
+
+
+if __name__ == "__main__":
+    main()

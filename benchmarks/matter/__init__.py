@@ -1,0 +1,1 @@
+"""The parts of benchmarks/does_it_matter.py."""

@@ -1,0 +1,471 @@
+"""The ledger of a run: it begins windows, adds micro-batches to them, closes and counts them.
+
+What a window is, how its seed makes every backward exact, and how it ends, is in `window.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.distributed import Sync
+from wholebatch.errors import LossError, UnsupportedError, WindowError
+from wholebatch.losses.loss import (
+    SINGLE,
+    Loss,
+    Term,
+    Terms,
+    Units,
+    check_terms,
+    check_total,
+    check_units,
+    is_nothing,
+)
+from wholebatch.window.autograd_graph import refuse_freed_graph, refuse_reentrant
+from wholebatch.window.close import (
+    DeferredHooks,
+    OnGradient,
+    Store,
+    power_of_two_near,
+    scalar_on,
+)
+from wholebatch.window.close_options import CloseOptions
+from wholebatch.window.model_and_optimizer import Schedules, Target
+from wholebatch.window.window import (
+    Additions,
+    ClampedUnits,
+    Step,
+    Training,
+    Window,
+    add_up,
+    apply,
+    decide,
+    is_tested_window,
+    report,
+)
+
+observers: list[Any] = []
+"""Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
+_SINGLE_WEIGHT = {SINGLE: 1.0}
+
+
+def _without_nothing(
+    totals: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Leave out the totals of means over no units: they add nothing, and may divide by zero."""
+    if not any(map(is_nothing, totals)):
+        return totals, seeds
+    pairs = [pair for pair in zip(totals, seeds, strict=True) if not is_nothing(pair[0])]
+    return [total for total, _ in pairs], [seed for _, seed in pairs]
+
+
+class Ledger:
+    """Makes one window after the other: begin, add, close.
+
+    Attributes:
+        open: The window that is open, or None.
+        added: What its micro-batches have added; empty if no window is open.
+        updates: Updates made so far.
+        skipped: Windows that made no update.
+        next_seed: The seed of the next window whose units are not counted before; None if its first
+            micro-batch decides.
+        leaves_gradients: True if the last window has left its gradients in `.grad`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        options: CloseOptions,
+        sync: Sync,
+        store: Store | None = None,
+        on_gradient: OnGradient | None = None,
+        *,
+        audit: bool = True,
+    ) -> None:
+        clips = sync.clip_norm is not None
+        self.target = target
+        self.options = replace(options, clip_norm=sync.clip_norm) if clips else options
+        self.sync = sync
+        self.store = Store(target, self.options, sync) if store is None else store
+        self.store.options = self.options
+        self.hooks = DeferredHooks(on_gradient, target.named_parameters)
+        self.schedules = Schedules(target.schedulers)
+        self._training = Training(
+            target,
+            self.options,
+            sync,
+            self.store,
+            self.hooks,
+            self.schedules,
+            ClampedUnits(warns=audit),
+        )
+        self.open: Window | None = None
+        self.added = Additions()
+        self.updates = 0
+        self.skipped = 0
+        self.next_seed: float | None = None
+        self.leaves_gradients = not target.steps
+        self._groups = 0  # of parameters, for which the options were checked
+        self._agreed = False  # True if all ranks are known to train the same parameters
+        self._last_weights: Mapping[str, float] = _SINGLE_WEIGHT
+        self._last_seed: tuple[str, float, Tensor] | None = None  # nearly always it is the same
+
+    # ------------------------------------------------------------------ begin
+
+    def begin(
+        self,
+        units: Units = 1,
+        *,
+        known: Mapping[str, float] | None = None,
+        terms: Mapping[str, Term] | None = None,
+    ) -> Window:
+        """Open a window.
+
+        Args:
+            units: Those of its first micro-batch, for the seed of the first window.
+            known: All units by term, counted over the window and all ranks.
+            terms: The terms of its first loss, if they are the same on all ranks.
+        """
+        if self.open is not None:
+            raise WindowError("begin() on an open window: close or discard it first")
+        groups = self.target.groups()
+        if len(groups) != self._groups:  # a group was added
+            self.options.check(self.target.optimizers)
+            self._groups = len(groups)
+        inputs = [parameter for group in groups for parameter in group]
+        stepped = self.sync.stepped(inputs)
+        self.store.refuse_stray(inputs)
+        if stepped is not inputs:
+            self.store.refuse_stray(stepped)
+        self.schedules.refuse_moved()
+        if not inputs:
+            raise WindowError("every parameter of the optimizer is frozen: nothing to train")
+        scale = self.target.scale
+        scaling = 1.0 if scale is None else scale.value()
+        if not self.sync.owns_hooks:
+            self.target.refuse_hooks(stepped)
+        if not self.sync.owns_step:
+            self.target.refuse_cast(stepped)
+        self._refuse_other_ranks()
+        self.store.begin(inputs)
+        self.sync.begin(inputs)
+        self.hooks.take(stepped)
+        window = Window(
+            groups,
+            known,
+            self._seed(units, known),
+            averaged_by=self.sync.averaged_by,
+            scaling=scaling,  # a scaler's own scale may move before the close
+            loss_scale=scaling if scale is not None and scale.is_undone_at_close else 1.0,
+        )
+        if terms is not None and window.has_terms:
+            window = window.rounded_least(terms)
+        self._open(window)
+        for observer in observers:
+            observer.window_began(self)
+        return window
+
+    def _open(self, window: Window) -> None:
+        self.open, self.added, self._last_seed = window, Additions(), None
+
+    def _refuse_other_ranks(self) -> None:
+        """Refuse ranks that train other parameters, before gradients are added up."""
+        if not self._agreed and self.sync.ranks > 1:
+            digest, parameters = self.target.digest(self.options), self.target.all_parameters()
+            self.sync.refuse_other_ranks(digest, parameters.values())
+        self._agreed = True
+
+    def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
+        """Return the seed of a window: a power of two near 1 / units, or 1 for terms."""
+        if known is None:
+            return self.next_seed or self._first_seed(units)
+        return power_of_two_near(1.0 / (known[SINGLE] or 1.0)) if known.keys() == {SINGLE} else 1.0
+
+    def _first_seed(self, units: Units) -> float | Tensor:
+        """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
+        if isinstance(units, Tensor):  # stays on the device: no synchronisation
+            largest = self.sync.largest(units.to(torch.float32)).clamp(min=1.0)
+            return torch.exp2(-torch.log2(largest).round())
+        if self.sync.ranks > 1:
+            units = float(self.sync.largest(torch.tensor(float(units), device=self.target.device)))
+        return power_of_two_near(1.0 / max(float(units), 1.0))
+
+    def open_early(self) -> bool:
+        """Open the window if its seed is known without a loss; return True if it is open."""
+        if self.open is None and self.next_seed is not None:
+            self.begin()
+        return self.open is not None
+
+    @property
+    def number(self) -> int:
+        """The number of the window that is open, or comes next; the first has 1."""
+        return self.updates + self.skipped + 1
+
+    @property
+    def is_test_window(self) -> bool:
+        """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
+        return self.number > 1 and is_tested_window(self.number)
+
+    @property
+    def current(self) -> Window:
+        """The open window, where there must be one."""
+        assert self.open is not None, "no window is open"
+        return self.open
+
+    @property
+    def inputs(self) -> list[nn.Parameter]:
+        """The parameters of the open window; none if no window is open."""
+        return [] if self.open is None else self.open.inputs
+
+    @property
+    def known(self) -> Mapping[str, float] | None:
+        """All units of the open window by term, if they were counted before."""
+        return None if self.open is None else self.open.known
+
+    def count_from(self, updates: int) -> None:
+        """Go on after so many updates, where a trainer counts them."""
+        self.updates = updates
+
+    def resume(self, updates: int, skipped: int, next_seed: float | None) -> None:
+        """Go on from the counts of a saved state; the ranks compare their settings again."""
+        self.updates, self.skipped, self.next_seed = updates, skipped, next_seed
+        self._agreed = False
+
+    @property
+    def only_eager(self) -> str | None:
+        """The reason why micro-steps can only run by eager code; None where there is none."""
+        if not self.sync.takes_graphs:
+            return "this engine's collectives run in its forwards and backwards, by eager code"
+        return None
+
+    @property
+    def lends_buffers(self) -> bool:
+        """True if eager code may add into the buffers of graphs from the start.
+
+        It may not if ranks must know which parameters have no gradient, nor if an optimizer
+        requires sparse gradients: in a buffer they would become dense.
+        """
+        kinds = map(type, self.target.optimizers)
+        sparse = any(issubclass(kind, torch.optim.SparseAdam) for kind in kinds)
+        return self.sync.ranks == 1 and not sparse
+
+    # -------------------------------------------------------------------- add
+
+    def seed_of(self, name: str, total: Tensor, weight: float, *, counts: bool = True) -> Tensor:
+        """Return the number that the backward of this total starts from."""
+        last = self._last_seed
+        if last is not None and last[:2] == (name, weight) and counts:
+            seed = last[2]
+            if seed.dtype is total.dtype and seed.device == total.device:
+                return seed
+        value = self.current.seed_of(name, weight) if counts else 0.0
+        seed = scalar_on(total.device, value, total.dtype)
+        if counts:
+            self._last_seed = (name, weight, seed)
+        return seed
+
+    def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of one total into the gradients. Nothing is read from the device.
+
+        `last`: it is the window's last backward, which reduces. One that does not count only takes
+        part in the collectives of the other ranks.
+        """
+        check_total(total)
+        units = check_units(units)
+        window = self.begin(units) if self.open is None else self.open
+        if window.has_terms:
+            raise LossError(
+                f"units= counts the terms {sorted(window.known or ())}, but the loss has no named "
+                "terms: return wb.Loss.terms({...}) with the same names"
+            )
+        self.added.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
+        self.backward([total], [self.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
+
+    def add_loss(self, loss: Loss | Terms, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of one micro-batch's loss, plain or in terms (see `add`)."""
+        if isinstance(loss, Loss):
+            self.add(loss.total, loss.units, last=last, counts=counts)
+            return
+        check_terms(self.known, loss.by_name)
+        terms = loss.by_name.items()
+        if not self.added.owners and self.sync.ranks == 1:  # nothing has its seed yet
+            self._open(self.current.rounded_least(loss.by_name))
+        self.added.record(
+            {name: term.total.detach() for name, term in terms},
+            {name: term.units for name, term in terms},
+            {name: term.weight for name, term in terms},
+            counts=counts,
+        )
+        seeds = [self.seed_of(n, term.total, term.weight, counts=counts) for n, term in terms]
+        self.backward([term.total for _, term in terms], seeds, last=last)
+
+    def backward(
+        self,
+        totals: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        also: Sequence[Tensor] = (),
+        *,
+        last: bool = False,
+    ) -> None:
+        """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
+        sync, window = self.sync, self.current
+        self.added.refuse_broken()
+        try:
+            with sync.backward(window.inputs, reduces=last):
+                if sync.runs_alone:
+                    totals, seeds = _without_nothing(totals, seeds)
+                if totals:
+                    sync.run_backward(totals, seeds, [*window.inputs, *also])
+        except BaseException as error:
+            self.added.broken = True  # some gradients of this micro-batch are in, others are not
+            refuse_freed_graph(error)
+            if isinstance(error, RuntimeError) and sync.adds_to_parameters:
+                refuse_reentrant(totals)
+            raise
+        self.added.reduced = last and sync.reduces_in_backward
+
+    # ------------------------------------------------------------------ close
+
+    def close(
+        self,
+        *,
+        steps: bool = True,
+        while_waiting: Callable[[], object] | None = None,
+    ) -> Step:
+        """Add up, decide, apply, report (see `window.py`). The window is over in any case.
+
+        Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
+        `while_waiting()` is called where the host waits for the device.
+        """
+        for observer in observers:
+            observer.window_closes(self)
+        handover = self.store.handover
+        steps = steps and self.target.steps and (self.sync.owns_step or not handover.counts)
+        self.leaves_gradients = not steps
+        window, added, training = self.current, self.added, self._training
+        try:
+            self._refuse_changed(window)
+            if not added.reduced:
+                self.sync.reduce_now(window.inputs)
+            # A rank without weights only joins the others.
+            sums = add_up(window, added, training, added.weights or self._last_weights)
+            decision = decide(
+                window,
+                added,
+                training,
+                sums,
+                number=self.updates + 1,
+                steps=steps,
+                while_waiting=while_waiting,
+            )
+            apply(decision, training, steps=steps)
+            self.updates += decision.skipped is None and (steps or handover.counts)
+            self.skipped += decision.skipped is not None
+            if decision.units:
+                self.next_seed = power_of_two_near(1.0 / decision.units)
+                self._last_weights = sums.weights
+            return report(window, added, decision, self.updates)
+        finally:
+            self.discard()
+            # An autocast around the whole loop would go on with casts of the old weights.
+            torch.clear_autocast_cache()
+
+    def _refuse_changed(self, window: Window) -> None:
+        """Refuse to close what is not whole, or no longer what the window began with."""
+        self.added.refuse_broken()
+        self.schedules.refuse_moved(in_window=True)
+        if not self.sync.owns_step:
+            self.target.refuse_cast(self.sync.stepped(window.inputs))
+            self.target.refuse_other_parameters(window.inputs)
+        if not self.sync.owns_hooks:
+            self.hooks.refuse_added(window.inputs)
+
+    def join(self, known: Mapping[str, float] | None = None) -> Step:
+        """Take part in a window of the other ranks, without a micro-batch."""
+        if known is not None and known.keys() != self._last_weights.keys():
+            self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.sync.before_forwards()
+        self.begin(0, known=known)
+        return self.close()
+
+    def discard(self) -> None:
+        """Drop what the window holds. Parameters and optimizer state stay as they are."""
+        self.store.discard()
+        self.sync.discard()
+        self.hooks.give_back()
+        self.open, self.added = None, Additions()
+
+
+def refuse_no_grad(call: str, instead: str) -> None:
+    """Refuse a call where autograd makes no gradients; `instead` says what to do."""
+    if not torch.is_grad_enabled():
+        raise WindowError(
+            f"{call} under torch.no_grad() or torch.inference_mode(), where there are no "
+            f"gradients: {instead}"
+        )
+
+
+class Turn:
+    """Refuse a call while another one is running, in a second thread or inside the first.
+
+    Both would write the same gradients at once. A lock that waits would hide the first mistake and
+    never return from the second.
+
+    >>> turn = Turn("WholeBatch.step()")
+    >>> with turn:
+    ...     turn.taken
+    True
+    >>> turn.taken
+    False
+    """
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+        self.failed = False
+        """True if the last call has raised."""
+
+    @property
+    def taken(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise WindowError(
+                f"{self._call} is running already, and was called again from another thread or "
+                "from inside itself (its loss function, a hook, a callback). Calls must come one "
+                "after the other; give each thread its own model and its own wholebatch object"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        owner = self._call.partition(".")[0]
+        raise UnsupportedError(
+            f"{owner} cannot be pickled or copied: it holds hooks, buffers and locks of this "
+            "process. Save its state_dict() with those of the model and the optimizer, create a "
+            f"new {owner}, and load them into it"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self.failed = error[0] is not None
+        self._lock.release()
+
+
+class HasLedger:
+    """The base of objects that make windows: it counts their updates."""
+
+    _ledger: Ledger
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._ledger.updates
+
+    @property
+    def skipped(self) -> int:
+        """Windows that made no update (not finite, or without units)."""
+        return self._ledger.skipped
