@@ -5,12 +5,12 @@
     python benchmarks/architectures.py --page rows.jsonl    # docs/benchmarks/architectures.md
     python benchmarks/architectures.py --models mixtral,phi3 --out rows.jsonl
     python benchmarks/architectures.py --references --out rows.jsonl --budget 360
-    python benchmarks/architectures.py --models llama,bert --micro 1,4,16 \
+    python benchmarks/architectures.py --models llama:1,llama:4,llama:16 \
         --ways wholebatch,torch.compile,reduce-overhead --out sizes.jsonl --budget 140
     python benchmarks/architectures.py --sizes sizes.jsonl  # docs/benchmarks/torch-compile.md
     python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
-Every model runs in a process of its own, several of them side by side, since most of the time goes
+`llama:4` is that model in micro-batches of 4. Every model runs in a process of its own, several of them side by side, since most of the time goes
 to compilers. A lock file lets one process at a time do what is measured. A row is one JSON line. It
 is appended to `--out` as soon as its model is done; a model that is there already is not run again.
 
@@ -62,8 +62,8 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # ----------------------------------------------------------- one model, in its own process
 
 
-def run_model(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one model in every way that was asked for; a failure is part of the row."""
+def run_model(options: argparse.Namespace) -> None:
+    """Measure one model in every way that was asked for; a failure is part of its row."""
     import torch
     from architecture_models import MODELS, REFERENCES
 
@@ -95,8 +95,8 @@ def run_model(options: argparse.Namespace) -> dict[str, Any]:
             torch.compiler.reset()
             if bench.on_cuda:
                 torch.cuda.empty_cache()
-    row["seconds"] = round(time.perf_counter() - began, 1)
-    return row
+        row["seconds"] = round(time.perf_counter() - began, 1)
+        options.out.write_text(json.dumps(row))  # What there is counts if the process is stopped.
 
 
 def environment() -> dict[str, Any]:
@@ -353,7 +353,8 @@ def run_all(options: argparse.Namespace) -> int:
                     process.wait()
                     for other, _ in running.values():  # It may have stopped them.
                         signal_group(other.pid, signal.SIGCONT)
-                    if seconds <= options.limit:
+                    written = (Path(folder) / f"{name}.json").exists()
+                    if seconds <= options.limit and not written:
                         print(f"{name}: the budget is spent after {seconds:.0f} s", flush=True)
                         continue
                 _report(name, Path(folder), options, seconds)
@@ -413,10 +414,8 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     known = [model.name for model in (*MODELS, *REFERENCES)]
     if options.models:
         names: list[str] = options.models.split(",")
-        if unknown := [name for name in names if name not in known]:
+        if unknown := [name for name in names if name.partition(":")[0] not in known]:
             raise SystemExit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
-        if options.micro:
-            return [f"{name}:{micro}" for micro in options.micro.split(",") for name in names]
         return names
     if options.references:
         return [model.name for model in REFERENCES]
@@ -674,8 +673,7 @@ _EXPLAINED = (
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", help="names, separated by commas")
-    parser.add_argument("--micro", help="sizes of a micro-batch for --models, separated by commas")
+    parser.add_argument("--models", help="names, separated by commas; NAME:SIZE for a micro-batch")
     parser.add_argument("--slice", default="1/1", help="part i of n, as i/n")
     parser.add_argument("--references", action="store_true", help="the models of known times")
     parser.add_argument("--ways", help=f"of {', '.join(WAYS)}; each model has its own")
@@ -688,7 +686,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")
-    parser.add_argument("--sizes", type=Path, metavar="FILE", help="write the page of --micro")
+    parser.add_argument("--sizes", type=Path, metavar="FILE", help="write the page of NAME:SIZE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=os.devnull, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -704,7 +702,7 @@ def main() -> int:
     if options.sizes is not None:
         return write_sizes(options.sizes)
     if options.child:
-        options.out.write_text(json.dumps(run_model(options)))
+        run_model(options)
         return 0
     return run_all(options)
 
