@@ -10,9 +10,10 @@
     python benchmarks/architectures.py --sizes sizes.jsonl  # docs/benchmarks/torch-compile.md
     python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
-`llama:4` is that model in micro-batches of 4. Every model runs in a process of its own, several of them side by side, since most of the time goes
-to compilers. A lock file lets one process at a time do what is measured. A row is one JSON line. It
-is appended to `--out` as soon as its model is done; a model that is there already is not run again.
+`llama:4` is that model in micro-batches of 4. Every model runs in a process of its own, several of
+them side by side, since most of the time goes to compilers. A lock file lets one process at a time
+do what is measured. A row is one JSON line. It is appended to `--out` as soon as its model is done;
+a model that is there already is not run again.
 
 The times are medians of whole windows with the optimizer's step. The distances are relative L2
 errors of a window's gradient to that of the undivided batch in float64: of the undivided batch
