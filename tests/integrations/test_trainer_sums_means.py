@@ -92,7 +92,7 @@ def gradient_of(
 
 # T5's layer norm and Transformers' smoothing compute in float32 inside a float64 model. The seed of
 # a window is a power of two near 1 / units, not 1 / units as that of a mean: they round otherwise.
-FLOAT32 = 1e-6
+FLOAT32 = 1e-12
 EXACT = {"bert": 1e-12, "t5": FLOAT32}
 
 

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -133,15 +133,21 @@ class ForwardState:
                 for name, value in _plain_attributes(state.module)
             }
         self._has_attributes = True  # not if memory ran out meanwhile
+        vars(self).pop("_items", None)
 
-    def items(self) -> dict[Key, Any]:
-        """Return the buffers and plain attributes, as they were."""
+    @cached_property
+    def _items(self) -> dict[Key, tuple[nn.Module, Any]]:
+        """The buffers and plain attributes, as they were, each with its module."""
         return {
-            (id(state.module), name): value
+            (id(state.module), name): (state.module, value)
             for state in self._modules
             for values in (state.buffers, state.attributes)
             for name, value in values.items()
         }
+
+    def module_of(self, key: Key) -> nn.Module | None:
+        """Return the module of an item; None if the item is not there."""
+        return self._items.get(key, (None, None))[0]
 
     def __enter__(self) -> ForwardState:
         return self
@@ -184,19 +190,17 @@ class ForwardState:
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
-        before, now = self.items(), after.items()
-        absent = object()
-        keys = {**before, **now}
-        return [k for k in keys if not _equal(before.get(k, absent), now.get(k, absent), 0.0)]
+        return [key for key in {**self._items, **after._items} if not self.is_same(after, key)]
 
     def is_same(self, other: ForwardState, key: Key, tolerance: float = 0.0) -> bool:
         """True if an item has the same value in both, tensors up to a relative tolerance."""
-        absent = object()
-        return _equal(self.items().get(key, absent), other.items().get(key, absent), tolerance)
+        if key not in self._items or key not in other._items:
+            return (key in self._items) == (key in other._items)
+        return _equal(self._items[key][1], other._items[key][1], tolerance)
 
     def value(self, key: Key) -> Any:
         """Return the copy of an item; None if it is not there."""
-        value = self.items().get(key)
+        value = self._items.get(key, (None, None))[1]
         return value.held if isinstance(value, Copied) else value
 
 
