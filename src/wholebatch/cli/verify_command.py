@@ -26,6 +26,7 @@ from wholebatch.cli.command_options import (
     argument,
     command,
     flag_of,
+    one_of,
     option,
     switch,
     whole_number,
@@ -89,12 +90,16 @@ class VerifyOptions:
         True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
     )
     model: str = _loop(
-        "all", "mlp|lm|all", "Built-in models for a function, if FILE.py has no model()."
+        "all",
+        "mlp|lm|all",
+        "Built-in models for a function, if FILE.py has no model().",
+        check=one_of("mlp", "lm", "all"),
     )
     steps: int | None = _loop(
         None,
         "N",
         "Micro-batches in a full window of a function. Default: steps in FILE.py, else 4.",
+        check=whole_number(2, 10_000),
     )
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP)
     windows: int | None = _loop(
