@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.cli.run_settings import Config
-    from wholebatch.tune import RangeTest, Task, Trial, Tuned
+    from wholebatch.tune import RangeTest, Task, Tuned
 
 
 def _names(of_one: Check) -> Check:
@@ -99,7 +100,10 @@ class TuneOptions:
         default="free",
     )
     seconds: float = option(
-        300.0, "S", "Start no new setting after this time.", check=positive_number
+        300.0,
+        "S",
+        "Time for all measurements: none begins that would not end in it.",
+        check=positive_number,
     )
     lr: Any = option(
         None,
@@ -194,6 +198,7 @@ def _tune(
     from wholebatch.tune import tune as tuned_by
     from wholebatch.tune.bottleneck import find_bottleneck
 
+    began = time.perf_counter()
     is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
         also = ("bf16",) if where.type == "cuda" and not is_pure else ()
@@ -206,23 +211,15 @@ def _tune(
     for text in window.lines:
         say(doing.console, text)
     doing("measuring")
-
-    def watch(trial: Trial, left: int) -> None:
-        rate = trial.units_per_second
-        speed = f"{short_count(rate)} {recipe.unit}/s" if rate else trial.why
-        peak = f", {bytes_said(trial.peak)}" if trial.peak else ""
-        say(doing.console, f"{trial.setting}: {speed}{peak}", style="dim")
-        doing(f"measuring; at most {left} settings are left")
-
     tuned = tuned_by(
         task,
         memory=options.memory,
         micro_batches=options.micro_batch,
         precisions=precisions,
         executes=options.execute,
-        seconds=options.seconds,
+        seconds=options.seconds - (time.perf_counter() - began),
         unit=recipe.unit,
-        watch=watch,
+        watch=lambda trial: doing(f"measured {trial.setting}: {trial.why or 'fits'}"),
     )
     doing.stop()
     if rank:
@@ -236,10 +233,10 @@ def _tune(
         print(json.dumps({**tuned.to_dict(), **about}, indent=1))
         return
     _show(doing.console, tuned, recipe.name)
-    switch_on = {"checkpointing": settings.pop("checkpointing")}
+    switch_on = "--checkpointing" if settings.pop("checkpointing") else ""
     words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
-    words += [f"--{name}" for name, value in switch_on.items() if value]
-    line = command_line(world_size(), f"{options.recipe or recipe.name} {' '.join(words)}")
+    words = [str(options.recipe or recipe.name), *words, switch_on]
+    line = command_line(world_size(), " ".join(filter(None, words)))
     say_command(doing.console, "Train with these settings:", line)
 
 
@@ -248,12 +245,9 @@ def _show(console: Console, tuned: Tuned, name: str) -> None:
     say(console, f"{name}: batch of {tuned.batch_size} on {tuned.device}", style="bold")
     table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "")
     for trial in tuned.trials:
-        if trial.status == "not reached":
-            continue
-        measured = trial.seconds is not None
         table.add_row(
             str(trial.setting),
-            short_count(trial.units_per_second) if measured else "",
+            short_count(trial.units_per_second) if trial.seconds is not None else "",
             f"{1000 * trial.seconds:.1f}" if trial.seconds is not None else "",
             bytes_said(trial.peak) if trial.peak else "",
             "recommended" if trial is tuned.best else trial.why,
