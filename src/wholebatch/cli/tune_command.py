@@ -154,13 +154,14 @@ def _task_of(
     micro_batch: int | None = None,
 ) -> Task:
     """Return the recipe's model, loss and full batches as a task; on several ranks under DDP."""
-    import torch
+    from torch.nn.parallel import DistributedDataParallel as Copied
 
+    from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.training_run import fitted_to
     from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import Task
 
-    ranks, ddp = world_size(), torch.nn.parallel.DistributedDataParallel
+    ranks = world_size()
     batches = recipe.build_batches(config.batch_size, seed=config.seed, rank=rank, ranks=ranks)
     config = fitted_to(config, batches)
     whole = None if batches.length is None else batches.length // config.batch_size
@@ -172,16 +173,16 @@ def _task_of(
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, optimizer = recipe.build(config, where)
-        return ddp(model) if ranks > 1 else model, optimizer
+        return copied(model), optimizer
 
     def loss(model: Any, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
-        return recipe.loss(model.module if isinstance(model, ddp) else model, micro)
+        return recipe.loss(model.module if isinstance(model, Copied) else model, micro)
 
     options: dict[str, Any] = {"units": recipe.units, "clip_norm": config.clip_norm}
     if micro_batch is not None:
         options |= {"micro_batch": micro_batch, "precision": config.autocast}
-    return Task(build, recipe.loss if ranks == 1 else loss, take, options)
+    return Task(build, loss, take, options)
 
 
 def _tune(

@@ -272,8 +272,7 @@ def _verify_recipe(
     name: str | None, options: VerifyOptions, *, where: torch.device, rank: int
 ) -> Verdict:
     """Return the proof on the first batch of a recipe, with its own optimizer."""
-    import torch
-
+    from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
     from wholebatch.verification import verify as prove
@@ -286,9 +285,7 @@ def _verify_recipe(
     batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
         config = fitted_to(config, batches)
-    wrapped: torch.nn.Module = model
-    if options.ddp and torch.distributed.is_initialized():
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped = copied(model) if options.ddp else model
     more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
     more |= {} if options.execute is None else {"execute": options.execute}
     if options.optimizer_state is not None:
