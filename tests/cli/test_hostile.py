@@ -186,7 +186,9 @@ def test_a_disk_that_fills_at_a_checkpoint(command: Command, recipe: Write, tmp_
     assert command("train", path, "--out", "run", "--updates", 2).status == 0
     ran = limited(tmp_path, path, 8_000, "--resume", "--updates", 6)
     assert ran.status == 2
-    assert "error: cannot write checkpoint run/checkpoints/window-00000004: File too large" in ran.err
+    assert (
+        "error: cannot write checkpoint run/checkpoints/window-00000004: File too large" in ran.err
+    )
     assert "; the last good one is run/checkpoints/window-00000002" in ran.err
     assert command("train", "--resume", "--out", "run").status == 0
     assert command("train", path, "--out", "straight").status == 0
