@@ -109,7 +109,7 @@ programs: $(VENV)/.dev ## write training programs, run them, hold them against p
 
 # The GPU targets install nothing: they run with the torch and the pytest that the machine has.
 gpu-test: ## run the tests that need CUDA (PYTHON=python3; GPU_JOBS=8 with pytest-xdist)
-	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini $(if $(GPU_JOBS),-n $(GPU_JOBS)) tests/gpu
+	PYTHONPATH=src:.:$${PYTHONPATH:-} $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini $(if $(GPU_JOBS),-n $(GPU_JOBS)) tests/gpu
 
 gpu-bench: ## run the benchmarks that need CUDA, with the machine's own torch
 	for script in benchmarks/gpu_*.py; do echo "== $$script"; PYTHONPATH=src $(GPU_PYTHON) $$script; done

@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from wholebatch.batch import tokens as tokens
     from wholebatch.batch.lookahead_loader import unpadded as unpadded
     from wholebatch.distributed.pipeline import Pipeline as Pipeline
+    from wholebatch.losses.causal_lm import causal_lm as causal_lm
     from wholebatch.losses.coupled import Coupled as Coupled
     from wholebatch.losses.loss import Loss as Loss
-    from wholebatch.losses.loss import causal_lm as causal_lm
     from wholebatch.losses.loss import cross_entropy as cross_entropy
     from wholebatch.losses.loss import mean_loss as mean_loss
     from wholebatch.losses.moe import moe_loss as moe_loss
+    from wholebatch.losses.sliced_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from wholebatch.options import Close as Close
     from wholebatch.options import Memory as Memory
     from wholebatch.options import samples as samples
@@ -55,11 +56,13 @@ _NAMES = {
     "accumulator": "Accumulator over",
     "batch": "split tokens",
     "batch.lookahead_loader": "unpadded",
+    "losses.causal_lm": "causal_lm",
     "losses.coupled": "Coupled",
     "losses.moe": "moe_loss",
+    "losses.sliced_cross_entropy": "linear_cross_entropy",
     "errors": "errors",
     "losses": "losses",
-    "losses.loss": "Loss causal_lm cross_entropy mean_loss",
+    "losses.loss": "Loss cross_entropy mean_loss",
     "options": "Close Memory samples",
     "distributed.pipeline": "Pipeline",
     "verification": "verify watch",

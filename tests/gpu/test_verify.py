@@ -159,9 +159,10 @@ def test_every_batchnorm_policy_that_is_exact() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_cut_down() -> None:
-    """The undivided batch asks for more memory than the device has; a part of it does not."""
+    """The undivided batch asks for more memory than the process may take; a part of it does not."""
     total = torch.cuda.get_device_properties(0).total_memory
-    per_sample = total // 4 // 10
+    torch.cuda.set_per_process_memory_fraction(0.25)  # other tests may share the device
+    per_sample = total // 4 // 40
 
     def hungry(model: nn.Module, micro: Micro) -> wb.Loss:
         held = torch.empty(per_sample * len(micro["y"]), dtype=torch.int8, device="cuda")

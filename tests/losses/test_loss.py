@@ -15,6 +15,7 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.support import EXACT, mlp, samples, sgd, summed
 from wholebatch.errors import LossError
+from wholebatch.losses import sliced_cross_entropy
 from wholebatch.losses.loss import Terms, as_loss, check_units
 
 
@@ -270,7 +271,6 @@ def test_causal_lm_takes_the_usual_models_and_batches(model: nn.Module) -> None:
         {"input_ids": ids, "attention_mask": mask},
         {"input_ids": ids, "attention_mask": mask, "labels": labels},
         {"input_ids": ids, "labels": labels},
-        (ids[:, :-1], labels[:, 1:]),
     ):
         loss = wb.causal_lm(model, micro)
         assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -280,5 +280,46 @@ def test_causal_lm_takes_the_usual_models_and_batches(model: nn.Module) -> None:
 def test_causal_lm_refuses_what_it_cannot_read() -> None:
     with pytest.raises(LossError, match="mapping with 'input_ids'"):
         wb.causal_lm(PositionalLm(), {"tokens": torch.zeros(1, 2)})
+    with pytest.raises(LossError, match=r"return wb.cross_entropy\(model\(inputs\), targets\)"):
+        wb.causal_lm(PositionalLm(), (torch.zeros(1, 2), torch.ones(1, 2)))
     with pytest.raises(LossError, match="needs logits of shape"):
-        wb.causal_lm(nn.Embedding(7, 7), (torch.tensor([1, 2]), torch.tensor([1, 2])))
+        wb.causal_lm(nn.Embedding(7, 7), {"input_ids": torch.tensor([1, 2])})
+
+
+def test_causal_lm_gives_the_mask_to_a_model_with_another_name_for_its_tokens() -> None:
+    class Masked(PositionalLm):
+        def forward(  # type: ignore[override]
+            self, tokens: torch.Tensor, attention_mask: Any = None
+        ) -> torch.Tensor:
+            return super().forward(tokens) * attention_mask[..., None]
+
+    ids, mask = torch.randint(0, 7, (3, 6)), torch.ones(3, 6)
+    mask[0, :3] = 0.5
+    loss = wb.causal_lm(model := Masked(), {"input_ids": ids, "attention_mask": mask})
+    right = wb.cross_entropy(model(ids, mask)[:, :-1], ids[:, 1:], dim=-1)
+    assert loss.total.item() == right.total.item()
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_linear_cross_entropy_is_that_of_the_layers_logits(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: rows)
+    head = nn.Linear(4, 9).double()
+    hidden = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 9, (2, 5))
+    labels[0, 2] = -100
+    results = []
+    for loss in (
+        wb.linear_cross_entropy(hidden, head, labels),
+        wb.cross_entropy(head(hidden), labels),
+    ):
+        gradients = torch.autograd.grad(loss.total, [hidden, *head.parameters()])
+        results.append((int(loss.units), [loss.total, *gradients]))
+    (units, ours), (wanted_units, wanted) = results
+    assert units == wanted_units == 9
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-14)
+    with pytest.raises(LossError, match=r"must be an nn\.Linear"):
+        wb.linear_cross_entropy(hidden, nn.ReLU(), labels)  # type: ignore[arg-type]
+    with pytest.raises(LossError, match=r"labels of shape \(2, 4\)"):
+        wb.linear_cross_entropy(hidden, head, labels[:, 1:])

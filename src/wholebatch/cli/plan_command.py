@@ -423,7 +423,8 @@ def _sequences(config: Any, seq: int | None, purpose: str) -> tuple[str, Any, An
     """Return the name of a sample, a batch of one, and the loss of a language model."""
     import torch
 
-    from wholebatch.losses.loss import causal_lm, cross_entropy
+    from wholebatch.losses.causal_lm import causal_lm
+    from wholebatch.losses.loss import cross_entropy
 
     most = getattr(config, "max_position_embeddings", None) or 0
     if seq is not None and 0 < most < seq:

@@ -14,9 +14,8 @@ things, the *total* and the *units*, and the window divides once, by all its uni
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, TypeAlias
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from wholebatch.errors import LossError
-from wholebatch.losses import sliced_cross_entropy as slices
 
 Units: TypeAlias = int | float | Tensor
 SINGLE = "loss"
@@ -373,76 +371,6 @@ def cross_entropy(
         return Loss(total, counted.sum())
     places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
     return Loss(total, (weight[places] * counted).sum())
-
-
-def causal_lm(model: Any, micro: Any) -> Loss:
-    """Return the next-token loss of a language model, over the tokens that count.
-
-    `micro` is a mapping with `input_ids` and optionally `labels` (not shifted, -100 is ignored)
-    and `attention_mask`, as Hugging Face models take it; or a pair `(inputs, targets)` whose
-    targets are already shifted. Without labels, every token that is not masked is one.
-
-    Large logits are computed in slices, so they are never all in memory. This needs a model with
-    `base_model` (which returns the last hidden states) and `get_output_embeddings()` (the linear
-    output layer), such as those of Hugging Face.
-
-    Args:
-        model: The language model.
-        micro: The micro-batch.
-    """
-    if isinstance(micro, tuple | list) and len(micro) == 2:
-        return _next_token(model, micro[:1], {}, micro[1], 0)
-    if not isinstance(micro, Mapping) or "input_ids" not in micro:
-        raise LossError(
-            f"micro-batch of type {type(micro).__name__}: wb.causal_lm takes a mapping with "
-            "'input_ids' (and 'labels', 'attention_mask'), or a pair (inputs, targets)"
-        )
-    inputs = {name: value for name, value in micro.items() if name != "labels"}
-    labels = micro.get("labels")
-    if labels is None:
-        labels = micro["input_ids"]
-        if "attention_mask" in micro:
-            labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
-    if not _takes_keywords(model):
-        return _next_token(model, [micro["input_ids"]], {}, labels, 1)
-    return _next_token(model, (), inputs, labels, 1)
-
-
-def _next_token(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Tensor, shift: int
-) -> Loss:
-    """Return the cross-entropy of the model's logits with shifted labels; in slices if large."""
-    head = None
-    if labels.numel() > 1024:
-        head = slices.output_layer(model, args, kwargs, _logits)
-    if head is not None and labels.numel() > slices.rows_at_once(head.weight.shape[0]):
-        hidden = getattr(out := model.base_model(*args, **kwargs), "last_hidden_state", out)
-        hidden = hidden[:, : hidden.shape[1] - shift].flatten(0, 1)
-        targets = labels[:, shift:].flatten()
-        total = slices.sliced_cross_entropy(hidden, head, targets)
-        return Loss(total, (targets != -100).sum())
-    logits = _logits(model(*args, **kwargs))
-    return cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:], dim=-1)
-
-
-def _logits(output: Any) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if isinstance(logits, tuple) and logits:
-        logits = logits[0]
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise LossError(
-            f"the model returned {type(output).__name__}: wb.causal_lm needs logits of shape "
-            "[samples, tokens, vocabulary], or an object with such .logits"
-        )
-    return logits
-
-
-def _takes_keywords(model: Any) -> bool:
-    forward = getattr(getattr(model, "module", model), "forward", model)
-    parameters = inspect.signature(forward).parameters
-    return "input_ids" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
 
 
 def refuse_in_parts(loss: object) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import LossError, OptionError
+from wholebatch.losses.causal_lm import causal_lm
 from wholebatch.losses.coupled import Coupled
-from wholebatch.losses.loss import Loss, Term, Terms, as_loss, causal_lm, terms_of
+from wholebatch.losses.loss import Loss, Term, Terms, as_loss, terms_of
 
 Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
 """For each layer, the router's logits (tokens, experts); or probabilities and chosen experts."""
