@@ -81,9 +81,17 @@ class Architecture:
     ways: tuple[str, ...] = ("wholebatch", "loop", "torch.compile")
     """The ways in which it is measured."""
 
-    def sized(self, *, tiny: bool) -> Architecture:
-        """Return it in this size."""
-        return replace(self, size=TINY) if tiny else self
+    def sized(self, *, tiny: bool, micro: int = 0) -> Architecture:
+        """Return it in this size, with micro-batches of this many samples if it is not 0."""
+        size = TINY if tiny else self.size
+        if micro:
+            size = replace(size, micro=micro, images_micro=micro)
+        return replace(self, size=size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sample; patches of an image."""
+        return self.size.length if self.is_text else (self.size.image // self.size.patch) ** 2
 
     @property
     def window(self) -> int:
@@ -489,6 +497,7 @@ _BESIDE = {"ways": ("wholebatch", "undivided")}
 REFERENCES: tuple[Architecture, ...] = (
     _reference("llama 12x768 micro 4", "llama", _SMALL, _LLAMA, **_BESIDE),
     _reference("llama 12x768 micro 1", "llama", replace(_SMALL, micro=1), _LLAMA),
+    _reference("llama 4x2048", "llama", replace(_LARGE, layers=4), _LLAMA),
     _reference("llama 22x2048 micro 4", "llama", _LARGE, _LLAMA, **_BESIDE),
     _reference(
         "gpt2 micro 4",

@@ -5,15 +5,23 @@
     python benchmarks/architectures.py --page rows.jsonl    # docs/benchmarks/architectures.md
     python benchmarks/architectures.py --models mixtral,phi3 --out rows.jsonl
     python benchmarks/architectures.py --references --out rows.jsonl --budget 360
+    python benchmarks/architectures.py --models llama:1,llama:4,llama:16 \
+        --ways wholebatch,torch.compile,reduce-overhead --out sizes.jsonl --budget 140
+    python benchmarks/architectures.py --sizes sizes.jsonl  # docs/benchmarks/torch-compile.md
     python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
-Every model runs in a process of its own, several of them side by side, since most of the time goes
-to compilers. A lock file lets one process at a time do what is measured. A row is one JSON line. It
-is appended to `--out` as soon as its model is done; a model that is there already is not run again.
+`llama:4` is that model in micro-batches of 4. Every model runs in a process of its own, several of
+them side by side, since most of the time goes to compilers. A lock file lets one process at a time
+do what is measured. A row is one JSON line. It is appended to `--out` as soon as its model is done;
+a model that is there already is not run again.
 
 The times are medians of whole windows with the optimizer's step. The distances are relative L2
 errors of a window's gradient to that of the undivided batch in float64: of the undivided batch
 under autocast, and of the window of WholeBatch.
+
+`torch.compile` compiles the model and its loss as one function; `reduce-overhead` records that
+function's kernels as CUDA graphs, too. The share of the peak is the operations of an eager forward
+and backward pass (torch's own counter), by the time of the window.
 """
 
 from __future__ import annotations
@@ -44,30 +52,38 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Nothing is downloaded.
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "architectures.md"
-WAYS = ("wholebatch", "loop", "torch.compile", "undivided")
+SIZES_PAGE = PAGE.with_name("torch-compile.md")
+SIZES_PLOT = ROOT / "docs" / "images" / "speed-over-tokens.svg"
+WAYS = ("wholebatch", "loop", "torch.compile", "reduce-overhead", "undivided")
 GIB = 2**30
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""bf16 operations per second without sparsity, from NVIDIA's data sheets."""
 
 
 # ----------------------------------------------------------- one model, in its own process
 
 
-def run_model(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one model in every way that was asked for; a failure is part of the row."""
+def run_model(options: argparse.Namespace) -> None:
+    """Measure one model in every way that was asked for; a failure is part of its row."""
     import torch
     from architecture_models import MODELS, REFERENCES
 
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
-    found = next(one for one in (*MODELS, *REFERENCES) if one.name == options.child)
-    bench = Bench(found.sized(tiny=options.tiny), options)
+    name, _, micro = options.child.partition(":")
+    found = next(one for one in (*MODELS, *REFERENCES) if one.name == name)
+    bench = Bench(found.sized(tiny=options.tiny, micro=int(micro or 0)), options)
     row: dict[str, Any] = {
-        "name": found.name,
+        "name": options.child,
         "group": found.group,
         "window": bench.case.window,
         "micro": bench.case.micro,
+        "tokens": bench.case.tokens,
         **environment(),
     }
+    if micro:
+        row["operations"] = bench.operations()
     began = time.perf_counter()
     for way in options.ways.split(",") if options.ways else bench.case.ways:
         try:
@@ -80,8 +96,8 @@ def run_model(options: argparse.Namespace) -> dict[str, Any]:
             torch.compiler.reset()
             if bench.on_cuda:
                 torch.cuda.empty_cache()
-    row["seconds"] = round(time.perf_counter() - began, 1)
-    return row
+        row["seconds"] = round(time.perf_counter() - began, 1)
+        options.out.write_text(json.dumps(row))  # What there is counts if the process is stopped.
 
 
 def environment() -> dict[str, Any]:
@@ -117,9 +133,17 @@ class Bench:
         """Return milliseconds per window and GiB; for WholeBatch also how it ran and distances."""
         if way == "wholebatch":
             return self._whole_batch()
-        compiled = way != "loop"
         parts = [self.batch] if way == "undivided" else self.parts
-        return self._times(self._loop(parts, compiled=compiled), warm=3)
+        return self._times(self._loop(parts, way), warm=3)
+
+    def operations(self) -> int:
+        """Return the floating-point operations of a window, counted in eager code."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        model, _ = self._model()
+        with FlopCounterMode(display=False) as counter, self._autocast():
+            self.case.loss(model, self.parts[0]).total.backward()
+        return int(counter.get_total_flops()) * len(self.parts)
 
     def _model(self) -> tuple[Any, Any]:
         import torch
@@ -134,25 +158,33 @@ class Bench:
 
         return torch.autocast(self.device, torch.bfloat16)
 
-    def _loop(self, parts: Sequence[Any], *, compiled: bool) -> Callable[[], None]:
+    def _loop(self, parts: Sequence[Any], way: str) -> Callable[[], None]:
         """Return a function that makes one update by a loop over these micro-batches."""
         import torch
 
         model, optimizer = self._model()
+        recorded = way == "reduce-overhead"
 
         def mean(part: Any) -> Any:
             loss = self.case.loss(model, part)
             return loss.total / (len(parts) * loss.units)
 
-        forward = torch.compile(mean) if compiled else mean  # The model and its loss together.
+        forward = mean
+        if way != "loop":  # The model and its loss together.
+            forward = torch.compile(mean, mode="reduce-overhead" if recorded else None)
+        if recorded:  # A replay writes over its gradients, so they are added into tensors of ours.
+            for weight in model.parameters():
+                weight.grad = torch.zeros_like(weight)
 
         def window() -> None:
             for part in parts:
+                if recorded:
+                    torch.compiler.cudagraph_mark_step_begin()
                 with self._autocast():
                     loss = forward(part)
                 loss.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not recorded)
 
         return window
 
@@ -322,7 +354,8 @@ def run_all(options: argparse.Namespace) -> int:
                     process.wait()
                     for other, _ in running.values():  # It may have stopped them.
                         signal_group(other.pid, signal.SIGCONT)
-                    if seconds <= options.limit:
+                    written = (Path(folder) / f"{name}.json").exists()
+                    if seconds <= options.limit and not written:
                         print(f"{name}: the budget is spent after {seconds:.0f} s", flush=True)
                         continue
                 _report(name, Path(folder), options, seconds)
@@ -382,7 +415,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
     known = [model.name for model in (*MODELS, *REFERENCES)]
     if options.models:
         names: list[str] = options.models.split(",")
-        if unknown := [name for name in names if name not in known]:
+        if unknown := [name for name in names if name.partition(":")[0] not in known]:
             raise SystemExit(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
         return names
     if options.references:
@@ -435,6 +468,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _page_cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of the page: how it runs is said where it is not recorded."""
+    name, _, compiled, ours, recorded, ratio, _, why = _cells(row)
+    gib = _number(row.get("wholebatch", {}).get("gib"), 1)
+    told = [recorded] if recorded and recorded != "yes" else []
+    return [name, compiled, ours, ratio, gib, "; ".join([*told, *([why] if why else [])])]
+
+
 def _errors(row: dict[str, Any]) -> list[str]:
     return [f"{way}: {row[way]['error']}" for way in WAYS if "error" in row.get(way, {})]
 
@@ -467,13 +508,11 @@ def write_page(path: Path) -> int:
     ]
     for group in dict.fromkeys(row["group"] for row in rows):
         lines += [f"## {group[0].upper()}{group[1:]}", ""]
-        lines += [
-            "| | loop, ms | torch.compile, ms | WholeBatch, ms | recorded | distance | GiB | |"
-        ]
-        lines += ["|---|---:|---:|---:|---|---:|---:|---|"]
+        lines += ["| | torch.compile, ms | WholeBatch, ms | distance | GiB | |"]
+        lines += ["|---|---:|---:|---:|---:|---|"]
         for row in rows:
             if row["group"] == group:
-                cells = [cell.replace("|", "\\|") for cell in _cells(row)]
+                cells = [cell.replace("|", "\\|") for cell in _page_cells(row)]
                 lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     lines += _remarks(rows, [model.name for model in MODELS if model.name not in found])
@@ -541,21 +580,106 @@ _REMARKS: dict[tuple[str, str | None], str] = {
 }
 
 
+# ------------------------------------------------ beside torch.compile, over micro-batch sizes
+
+
+def write_sizes(path: Path) -> int:
+    """Write the table and the plot of models that were measured in several micro-batch sizes."""
+    rows = sorted(_rows(path), key=lambda row: (row["name"].partition(":")[0], row["micro"]))
+    rows = [row for row in rows if "ms" in row.get("wholebatch", {})]
+    if not rows:
+        print(f"{path} has no row with a time")
+        return 1
+    facts = rows[0]
+    lines = [
+        "# Beside torch.compile",
+        "",
+        "Written by `python benchmarks/architectures.py --sizes` from rows of "
+        f"{facts['date']}: {facts['device']}, torch {facts['torch']}, transformers "
+        f"{facts['transformers']}.",
+        "",
+        "`torch.compile` compiles the model and its loss as one function. *reduce-overhead* "
+        "records it as CUDA graphs, too. *share of the peak* is of WholeBatch: its operations "
+        "per second beside those that the card's data sheet gives for bf16.",
+        "",
+        "![How many times as fast as the best of both, over the tokens of a micro-batch]"
+        "(../images/speed-over-tokens.svg)",
+        "",
+        "| model | tokens in a micro-batch | torch.compile, ms | reduce-overhead, ms "
+        "| WholeBatch, ms | times as fast as the better one | share of the peak |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(_size_cells(row))} |" for row in rows),
+        "",
+    ]
+    SIZES_PAGE.write_text("\n".join(lines))
+    plot_sizes(rows)
+    print(f"wrote {SIZES_PAGE} and {SIZES_PLOT}")
+    return 0
+
+
+def _size_cells(row: dict[str, Any]) -> list[str]:
+    compiled = [row.get(way, {}).get("ms") for way in ("torch.compile", "reduce-overhead")]
+    times = _times_as_fast(row)
+    peak = next((peak for card, peak in PEAK.items() if card in row["device"]), None)
+    share = row["operations"] / row["wholebatch"]["ms"] * 1000 / peak if peak else None
+    return [
+        row["name"].partition(":")[0],
+        str(row["micro"] * row["tokens"]),
+        *(_number(ms) or "–" for ms in compiled),
+        _number(row["wholebatch"]["ms"]),
+        "–" if times is None else f"{times:.2f}",
+        "–" if share is None else f"{share:.0%}",
+    ]
+
+
+def _times_as_fast(row: dict[str, Any]) -> float | None:
+    """Return how many times as fast WholeBatch is as the better of the two compiled loops."""
+    ways = [row.get(way, {}).get("ms") for way in ("torch.compile", "reduce-overhead")]
+    known = [float(ms) for ms in ways if ms is not None]
+    return min(known) / float(row["wholebatch"]["ms"]) if known else None
+
+
+def plot_sizes(rows: Sequence[dict[str, Any]]) -> None:
+    """Draw a line for each model, and one where both are equally fast."""
+    import matplotlib as mpl
+    from matter.charts import STYLE, save
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    colours = ("#1a8f74", "#d1495b", "#b07d00", "#59636e")
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
+        axes.axhline(1.0, color="#d0d7de")
+        names = dict.fromkeys(row["name"].partition(":")[0] for row in rows)
+        for name, colour in zip(names, colours, strict=False):
+            mine = [row for row in rows if row["name"].partition(":")[0] == name]
+            points = [(row["micro"] * row["tokens"], _times_as_fast(row)) for row in mine]
+            known = [(tokens, times) for tokens, times in points if times is not None]
+            axes.plot(*zip(*known, strict=True), "o-", color=colour, label=name, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens in a micro-batch")
+        axes.set_ylabel("times as fast as torch.compile")
+        axes.legend(fontsize=8)
+        save(figure, SIZES_PLOT)
+        pyplot.close(figure)
+
+
 _EXPLAINED = (
     "Random weights, bf16 autocast, fused AdamW. Texts: 8 layers of 768, sequences of 512 tokens,",
     "windows of 32 in micro-batches of 4. Images: 224 pixels, windows of 128 in micro-batches of",
     '16. WholeBatch runs with `execute="graph"`. Milliseconds are medians of whole windows, the',
-    "optimizer's step included. *recorded*: micro-steps are one compiled CUDA graph; else how they",
-    "run, and the reason in the last column. *distance*: the gradient's relative L2 distance to",
-    "float64, as a multiple of that of the undivided batch under autocast. *GiB*: memory reserved",
-    "on the device between windows, of the loop and of WholeBatch. The loops with BatchNorm",
-    "normalise each micro-batch by itself, so they train another model than WholeBatch does.",
+    "optimizer's step included. Where micro-steps are not one recorded CUDA graph, the last column",
+    "says how they run, and why. *distance*: the gradient's relative L2 distance to float64, as a",
+    "multiple of that of the undivided batch under autocast. *GiB*: reserved between windows. The",
+    "loops with BatchNorm normalise each micro-batch by itself: they train another model.",
 )
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", help="names, separated by commas")
+    parser.add_argument("--models", help="names, separated by commas; NAME:SIZE for a micro-batch")
     parser.add_argument("--slice", default="1/1", help="part i of n, as i/n")
     parser.add_argument("--references", action="store_true", help="the models of known times")
     parser.add_argument("--ways", help=f"of {', '.join(WAYS)}; each model has its own")
@@ -568,10 +692,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")
+    parser.add_argument("--sizes", type=Path, metavar="FILE", help="write the page of NAME:SIZE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=os.devnull, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.page is None and options.out is None:
+    if options.page is None and options.sizes is None and options.out is None:
         parser.error("--out FILE is missing: the rows are appended to it")
     return options
 
@@ -580,8 +705,10 @@ def main() -> int:
     options = read_options()
     if options.page is not None:
         return write_page(options.page)
+    if options.sizes is not None:
+        return write_sizes(options.sizes)
     if options.child:
-        options.out.write_text(json.dumps(run_model(options)))
+        run_model(options)
         return 0
     return run_all(options)
 

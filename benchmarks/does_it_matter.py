@@ -1,18 +1,21 @@
 """Does an exact update make a better model? Tables and plots of docs/does-it-matter.md.
 
-    python benchmarks/does_it_matter.py                # all settings: about 20 minutes of one core
-    python benchmarks/does_it_matter.py --only sft     # one of them; the other rows are kept
+    python benchmarks/does_it_matter.py                # all settings
+    python benchmarks/does_it_matter.py --only sft     # one of them: to try, nothing is written
     python benchmarks/does_it_matter.py --draw         # tables and plots of the saved results
 
 Each setting is trained with the same data order, seeds and learning rate: with the undivided batch
-(the truth), by the usual loop, by each trainer's own accumulation, and by wholebatch. A trainer
-whose first run ends with the weights of the undivided batch or of the usual loop is not run again.
+(the truth), by the usual loop, by each trainer's own accumulation, and by wholebatch. The learning
+rate is chosen before, by the undivided batch alone: the best of four, with a seed that the study
+does not use. A trainer whose first run ends with the weights of the undivided batch or of the usual
+loop is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -35,8 +38,10 @@ RESULTS = ROOT / "docs" / "benchmarks" / "does_it_matter.json"
 PAGE = ROOT / "docs" / "does-it-matter.md"
 IMAGES = ROOT / "docs" / "images"
 SEEDS = range(3)
+CHOOSING_SEED = 100
+"""The seed with which the learning rates are chosen."""
 POINTS = 12
-SAME = 0.02
+SAME = 0.001
 """Weights that drift less than this, as a share of the way, are those of another run."""
 TRAINERS = ("Accelerate", "Lightning", "HF Trainer", "exact(Trainer)")
 
@@ -47,16 +52,27 @@ def drift(result: dict[str, Any], truth: dict[str, Any]) -> float:
     return float((result["after"] - truth["after"]).norm() / way)
 
 
+def losses_by_rate(setting: Setting) -> dict[float, float]:
+    """Return the held-out loss of the undivided batch for each learning rate."""
+    return {
+        rate: run(setting.task(CHOOSING_SEED, rate), "undivided", CHOOSING_SEED, points=1)["loss"]
+        for rate in setting.rates
+    }
+
+
 def measured(setting: Setting) -> dict[str, Any]:
-    """Train a setting in all ways."""
+    """Choose the learning rate of a setting, and train it in all ways."""
+    tried = losses_by_rate(setting)
+    rate = min(tried, key=lambda rate: tried[rate] if math.isfinite(tried[rate]) else math.inf)
+    print(f"{setting.title}: {tried}, so {rate}", flush=True)
     rows: dict[str, Any] = {}
     for seed in SEEDS:
         results: dict[str, Any] = {}
-        for way in ways_of(setting.task(seed)):
+        for way in ways_of(setting.task(seed, rate)):
             if seed > 0 and rows[way].get("same_as"):
                 continue
             begin = time.process_time()
-            results[way] = run(setting.task(seed), way, seed, POINTS)
+            results[way] = run(setting.task(seed, rate), way, seed, POINTS)
             kept = {name: results[way][name] for name in ("curve", "loss", "metric", "updates")}
             kept["drift"] = drift(results[way], results["undivided"])
             row = rows.setdefault(way, {"runs": []})
@@ -71,11 +87,14 @@ def measured(setting: Setting) -> dict[str, Any]:
                 for other in ("undivided", "usual loop"):
                     if drift(results[way], results[other]) < SAME:
                         row["same_as"] = other
-    return {"title": setting.title, "metric": setting.metric, "units": setting.units, "ways": rows}
+    about = {"title": setting.title, "metric": setting.metric, "units": setting.units}
+    return {**about, "rate": rate, "rates": tried, "ways": rows}
 
 
 def spread(values: list[float], form: str) -> str:
     """Return mean ± standard deviation, or the value of a single run."""
+    if not all(map(math.isfinite, values)):
+        return "diverged"
     mean = format(statistics.fmean(values), form)
     return mean if len(values) < 2 else f"{mean} ± {format(statistics.stdev(values), form)}"
 
@@ -89,6 +108,8 @@ def verdict(row: dict[str, Any], truth: dict[str, Any]) -> str:
     pairs = zip(of_runs(row, "loss"), of_runs(truth, "loss"), strict=False)
     apart = [mine - right for mine, right in pairs]
     mean = statistics.fmean(apart)
+    if not math.isfinite(mean):
+        return "diverged"
     noise = statistics.stdev(of_runs(truth, "loss"))
     if abs(mean) <= noise / 10:
         return "none"
@@ -98,14 +119,18 @@ def verdict(row: dict[str, Any], truth: dict[str, Any]) -> str:
 
 def table(setting: dict[str, Any]) -> list[str]:
     """Return the lines of one setting's table."""
+    tried = ", ".join(f"{float(rate):g}" for rate in setting["rates"])
     lines = [
+        f"Learning rate {setting['rate']:g}, of {tried}.",
+        "",
         f"| | held-out loss | {setting['metric']} | weights drift by | difference in loss |",
         "|---|---:|---:|---:|---|",
     ]
     truth = setting["ways"]["undivided"]
+    alike: dict[str, list[str]] = {}
     for way, row in setting["ways"].items():
         if "same_as" in row:
-            lines.append(f"| {way} | as {row['same_as']} | | {of_runs(row, 'drift')[0]:.0e} | |")
+            alike.setdefault(row["same_as"], []).append(way)
             continue
         cells = [way, spread(of_runs(row, "loss"), ".3f"), spread(of_runs(row, "metric"), ".1%")]
         if way == "undivided":
@@ -114,19 +139,23 @@ def table(setting: dict[str, Any]) -> list[str]:
             far = max(of_runs(row, "drift"))
             cells += [f"{far:.0%}" if far >= 0.01 else f"{far:.0e}", verdict(row, truth)]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    ends = [f"{', '.join(ways)}: as {other}." for other, ways in alike.items()]
+    return [*lines, "", " ".join(ends)]
 
 
 def small_batch_table(rows: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table of batch sizes."""
+    large = rows[0]
     lines = [
-        "| sequences an update | best rate | held-out loss after a quarter | half | all of the "
-        "tokens | optimizer's share of the time |",
+        "| sequences an update | best rate | held-out loss after all tokens | tokens to the loss "
+        f"of {large['batch']} | time of a token | time to that loss |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        at = [spread([curve[place][1] for curve in row["curves"]], ".3f") for place in range(3)]
-        cells = [str(row["batch"]), f"{row['rate']:g}", *at, f"{row['optimizer_share']:.0%}"]
+        tokens = statistics.fmean(row["tokens"])
+        cost = row["seconds_per_token"] / large["seconds_per_token"]
+        cells = [str(row["batch"]), f"{row['rate']:g}", spread(row["losses"], ".3f")]
+        cells += [spread(row["tokens"], ".0%"), f"{cost:.1f}×", f"{tokens * cost:.2f}×"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -144,24 +173,39 @@ def publish(results: dict[str, Any]) -> None:
         charts.draw(results, IMAGES)
 
 
+def rounded(value: Any) -> Any:
+    """Return results with six digits of each number."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=[*SETTINGS, "small-batch"], action="append")
     parser.add_argument("--draw", action="store_true", help="no training")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.draw:
+        publish(json.loads(RESULTS.read_text(encoding="utf-8")))
+        return
     results: dict[str, Any] = {"settings": {}}
-    if RESULTS.exists():
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    names = [] if options.draw else options.only or [*SETTINGS, "small-batch"]
-    for name in names:
+    for name in options.only or [*SETTINGS, "small-batch"]:
         if name == "small-batch":
-            results["small_batch"] = small_batch.study(SEEDS)
+            results["small_batch"] = small_batch.study(SEEDS, CHOOSING_SEED)
         else:
             results["settings"][name] = measured(SETTINGS[name])
-        results["about"] = {"date": date.today().isoformat(), "torch": torch.__version__}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    publish(results)
+        results["about"] = {
+            "date": date.today().isoformat(),
+            "torch": torch.__version__,
+            "seconds": round(time.process_time()),
+        }
+        if not options.only:  # One run writes all of it.
+            RESULTS.write_text(json.dumps(rounded(results)) + "\n", encoding="utf-8")
+    if not options.only:
+        publish(results)
 
 
 if __name__ == "__main__":

@@ -114,14 +114,14 @@ def classifier(
     )
 
 
-def short_window(seed: int) -> Task:
+def short_window(seed: int, rate: float) -> Task:
     """9 micro-batches an epoch, 8 a window: every second window has one micro-batch."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    return classifier(model, train=72, test=1200, optimizer=sgd(0.1), micro=8, steps=8, epochs=100)
+    return classifier(model, train=72, test=1200, optimizer=sgd(rate), micro=8, steps=8, epochs=100)
 
 
-def batchnorm(seed: int) -> Task:
+def batchnorm(seed: int, rate: float) -> Task:
     """A small convolutional net with BatchNorm, micro-batches of 2."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
@@ -132,10 +132,10 @@ def batchnorm(seed: int) -> Task:
             nn.ReLU(),
         ]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-    return classifier(model, train=512, test=1024, optimizer=sgd(0.1), micro=2, steps=16, epochs=5)
+    return classifier(model, train=512, test=1024, optimizer=sgd(rate), micro=2, steps=16, epochs=5)
 
 
-def bf16_sums(seed: int) -> Task:
+def bf16_sums(seed: int, rate: float) -> Task:
     """Parameters and gradients in bf16, 256 micro-batches of one sample an update."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -144,7 +144,7 @@ def bf16_sums(seed: int) -> Task:
         train=1280,
         test=517,
         dtype=torch.bfloat16,
-        optimizer=sgd(0.1),
+        optimizer=sgd(rate),
         micro=1,
         steps=256,
         epochs=5,
@@ -193,7 +193,7 @@ def token_loss(model: nn.Module, micro: Micro) -> wb.Loss:
     return wb.cross_entropy(logits[:, :-1], micro["labels"][:, 1:])
 
 
-def sft(seed: int) -> Task:
+def sft(seed: int, rate: float) -> Task:
     """A Llama learns completions of 2 to 25 tokens, 4 samples in a micro-batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -220,7 +220,7 @@ def sft(seed: int) -> Task:
 
     return Task(
         LlamaForCausalLM(config),
-        adamw(3e-3),
+        adamw(rate),
         count=len(train),
         take=lambda rows: masked([train[row] for row in rows]),
         mean=own_loss,
@@ -278,14 +278,14 @@ def bert(seed: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> 
     )
 
 
-def bert_adamw(seed: int) -> Task:
+def bert_adamw(seed: int, rate: float) -> Task:
     """HF Trainer's own optimizer and clipping."""
-    return bert(seed, adamw(1e-3))
+    return bert(seed, adamw(rate))
 
 
-def bert_sgd(seed: int) -> Task:
+def bert_sgd(seed: int, rate: float) -> Task:
     """The same with SGD, and without clipping."""
-    task = bert(seed, sgd(0.1))
+    task = bert(seed, sgd(rate))
     task.clip = None
     return task
 
@@ -302,7 +302,7 @@ class TwoTowers(nn.Module):
         return self.upper(x[:, :, :4]), self.lower(x[:, :, 4:])
 
 
-def contrastive(seed: int) -> Task:
+def contrastive(seed: int, rate: float) -> Task:
     """Which lower half belongs to this upper half? 128 pairs are compared, 8 in a micro-batch."""
     torch.manual_seed(seed)
     x, _ = digits()
@@ -328,7 +328,7 @@ def contrastive(seed: int) -> Task:
 
     return Task(
         TwoTowers(),
-        adamw(3e-3),
+        adamw(rate),
         count=1536,
         take=lambda rows: {"x": x[rows]},
         mean=mean,
@@ -340,24 +340,39 @@ def contrastive(seed: int) -> Task:
     )
 
 
+SGD_RATES = (0.01, 0.03, 0.1, 0.3)
+ADAMW_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A task by name, and the words of its row."""
 
     title: str
-    task: Callable[[int], Task]
+    task: Callable[[int, float], Task]
+    """Makes the task of a seed and a learning rate."""
+    rates: tuple[float, ...]
+    """Learning rates that the undivided batch is tried with."""
     metric: str
     units: str = "samples"
 
 
 SETTINGS = {
     "sft": Setting(
-        "SFT with completion masks", sft, "completions without an error", "labelled tokens"
+        "SFT with completion masks",
+        sft,
+        ADAMW_RATES,
+        "completions without an error",
+        "labelled tokens",
     ),
-    "short": Setting("Classifier, short last window", short_window, "test accuracy"),
-    "bert": Setting("BERT classification head, AdamW, clipped", bert_adamw, "test accuracy"),
-    "bert-sgd": Setting("BERT classification head, SGD", bert_sgd, "test accuracy"),
-    "batchnorm": Setting("BatchNorm, micro-batches of 2", batchnorm, "test accuracy"),
-    "contrastive": Setting("Contrastive, in-batch negatives", contrastive, "right pair in top 5"),
-    "bf16": Setting("bf16 sums of 256 micro-batches", bf16_sums, "test accuracy"),
+    "short": Setting("Classifier, short last window", short_window, SGD_RATES, "test accuracy"),
+    "bert": Setting(
+        "BERT classification head, AdamW, clipped", bert_adamw, ADAMW_RATES, "test accuracy"
+    ),
+    "bert-sgd": Setting("BERT classification head, SGD", bert_sgd, SGD_RATES, "test accuracy"),
+    "batchnorm": Setting("BatchNorm, micro-batches of 2", batchnorm, SGD_RATES, "test accuracy"),
+    "contrastive": Setting(
+        "Contrastive, in-batch negatives", contrastive, ADAMW_RATES, "right pair in top 5"
+    ),
+    "bf16": Setting("bf16 sums of 256 micro-batches", bf16_sums, SGD_RATES, "test accuracy"),
 }

@@ -338,6 +338,8 @@ class Loop:
 
     def _stop(self) -> None:
         """Let go of the members, whether the loader has ended or the loop was left."""
+        if _running is None:  # the interpreter ends, and the globals are gone
+            return
         _running.discard(self)
         self.joint.unguard()
         self.put_back()

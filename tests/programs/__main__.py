@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from multiprocessing import get_context
+from pathlib import Path
 
 from tests.programs.judge import KINDS
 from tests.programs.search import work
@@ -33,10 +35,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, help="write the failing scripts to this file")
     arguments = parser.parse_args()
+    if arguments.device == "cpu":  # a process with CUDA cannot fork one that trains
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    with tempfile.TemporaryDirectory() as known:
+        return search(arguments, Path(known))
+
+
+def search(arguments: argparse.Namespace, known: Path) -> int:
+    """Draw programs in several processes, and print what fails."""
     context = get_context("spawn")
     tell = context.SimpleQueue()
-    given = (arguments.seed, arguments.seconds, arguments.device, tell)
+    given = (arguments.seed, arguments.seconds, arguments.device, known, tell)
     workers = [
         context.Process(target=work, args=(number, *given)) for number in range(arguments.jobs)
     ]
@@ -45,19 +57,25 @@ def main() -> int:
     print(f"seed {arguments.seed}, {arguments.jobs} processes", flush=True)
     counts: Counter[str] = Counter()
     failures: dict[str, str] = {}
+    often: Counter[str] = Counter()
     started, shown, open_ = time.monotonic(), 0.0, len(workers)
-    while open_ and not (arguments.first and failures):
+    while open_ and not (arguments.first and often):
         _, kind, failure = tell.get()
         if kind == "done":
             open_ -= 1
         elif kind is not None:
             counts[kind] += 1
+            often.update([failure] if failure else ())
         else:
             text, source, found = failure
-            if found.signature not in failures:
-                failures[found.signature] = text
-                told = found.detail.strip()[-1500:]
-                print(f"\n{'=' * 80}\n{found.signature}\n{text}\n{told}\n{'-' * 80}\n{source}")
+            failures[found.signature] = text
+            told = found.detail.strip()[-1500:]
+            whole = f"\n{'=' * 80}\n{found.signature}\n{text}\n{told}\n{'-' * 80}\n{source}"
+            if arguments.out is None:
+                print(whole)
+            else:
+                with arguments.out.open("a", encoding="utf-8") as out:
+                    out.write(whole)
         if time.monotonic() - shown > (1.0 if sys.stdout.isatty() else 20.0):
             shown = time.monotonic()
             end = "\r" if sys.stdout.isatty() else "\n"
@@ -65,9 +83,9 @@ def main() -> int:
     for worker in workers if open_ else []:
         worker.terminate()
     print(line(counts, started, arguments.seconds))
-    for signature, text in failures.items():
-        print(f"FAILED {signature}\n       {text}")
-    return 1 if failures else 0
+    for signature, many in often.most_common():
+        print(f"FAILED {many} times: {signature}\n       {failures.get(signature, '')}")
+    return 1 if often else 0
 
 
 if __name__ == "__main__":

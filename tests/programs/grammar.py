@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +13,18 @@ from tests.programs.description import LOOPS, TOKEN_MODELS, WHOLE_BATCH, Micro, 
 from tests.programs.mistakes import MISTAKES
 from tests.programs.models import MODELS
 
+INSTALLED = [
+    way
+    for way, package in {
+        "accelerate": "accelerate",
+        "fabric": "lightning",
+        "lightning": "lightning",
+        "trainer": "transformers",
+        "keras": "keras",
+        "jax": "jax",
+    }.items()
+    if find_spec(package) is not None
+]
 VECTOR_MODELS = tuple(name for name in MODELS if name not in TOKEN_MODELS)
 
 
@@ -60,6 +73,8 @@ def _right(draw: Any) -> Program:
     if event == "oom" and loss == "coupled":
         event = "none"
     optimizer = "sgd" if model == "sparse" else _optimizer(draw, model)
+    if event == "group" and optimizer == "adagrad":  # torch's own fails: no state for the group
+        optimizer = "sgd"
     return Program(
         model=model,
         windows=windows,
@@ -175,6 +190,8 @@ def _scheduler(draw: Any, event: str) -> str:
     kinds = ["none", "exponential", "step", "lambda"]
     if event == "rate":
         return "none"
+    if event == "group":  # torch's LambdaLR fails: no function for the new group
+        return _pick(draw, ["none", "exponential", "step"])  # type: ignore[no-any-return]
     return _pick(draw, [*kinds, "plateau"] if event == "none" else kinds, 3)  # type: ignore[no-any-return]
 
 
@@ -278,7 +295,7 @@ def _on_ranks(draw: Any) -> Program:
 @st.composite
 def _in_host(draw: Any) -> Program:
     """Draw a program whose loop another library owns."""
-    way = _pick(draw, ["accelerate", "fabric", "lightning", "trainer", "keras", "jax"])
+    way = _pick(draw, INSTALLED)
     whole = way in ("keras", "jax")
     model = "linear" if whole else _pick(draw, [name for name in MODELS if name != "batchnorm"])
     loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])

@@ -121,6 +121,8 @@ def _execute(text: str) -> Outcome:
     module.__file__ = str(path)
     sys.modules["__main__"] = module
     sys.argv = [str(path)]
+    with open(os.devnull, "w") as nothing:  # processes of its own write there, too
+        os.dup2(nothing.fileno(), 2)
     logged, printed = _Logged(), io.StringIO()
     logging.getLogger("wholebatch").addHandler(logged)
     logging.getLogger("wholebatch").propagate = False

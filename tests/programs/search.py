@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
@@ -27,9 +29,10 @@ class Search:
     number: int
     seconds: float
     tell: Any
-    """A queue for (process, kind, failure)."""
+    """A queue for (process, kind, signature or failure)."""
+    known: Path
+    """A folder that all processes share, with a file for each failure that one of them shrinks."""
     device: str = "cpu"
-    known: set[str] = field(default_factory=set)
     warm: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -71,18 +74,27 @@ class Search:
             warm_up(script(program))
         found = judge(program)
         if self.target is None:
-            self.tell.put((self.number, found.kind, None))
-            if not found.failed or found.signature in self.known:
+            self.tell.put((self.number, found.kind, found.signature if found.failed else None))
+            if not found.failed or not self._is_new(found.signature):
                 return
             self.target = found.signature
             self.shrinks_until = time.monotonic() + 25
-            self.known.add(found.signature)
         if found.failed and found.signature == self.target:
             self.smallest = (program, found)
             raise Failed(found.signature)
 
+    def _is_new(self, signature: str) -> bool:
+        """Return whether no process has seen this failure yet, and say that this one has."""
+        try:
+            (self.known / hashlib.md5(signature.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
-def work(number: int, first_seed: int, seconds: float, device: str, tell: Any) -> None:
+
+def work(number: int, first_seed: int, seconds: float, device: str, known: Path, tell: Any) -> None:
+    """Search until the time is up."""
+    ends = time.monotonic() + seconds
     warm_up(script(Program()), script(Program(way="run")))
-    Search(number, seconds, tell, device).run(first_seed + number)
+    Search(number, ends - time.monotonic(), tell, known, device).run(first_seed + number)
     tell.put((number, "done", None))

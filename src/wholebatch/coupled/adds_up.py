@@ -233,6 +233,8 @@ class _Test:
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
+            if self._runs_now():
+                raise  # the user's own, which does not come again
             return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
@@ -307,6 +309,15 @@ class _Test:
             if is_known and not self._tolerance.adds_up(whole, parts):
                 return (samples_compared(samples, (whole, *parts)),)
         return ()
+
+    def _runs_now(self) -> bool:
+        """True if both parts can be run after all."""
+        try:
+            self._samples.part(0, self._samples.cut)
+            self._second()
+        except Exception:
+            return False
+        return True
 
     def _not_in_parts(self, why: str, *, is_finite: bool = True) -> AdditivityResult:
         """Refuse a loss that has no value for uneven parts: it may not add up."""

@@ -315,6 +315,8 @@ class Ledger:
                     totals, seeds = _without_nothing(totals, seeds)
                 if totals:
                     sync.run_backward(totals, seeds, [*window.inputs, *also])
+            if sync.adds_to_parameters and all(p.grad is None for p in window.inputs):
+                refuse_reentrant(totals)  # torch finds none of the inputs in the graph
         except BaseException as error:
             self.added.broken = True  # some gradients of this micro-batch are in, others are not
             refuse_freed_graph(error)
