@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -73,7 +74,14 @@ class RunFunctions:
 
 
 def _key_of(loss: object) -> Any:
-    """Return the function itself, or the id of one that has no hash (a dataclass)."""
+    """Return what is the same for the same function.
+
+    A lambda in the body of a loop is another object each time, with the same code and variables.
+    An object without a hash (a dataclass) is known by its id.
+    """
+    if isinstance(loss, FunctionType) and not loss.__kwdefaults__ and not loss.__defaults__:
+        variables = tuple(map(id, loss.__closure__ or ()))
+        return loss.__code__, id(loss.__globals__), variables, *map(id, vars(loss).values())
     try:
         hash(loss)
     except TypeError:

@@ -16,6 +16,7 @@ from wholebatch.window.autograd_graph import graph_nodes
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24
 _LINKED = 1e-6
+_MOST_ASKED = 8
 _LOSS = "the loss"
 
 
@@ -25,7 +26,8 @@ class ComparedRows(Check):
     Finds: a loss whose gradient by one row of a model's output depends on another row, while the
     units claim more independent parts than there are.
 
-    Costs: the second derivative of the loss by the outputs, twice per micro-batch.
+    Costs: the second derivative of the loss by the outputs, twice per micro-batch; up to 8 times
+    where rows belong together (bags, ranking lists).
 
     Certain: the second derivative is computed, not guessed. Rows that a BatchNorm links are left
     out.
@@ -43,8 +45,9 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditF
 
     `outputs` are those of the models in this micro-batch, with a row for each sample.
 
-    Row i is linked with row j if the second derivative of the loss by both is not zero. If k rows
-    are linked with a row, the loss of n rows has n / k independent parts, and needs as many units.
+    Row i is linked with row j if the second derivative of the loss by both is not zero. Linked rows
+    are one part of the loss, and no other row can be more than a part of its own. So there are at
+    most (parts found) + (rows in none of them) parts, and no more units.
     """
     outputs = [one for one in outputs if _can_be_differentiated(one, units)]
     outputs = [one for one in outputs if not _is_below_a_batchnorm(one, outputs)]
@@ -59,12 +62,38 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditF
             made = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
             used = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
             for size in {len(output) for output, _ in used}:
-                for row in (0, size // 2):
-                    for rows, linked in _linked_with(row, size, used).items():
-                        if linked and rows / linked < min(units, rows):
-                            return _comparison(linked, rows, units)
+                found = _compared(size, used, units)
+                if found is not None:
+                    return found
     except (RuntimeError, NotImplementedError):  # an operation without a second derivative
         return None
+    return None
+
+
+def _compared(
+    size: int, outputs: Sequence[tuple[Tensor, Tensor]], units: float
+) -> AuditFinding | None:
+    """Find links from rows of the outputs with `size` rows that leave fewer parts than units."""
+    parts: dict[int, list[Tensor]] = {}  # by the number of rows of the outputs that they are in
+    row = 0
+    for number in range(_MOST_ASKED):
+        linked = _linked_with(row, size, outputs)
+        for rows, which in linked.items():
+            apart = [one for one in parts.get(rows, []) if not bool((one & which).any())]
+            joined = [one for one in parts.get(rows, []) if bool((one & which).any())]
+            parts[rows] = [*apart, torch.stack([which, *joined]).any(0)] if which.any() else apart
+            in_parts = sum(int(one.sum()) for one in parts[rows])
+            if len(parts[rows]) + rows - in_parts < min(units, rows):
+                return _comparison(int(which.sum()), rows, units)
+        free = torch.ones(size, dtype=torch.bool)
+        for one in parts.get(size, []):
+            free &= ~one.cpu()
+        free[row] = False
+        left = free.nonzero().flatten().tolist()
+        is_linked = any(int(which.sum()) > 1 for which in linked.values())
+        if not left or (number and not is_linked):
+            return None
+        row = size // 2 if number == 0 and size // 2 in left else left[0]
     return None
 
 
@@ -96,10 +125,12 @@ def _can_be_differentiated(output: Tensor, units: float) -> bool:
     )
 
 
-def _linked_with(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> dict[int, int]:
-    """Return how many rows move the gradient of this row of the outputs with `size` rows.
+def _linked_with(
+    row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]
+) -> dict[int, Tensor]:
+    """Return which rows move the gradient of this row of the outputs with `size` rows.
 
-    They are counted by the number of rows of the output that they are in.
+    They are told by the number of rows of the output that they are in.
     """
     own = [gradient[row] for output, gradient in outputs if len(output) == size]
     asked = torch.stack([_mixed(gradient) for gradient in own]).sum()
@@ -114,7 +145,7 @@ def _linked_with(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) 
     for one in found:
         above = one > _LINKED * largest
         linked[len(one)] = linked.get(len(one), torch.zeros_like(above)) | above
-    return {size: int(which.sum()) for size, which in linked.items()}
+    return linked
 
 
 def _mixed(row: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ def sum_or_mean(
 ) -> AuditFinding | None:
     """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
     terms = [term for term in reductions if term.count > 1 or not term.sizes]
+    if not is_mean and reductions and all(_is_by_weight(term, units) for term in reductions):
+        terms = list(reductions)
     # One unit may be a sample, whose loss is a mean over its parts: `MeanAsOneUnit` warns.
-    if units <= 1 or not terms or len(terms) >= units:  # as many terms: one of each unit
+    elif units <= 1 or not terms or len(terms) >= units:  # as many terms: one of each unit
         return None
     first, number = terms[0], f"{units:g}"
     if not is_mean and all(_is_mean(term, units) for term in terms):
@@ -65,6 +67,17 @@ def _is_mean(term: Reduction, units: float) -> bool:
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = by_units and units > 2 and term.count != units * units
     return term.kind == "mean" or (term.kind == "sum" and is_divided)
+
+
+def _is_by_weight(term: Reduction, units: float) -> bool:
+    """True for a mean over one label, or several, that is divided by the sum of their weights."""
+    labels = term.labels
+    return (
+        labels is not None
+        and not term.scales
+        and math.isclose(labels, units, rel_tol=4e-3)
+        and not math.isclose(labels, 1.0, rel_tol=4e-3)
+    )
 
 
 def _over(term: Reduction, units: float) -> str:
