@@ -36,7 +36,7 @@ def train(model: torch.nn.Module, loader: list[Pair]) -> None:
         assert_type(acc.backward(wb.Loss(loss, 3), more=True), wb.Step | None)
     for micro in wb.over(loader, acc):
         assert_type(micro, Pair)
-    whole = wb.WholeBatch(model, acc.optimizer, loss=wb.causal_lm)
+    whole = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=wb.causal_lm)
     for batch in whole.over(loader):
         assert_type(batch, Pair)
 
