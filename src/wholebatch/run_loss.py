@@ -6,9 +6,12 @@ test that the loss adds up, and run forward, backward and addition as one record
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from types import CellType, FunctionType
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -51,7 +54,12 @@ class RunFunctions:
         self._functions: dict[Any, RunLoss] = {}
 
     def __getitem__(self, loss: Callable[[Any], Any]) -> RunLoss:
-        return self._functions.get(_key_of(loss)) or self.prepare(loss)
+        known = self._functions.get(_key_of(loss))
+        if known is None:
+            # A lambda that is made in the loop is another object each time, and the same function.
+            same = (run for run in self._functions.values() if _is_same(run.loss, loss))
+            known = next(same, None)
+        return known or self.prepare(loss)
 
     def prepare(
         self, loss: Callable[[Any], Any], reads: Callable[..., Any] | None = None
@@ -81,6 +89,37 @@ def _key_of(loss: object) -> Any:
     return loss
 
 
+def _is_same(known: Any, given: Any) -> bool:
+    """True if two functions have the same code, and now read the same objects."""
+    if isinstance(known, functools.partial) and isinstance(given, functools.partial):
+        is_same = known.keywords.keys() == given.keywords.keys() and _are_same(
+            (*known.args, *known.keywords.values()),
+            (*given.args, *(given.keywords[name] for name in known.keywords)),
+        )
+        return is_same and _is_same(known.func, given.func)
+    if not (isinstance(known, FunctionType) and isinstance(given, FunctionType)):
+        return known is given
+    return known.__code__ is given.__code__ and _are_same(_read_by(known), _read_by(given))
+
+
+def _are_same(known: Sequence[Any], given: Sequence[Any]) -> bool:
+    return len(known) == len(given) and all(a is b for a, b in zip(known, given, strict=True))
+
+
+def _read_by(function: FunctionType) -> list[Any]:
+    """Return the objects that a function reads beside its arguments."""
+    cells = function.__closure__ or ()
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [function.__globals__, *defaults, *(_contents(cell) for cell in cells)]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
+
+
 class RunLoss:
     """Runs forward, backward and addition of micro-batches by one loss function.
 
@@ -100,6 +139,7 @@ class RunLoss:
     ) -> None:
         check_run_function(loss)
         models, sync = ledger.target.models, ledger.sync
+        self.loss = loss
         self._ledger = ledger
         self._kind = ledger.target.device.type
         self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
@@ -119,6 +159,7 @@ class RunLoss:
             loss=self._call,
             given=nn.ModuleList(models),
         )
+        this = proxy(self)
         self._step = MicroStep(
             self._call,
             None,
@@ -129,7 +170,7 @@ class RunLoss:
             audit=audit,
             untouched=untouched,
             read_loss=self._test.read,
-            prepare=lambda _: self._micro,  # as it was given: parts of it may belong on the host
+            prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
 
