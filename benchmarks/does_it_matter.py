@@ -127,9 +127,10 @@ def table(setting: dict[str, Any]) -> list[str]:
         "|---|---:|---:|---:|---|",
     ]
     truth = setting["ways"]["undivided"]
+    alike: dict[str, list[str]] = {}
     for way, row in setting["ways"].items():
         if "same_as" in row:
-            lines.append(f"| {way} | as {row['same_as']} | | {of_runs(row, 'drift')[0]:.0e} | |")
+            alike.setdefault(row["same_as"], []).append(way)
             continue
         cells = [way, spread(of_runs(row, "loss"), ".3f"), spread(of_runs(row, "metric"), ".1%")]
         if way == "undivided":
@@ -138,7 +139,8 @@ def table(setting: dict[str, Any]) -> list[str]:
             far = max(of_runs(row, "drift"))
             cells += [f"{far:.0%}" if far >= 0.01 else f"{far:.0e}", verdict(row, truth)]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    ends = [f"{', '.join(ways)}: as {other}." for other, ways in alike.items()]
+    return [*lines, "", " ".join(ends)]
 
 
 def small_batch_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -171,6 +173,15 @@ def publish(results: dict[str, Any]) -> None:
         charts.draw(results, IMAGES)
 
 
+def rounded(value: Any) -> Any:
+    """Return results with six digits of each number."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=[*SETTINGS, "small-batch"], action="append")
@@ -192,7 +203,7 @@ def main() -> None:
             "seconds": round(time.process_time()),
         }
         if not options.only:  # One run writes all of it.
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            RESULTS.write_text(json.dumps(rounded(results)) + "\n", encoding="utf-8")
     if not options.only:
         publish(results)
 

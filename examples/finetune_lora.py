@@ -51,17 +51,18 @@ def tokenize(pairs, tokenizer):
     """Label -100 does not count: only answers are learned."""
     samples = []
     for prompt, answer in pairs:
-        asked = tokenizer.encode(prompt, add_special_tokens=False)
-        told = tokenizer.encode(answer, add_special_tokens=False)
-        samples.append({"input_ids": asked + told, "labels": [-100] * len(asked) + told})
+        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+        answer_ids = tokenizer.encode(answer, add_special_tokens=False)
+        labels = [-100] * len(prompt_ids) + answer_ids
+        samples.append({"input_ids": prompt_ids + answer_ids, "labels": labels})
     return samples
 
 
 def collate(samples):
-    longest = max(len(one["input_ids"]) for one in samples)
+    longest = max(len(sample["input_ids"]) for sample in samples)
 
     def padded(key, value):
-        rows = [one[key] + [value] * (longest - len(one[key])) for one in samples]
+        rows = [sample[key] + [value] * (longest - len(sample[key])) for sample in samples]
         return torch.tensor(rows)
 
     # The padding is to the right, and the model is causal: it needs no attention mask.

@@ -89,10 +89,10 @@ def main(argv=None):
         scheduler=scheduler,
         close=wb.Close(ema=ema, scaler=scaler),
     )
-    parts = {"model": model, "ema": ema, "optimizer": optimizer, "windows": acc}
+    state = {"model": model, "ema": ema, "optimizer": optimizer, "windows": acc}
     if args.resume:
         saved = torch.load(args.save, map_location=device, weights_only=True)
-        for name, part in parts.items():
+        for name, part in state.items():
             part.load_state_dict(saved[name])
 
     half = torch.bfloat16 if args.precision == "bf16" else torch.float16
@@ -107,7 +107,7 @@ def main(argv=None):
             if step is not None:  # the window is complete: its update was made
                 bar.set_postfix(loss=f"{step.loss:.3f}", lr=f"{scheduler.get_last_lr()[0]:.1e}")
                 if step.update % args.save_every == 0 or step.update == updates:
-                    torch.save({name: part.state_dict() for name, part in parts.items()}, args.save)
+                    torch.save({name: part.state_dict() for name, part in state.items()}, args.save)
         loss, accuracy = evaluate(ema.module, test_loader, device)
         print(f"epoch {epoch + 1}: test loss {loss:.3f}, accuracy {accuracy:.1%}")
 

@@ -85,17 +85,17 @@ def main(argv=None):
     def encode(model, micro):  # what is known about each pair alone
         return model.encode(*micro)
 
-    def loss(all):  # the loss of the whole batch, from all representations
-        return wb.losses.clip_loss(*all, scale=model.log_scale.exp())
+    def loss(encoded):  # the loss of the whole batch, from all representations
+        return wb.losses.clip_loss(*encoded, scale=model.log_scale.exp())
 
     train = wb.WholeBatch(
         model, optimizer, loss=wb.Coupled(encode, loss), micro_batch=args.micro_batch,
         precision=args.precision, clip_norm=1.0, scheduler=scheduler, close=wb.Close(ema=ema),
     )  # fmt: skip
-    parts = {"model": model, "ema": ema, "optimizer": optimizer, "windows": train}
+    state = {"model": model, "ema": ema, "optimizer": optimizer, "windows": train}
     if args.resume:
         saved = torch.load(args.save, map_location=device, weights_only=True)
-        for name, part in parts.items():
+        for name, part in state.items():
             part.load_state_dict(saved[name])
 
     for epoch in range((train.updates + train.skipped) // len(loader), args.epochs):
@@ -107,7 +107,7 @@ def main(argv=None):
         print(
             f"epoch {epoch + 1}: {evaluate(ema.module, device):.0%} of the texts find their picture"
         )
-        torch.save({name: part.state_dict() for name, part in parts.items()}, args.save)
+        torch.save({name: part.state_dict() for name, part in state.items()}, args.save)
 
 
 if __name__ == "__main__":

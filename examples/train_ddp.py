@@ -84,10 +84,10 @@ def main():
         scheduler=scheduler,
         close=wb.Close(ema=ema),
     )
-    parts = {"model": model.module, "ema": ema, "optimizer": optimizer, "windows": acc}
+    state = {"model": model.module, "ema": ema, "optimizer": optimizer, "windows": acc}
     if args.resume:
         saved = torch.load(args.save, map_location=device, weights_only=True)
-        for name, part in parts.items():
+        for name, part in state.items():
             part.load_state_dict(saved[name])
 
     for epoch in range(acc.epoch, args.epochs):
@@ -101,7 +101,7 @@ def main():
         accuracy = evaluate(ema.module, texts(500, seed=2), device)
         if dist.get_rank() == 0:
             print(f"epoch {epoch + 1}: loss {acc.last_step.loss:.3f}, test accuracy {accuracy:.1%}")
-            torch.save({name: part.state_dict() for name, part in parts.items()}, args.save)
+            torch.save({name: part.state_dict() for name, part in state.items()}, args.save)
     dist.destroy_process_group()
 
 

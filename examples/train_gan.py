@@ -58,11 +58,11 @@ acc_g = wb.Accumulator(
 )
 acc_d = wb.Accumulator(discriminator, optimizer_d, steps=args.steps, scheduler=scheduler_d)
 
-parts = {"generator": generator, "discriminator": discriminator, "ema": ema}
-parts |= {"optimizer_g": optimizer_g, "optimizer_d": optimizer_d, "acc_g": acc_g, "acc_d": acc_d}
+state = {"generator": generator, "discriminator": discriminator, "ema": ema}
+state |= {"optimizer_g": optimizer_g, "optimizer_d": optimizer_d, "acc_g": acc_g, "acc_d": acc_d}
 if args.resume:
     saved = torch.load(args.save, map_location=device, weights_only=True)
-    for name, part in parts.items():
+    for name, part in state.items():
         part.load_state_dict(saved[name])
 
 for epoch in range(acc_g.epoch, args.epochs):
@@ -85,4 +85,4 @@ for epoch in range(acc_g.epoch, args.epochs):
         far = (sample.norm(dim=1) - 1).abs().mean()
         sectors = (torch.atan2(sample[:, 1], sample[:, 0]) * 8 / math.pi).floor().unique()
     print(f"epoch {epoch + 1}: {far:.3f} from the circle, {len(sectors)} of 16 sectors covered")
-    torch.save({name: part.state_dict() for name, part in parts.items()}, args.save)
+    torch.save({name: part.state_dict() for name, part in state.items()}, args.save)

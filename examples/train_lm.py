@@ -57,8 +57,8 @@ def documents():
 
 def collate(batch):
     """Pad to the longest text. Label -100 does not count."""
-    inputs = pad_sequence([one[:-1] for one in batch], batch_first=True)
-    labels = pad_sequence([one[1:] for one in batch], batch_first=True, padding_value=-100)
+    inputs = pad_sequence([text[:-1] for text in batch], batch_first=True)
+    labels = pad_sequence([text[1:] for text in batch], batch_first=True, padding_value=-100)
     return {"inputs": inputs, "labels": labels}
 
 
@@ -69,8 +69,8 @@ def loss(model, micro):
 @torch.no_grad()
 def evaluate(model, loader, device):
     """Return the mean loss over all tokens: sums, divided once."""
-    parts = [loss(model, {k: v.to(device) for k, v in batch.items()}) for batch in loader]
-    return float(sum(one.total for one in parts) / sum(one.units for one in parts))
+    losses = [loss(model, {k: v.to(device) for k, v in batch.items()}) for batch in loader]
+    return float(sum(part.total for part in losses) / sum(part.units for part in losses))
 
 
 def main(argv=None):
@@ -100,10 +100,10 @@ def main(argv=None):
         model, optimizer, loss=loss, micro_batch=args.micro_batch, precision=args.precision,
         clip_norm=1.0, scheduler=scheduler, close=wb.Close(ema=ema),
     )  # fmt: skip
-    parts = {"model": model, "ema": ema, "optimizer": optimizer, "windows": train}
+    state = {"model": model, "ema": ema, "optimizer": optimizer, "windows": train}
     if args.resume:
         saved = torch.load(args.save, map_location=device, weights_only=True)
-        for name, part in parts.items():
+        for name, part in state.items():
             part.load_state_dict(saved[name])
 
     for epoch in range((train.updates + train.skipped) // len(loader), args.epochs):
@@ -113,7 +113,7 @@ def main(argv=None):
             step = train.step(batch)
             bar.set_postfix(loss=f"{step.loss:.3f}", tokens=int(step.units))
         print(f"epoch {epoch + 1}: test loss {evaluate(ema.module, test_loader, device):.3f}")
-        torch.save({name: part.state_dict() for name, part in parts.items()}, args.save)
+        torch.save({name: part.state_dict() for name, part in state.items()}, args.save)
 
 
 if __name__ == "__main__":

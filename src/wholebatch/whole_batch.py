@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.units import UnitsCount, UnitsFunction
 from wholebatch.window.window import Step
 
+_Batch = TypeVar("_Batch")
 MicroBatch: TypeAlias = int | Tokens | Samples | Literal["auto"]
 
 
@@ -337,7 +338,7 @@ class WholeBatch(BatchWindows):
 
     # --------------------------------------------------------------- the loop
 
-    def over(self, loader: Iterable[Any], *, ahead: bool = False) -> Iterator[Any]:
+    def over(self, loader: Iterable[_Batch], *, ahead: bool = False) -> Iterator[_Batch]:
         """Yield the loader's batches, for `step`; ranks may have different numbers of them.
 
         A rank that has run out of batches joins the updates of the others with an empty one.

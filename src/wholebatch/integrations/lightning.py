@@ -19,7 +19,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -121,15 +121,17 @@ class FabricAccumulator(HandedOver):
             audit=audit,
         )
 
-    def backward(self, *args: Any, **options: Any) -> Step | None:
-        """Run the backward of one micro-batch's loss; `last=True` completes the window."""
-        with _in_fabric_backward():
-            return super().backward(*args, **options)
+    if not TYPE_CHECKING:  # a type checker takes the overloads of Accumulator
 
-    def run(self, *args: Any, **options: Any) -> Step | None:
-        """Run one micro-batch by its loss function; `last=True` completes the window."""
-        with _in_fabric_backward():
-            return super().run(*args, **options)
+        def backward(self, *args: Any, **options: Any) -> Step | None:
+            """Run the backward of one micro-batch's loss; `last=True` completes the window."""
+            with _in_fabric_backward():
+                return super().backward(*args, **options)
+
+        def run(self, *args: Any, **options: Any) -> Step | None:
+            """Run one micro-batch by its loss function; `last=True` completes the window."""
+            with _in_fabric_backward():
+                return super().run(*args, **options)
 
     def _last_of(self, last: bool | None) -> bool | None:
         if last is None:
