@@ -137,7 +137,8 @@ def one_by_one(divisor: float, size: int) -> Tensor:
     torch.manual_seed(0)
     outputs = nn.Linear(3, 4)(torch.randn(size, 3))
     losses = [F.cross_entropy(outputs[i : i + 1], torch.tensor([i % 4])) for i in range(size)]
-    return functools.reduce(torch.add, [loss / divisor for loss in losses])
+    total: Tensor = functools.reduce(torch.add, [loss / divisor for loss in losses])
+    return total
 
 
 def test_a_mean_that_is_added_sample_by_sample_is_refused() -> None:
