@@ -3,6 +3,9 @@
     torchrun --standalone --nproc-per-node 8 benchmarks/ranks.py --out ranks.json
     torchrun --standalone --nproc-per-node 2 benchmarks/ranks.py --tiny --out ranks.json  # any CPU
 
+Processes share a GPU by gloo where there are fewer GPUs than processes; such times say nothing. One
+process also trains unsharded, to compare with.
+
 Every way first makes two updates of a small Llama in float64, with other masks and other numbers of
 samples on each rank. They are compared with those of one process on the global batch, as a relative
 L2 distance. Then it trains the Llama of the given size. The time of a window is the median, on the
@@ -38,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
-WAYS = ("DDP", "ZeRO-1", "gathered", "hold", "every", "plain DDP", "plain FSDP2")
+WAYS = ("unsharded", "DDP", "ZeRO-1", "gathered", "hold", "every", "plain DDP", "plain FSDP2")
 HEADER = (
     "date",
     "hardware",
@@ -165,8 +168,10 @@ def run(
 ) -> Run:
     """Wrap the model and its optimizer for one way of training on all ranks."""
     device = next(model.parameters()).device
-    if "DDP" in way or way == "ZeRO-1":
-        wrapped: nn.Module = DistributedDataParallel(
+    if way == "unsharded":
+        wrapped: nn.Module = model
+    elif "DDP" in way or way == "ZeRO-1":
+        wrapped = DistributedDataParallel(
             model, device_ids=[device] if device.type == "cuda" else None
         )
     else:
@@ -398,13 +403,17 @@ def main() -> None:
     options = arguments()
     warnings.filterwarnings("ignore", category=UserWarning)
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else None
-    if device is not None:
+    device, backend = torch.device("cpu"), "gloo"
+    if cuda:
+        place, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        device = torch.device("cuda", place % gpus)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = device or torch.device("cpu")
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+    dist.init_process_group(backend)
     report = {**described(options, device), "ways": {}}
     for way in options.ways.split(","):
+        if way == "unsharded" and dist.get_world_size() > 1:
+            continue
         distance = furthest(way, device)
         gc.collect()
         report["ways"][way] = {"update": distance, **timed(way, options, device)}

@@ -42,6 +42,8 @@ class Job:
     waits: bool = False
     """True if another process says when to begin with the windows that count."""
     times: list[Any] = field(default_factory=list)
+    highest: float = 0.0
+    """GiB that were reserved at most before the windows that count."""
 
     @property
     def steps(self) -> int:
@@ -102,6 +104,7 @@ class Job:
         """Wait for the device, and for the word if there is one; count memory from here on."""
         if CUDA:
             torch.cuda.synchronize()
+            self.highest = torch.cuda.max_memory_reserved() / 2**30
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

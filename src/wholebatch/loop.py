@@ -21,8 +21,9 @@ from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, RankError, StateError, WindowError
 from wholebatch.joint_windows import JointWindows
-from wholebatch.window.forward_state import ForwardState, restore_random
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
+from wholebatch.window.random_state import restore_random
 
 
 class State(Enum):
@@ -337,6 +338,8 @@ class Loop:
 
     def _stop(self) -> None:
         """Let go of the members, whether the loader has ended or the loop was left."""
+        if _running is None:  # the interpreter ends, and the globals are gone
+            return
         _running.discard(self)
         self.joint.unguard()
         self.put_back()

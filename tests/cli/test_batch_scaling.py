@@ -93,11 +93,8 @@ def test_the_same_batch_size_on_more_ranks(batch_size: int, micro_batch: int) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "nothing given: two of batch_size"),
-        ({"batch_size": 64}, "batch_size=64 given: two of"),
-        ({"batch_size": 64, "ranks": 2}, "two of batch_size, micro_batch and steps"),
-        ({"batch_size": 0, "micro_batch": 1}, "batch_size=0: must be a whole number"),
-        ({"batch_size": True, "micro_batch": 1}, "batch_size=True"),
+        ({}, "give two of --batch-size, --micro-batch and --steps"),
+        ({"batch_size": 64, "ranks": 2}, "give two of"),
         (
             {"batch_size": 64, "micro_batch": 8, "steps": 4, "ranks": 1},
             "a batch of 64 in micro-batches of 8 on 1 rank takes 8 steps, not 4",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import processes
 from tests.cli.helpers import NOISY, Ran, environment_of
@@ -17,6 +18,7 @@ from tests.cli.test_resume import assert_same_run
 from wholebatch import plain_files
 from wholebatch import plain_files as files
 from wholebatch.cli.metrics import Metrics
+from wholebatch.errors import RecipeError
 
 pytestmark = pytest.mark.timeout(120)  # a FIFO that is waited for would hang
 
@@ -184,7 +186,9 @@ def test_a_disk_that_fills_at_a_checkpoint(command: Command, recipe: Write, tmp_
     assert command("train", path, "--out", "run", "--updates", 2).status == 0
     ran = limited(tmp_path, path, 8_000, "--resume", "--updates", 6)
     assert ran.status == 2
-    assert "error: cannot write checkpoint run/checkpoints/window-00000004: " in ran.err
+    assert (
+        "error: cannot write checkpoint run/checkpoints/window-00000004: File too large" in ran.err
+    )
     assert "; the last good one is run/checkpoints/window-00000002" in ran.err
     assert command("train", "--resume", "--out", "run").status == 0
     assert command("train", path, "--out", "straight").status == 0
@@ -219,3 +223,13 @@ def test_a_page_on_a_full_disk(
     assert ran.status != 0
     assert (tmp_path / "x.html").read_text() == "of before"
     assert "x.html: cannot be written: No space left on device" in ran.err
+
+
+def test_sync_batchnorm_on_cpu_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's DDP says "only work with GPU modules", and not what to do."""
+    from wholebatch.cli import parallel_ranks
+
+    monkeypatch.setattr(parallel_ranks, "world_size", lambda: 2)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    with pytest.raises(RecipeError, match=r"1 is a SyncBatchNorm.*leave it a BatchNorm"):
+        parallel_ranks.copied(model)

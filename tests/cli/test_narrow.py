@@ -15,7 +15,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
 
 
-def test_plan_leaves_the_bars_out(command: Callable[..., Ran], recipe: Callable[..., Path]) -> None:
+def test_plan_fits(command: Callable[..., Ran], recipe: Callable[..., Path]) -> None:
     ran = command("plan", recipe(EXACT), "--gpu-memory", "1GiB")
     assert ran.status == 0, ran.err
     assert ran.out.split("used")[0].split()[-2:] == ["micro-batch", "peak"]

@@ -365,12 +365,15 @@ def test_sequences_that_could_be_parts_of_a_batch_are_not_refused() -> None:
     assert acc.updates == 2
 
 
-def test_a_function_that_is_defined_in_the_loop_is_refused() -> None:
+def test_functions_with_other_variables_are_refused_if_they_are_many() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=4)
     with pytest.raises(wb.errors.WindowError, match="define the function once, before the loop"):
-        for _ in range(9):
-            acc.run(lambda micro: wb.cross_entropy(model(micro["x"]), micro["y"]), samples(3))
+        for factor in range(9):
+            acc.run(
+                lambda micro, by=factor: wb.cross_entropy(model(micro["x"]) * by, micro["y"]),
+                samples(3),
+            )
 
 
 def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(

@@ -37,19 +37,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def llama(kind: Any = LlamaForCausalLM, *, seed: int = 5, **more: Any) -> Any:
     torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     return kind(
         LlamaConfig(
             vocab_size=WORDS,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
             num_attention_heads=2,
             max_position_embeddings=64,
             pad_token_id=0,
             eos_token_id=1,
             bos_token_id=None,
             initializer_range=0.2,  # answers that differ: their gradients do not cancel
-            **more,
+            **{**sizes, **more},
         )
     )
 
@@ -60,6 +58,7 @@ def in_float64(model: Any) -> Any:
         if type(module).__name__ == "LlamaRMSNorm":
             norm = torch.nn.RMSNorm(module.weight.shape[0], eps=module.variance_epsilon)
             norm.weight.data.copy_(module.weight.data)
+            norm.weight.requires_grad_(module.weight.requires_grad)
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, norm)
     return model.double()

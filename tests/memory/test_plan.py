@@ -116,12 +116,12 @@ def test_samples_that_ranks_do_not_share_evenly() -> None:
     assert made.arithmetic() == expected
 
 
-def test_command_shows_a_table_and_a_picture() -> None:
+def test_command_shows_a_table_and_the_parts_of_the_peak() -> None:
     result = command("digits-cnn", "--batch-size", "512", "--gpu-memory", "80MiB", "--gpus", "2")
     assert result.exit_code == 0
     text = result.output
     assert "2 × 80.00 MiB of GPU memory" in text
-    assert "█ activations" in text
+    assert re.search(r"at the peak of micro-batch 128: .*activations [\d.]+ MiB", text)
     assert "▶" in text
     assert "steps × 2 ranks = 512 samples" in text
 

@@ -39,6 +39,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.device == "cpu":  # a process with CUDA cannot fork one that trains
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory() as known:
         return search(arguments, Path(known))
 

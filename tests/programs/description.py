@@ -86,6 +86,14 @@ class Program:
         return max(micro.rows for window in self.windows for micro in window)
 
     @property
+    def in_one_row(self) -> bool:
+        """True if no window has two samples with labels that count."""
+        return all(
+            sum(1 if m.labels == "one" else m.rows for m in window if m.labels != "none") < 2
+            for window in self.windows
+        )
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """The fields of a batch, in their order."""
         names = ["x", "mask"] if self.has_tokens else ["x"]

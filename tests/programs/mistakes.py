@@ -26,6 +26,10 @@ class Mistake:
     """Words of docs/laws.md that name the mistake, by way in."""
 
 
+ONE_ROW = "A batch with one sample"
+"""Words of docs/laws.md: where one sample alone has units, there is nothing to compare."""
+
+
 def _listed(words: str, *ways: str) -> dict[str, str]:
     return dict.fromkeys(ways or LOOPS, words)
 

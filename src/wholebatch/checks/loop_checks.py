@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned
+from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
 from wholebatch.checks.compared_rows import ComparedRows
 from wholebatch.checks.coupling_layers import CouplingLayers
 from wholebatch.checks.divided_by_steps import DividedBySteps
@@ -154,7 +154,15 @@ class LoopChecks:
 
     def end_window(self, micro_batches: int = 0) -> None:
         """End a window that is about to make its update, of this many micro-batches."""
-        checks, self.active = self._asked(), False
+        checks, was_first, self.active = self._asked(), self.active, False
+        bypassed = self._calls.bypassed() if was_first else None
+        if bypassed is not None:
+            begin = f"{type(bypassed).__name__} itself was not called"
+            warn_user(
+                f"{begin}, only its layers: model.forward(x), or another of its methods, is not "
+                "tested for samples that act on each other. Call model(x), or run wb.verify once; "
+                f"{silenced(begin)}"
+            )
         self._take_hooks_off()
         self._report((check, check.close(micro_batches)) for check in checks)
 

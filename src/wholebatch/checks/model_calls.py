@@ -12,6 +12,7 @@ from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
@@ -53,6 +54,7 @@ class ModelCalls:
         self._depth = 0
         self._paused = False
         self._called: set[nn.Module] = set()
+        self._outermost: set[nn.Module] = set()  # whose calls no other module made
         self.tests = True
         self.outputs: deque[Tensor] = deque(maxlen=_MOST_OUTPUTS)
         """What the models returned in this micro-batch, with a row for each sample."""
@@ -94,6 +96,8 @@ class ModelCalls:
         if self._paused or transforms_active():
             return
         is_call = self._depth == 0 and torch.is_grad_enabled() and not in_backward()
+        if is_call:
+            self._outermost.add(module)
         if is_call and self.tests:
             self._test_call(module, args, kwargs)
         self._depth += 1
@@ -108,6 +112,16 @@ class ModelCalls:
         made = (one for one in tensors_of(output) if one.dim() and one.requires_grad)
         self.outputs += [one for one in made if len(one) == len(given[0])]
 
+    def bypassed(self) -> nn.Module | None:
+        """Return a model that has a forward of its own, and of which only layers were called."""
+        for model in self._models:
+            inner = {*model.modules()} - {model}
+            own = type(model).forward is not nn.Module.forward
+            is_called = model in self._outermost or not inner & self._outermost
+            if self.tests and own and not is_called and not isinstance(model, nn.ModuleList):
+                return model
+        return None
+
     def _test_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Run the first call of a model on two parts of its samples, before the call itself."""
         inner = module.module if isinstance(module, DistributedDataParallel) else module
@@ -115,7 +129,8 @@ class ModelCalls:
         meets = any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in inside)
         if not self._called.isdisjoint(inside) or not inner.training or meets:
             return
-        with self.paused():
+        # A checkpoint around the call must not count what the test saves for a backward.
+        with self.paused(), saved_tensors_hooks(_itself, _itself):
             result = parts_of_call(inner, args, kwargs)
             if not result.conclusive:
                 return
@@ -197,7 +212,7 @@ def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
         has_samples = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == columns
         return value.transpose(0, 1) if has_samples else value
 
-    compared: list[int] = []  # empty where the call fails
+    sizes: set[int] = set()  # of the runs that can be compared; just one where the parts fail
 
     class Turned(nn.Module):
         def __init__(self) -> None:
@@ -213,12 +228,13 @@ def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
                 for number, one in enumerate(tensors_of(made))
                 if one.shape[:2].count(rows) == 1  # else either may be that of the samples
             }
-            compared.append(len(outputs))
+            if outputs:
+                sizes.add(rows)
             return outputs
 
     given = [turned(one) for one in args]
     result = parts_of_call(Turned(), given, {name: turned(one) for name, one in kwargs.items()})
-    return result.conclusive and not result.findings and any(compared)
+    return result.conclusive and not result.findings and len(sizes) > 1
 
 
 def _turned_back(value: Any, rows: int) -> Any:
@@ -239,6 +255,11 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return partial, (_do_nothing,)
+
+
+def _itself(value: Tensor) -> Tensor:
+    """Keep a saved tensor as it is."""
+    return value
 
 
 def _do_nothing(*given: Any) -> None:

@@ -35,7 +35,9 @@ def sum_or_mean(
 ) -> AuditFinding | None:
     """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
     terms = [term for term in reductions if term.count > 1 or not term.sizes]
-    if len(reductions) == units > 2:  # one of each unit, which a loop over the samples adds up
+    if not is_mean and reductions and all(_is_by_weight(term, units) for term in reductions):
+        terms = list(reductions)
+    elif len(reductions) == units > 2:  # one of each unit, which a loop over the samples adds up
         # A loss of as many features may be divided by these.
         terms = [one for one in reductions if _is_divided_by(one, units) and one.count != units]
         if len(terms) < units:
@@ -74,6 +76,17 @@ def _is_mean(term: Reduction, units: float) -> bool:
 
 def _is_divided_by(term: Reduction, units: float) -> bool:
     return any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
+
+
+def _is_by_weight(term: Reduction, units: float) -> bool:
+    """True for a mean over one label, or several, that is divided by the sum of their weights."""
+    labels = term.labels
+    return (
+        labels is not None
+        and not term.scales
+        and math.isclose(labels, units, rel_tol=4e-3)
+        and not math.isclose(labels, 1.0, rel_tol=4e-3)
+    )
 
 
 def _over(term: Reduction, units: float) -> str:

@@ -123,33 +123,26 @@ def solve(
     >>> solve(batch_size=64, micro_batch=8).steps
     8
     """
-    given = {"batch_size": batch_size, "micro_batch": micro_batch}
-    given |= {"steps": steps, "ranks": ranks}
-    known = {name: value for name, value in given.items() if value is not None}
-    for name, value in known.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name}={value!r}: must be a whole number, at least 1")
-    missing = given.keys() - known.keys()
-    if len(missing - {"ranks"}) > 1:
-        has = ", ".join(f"{name}={value}" for name, value in known.items())
+    whole = bool(batch_size and micro_batch and steps)
+    if ranks is None and batch_size and micro_batch and steps:
+        found = Arithmetic(batch_size, micro_batch, -(-batch_size // (micro_batch * steps)))
+    elif batch_size and micro_batch:
+        found = Arithmetic(batch_size, micro_batch, ranks or 1)
+    elif batch_size and steps:
+        found = Arithmetic(batch_size, -(-batch_size // ((ranks or 1) * steps)), ranks or 1)
+    elif micro_batch and steps:
+        found = Arithmetic(micro_batch * steps * (ranks or 1), micro_batch, ranks or 1)
+    else:
         raise OptionError(
-            f"{has or 'nothing'} given: two of batch_size, micro_batch and steps are needed "
-            "(ranks is 1 unless given), the rest follows"
+            "give two of --batch-size, --micro-batch and --steps; the rest follows "
+            "(--ranks: 1, 2, 4 and 8 unless given)"
         )
-    if missing == {"ranks"}:
-        known["ranks"] = -(-known["batch_size"] // (known["micro_batch"] * known["steps"]))
-    known.setdefault("ranks", 1)
-    if "batch_size" in missing:
-        known["batch_size"] = known["micro_batch"] * known["steps"] * known["ranks"]
-    elif "micro_batch" in missing:
-        known["micro_batch"] = -(-known["batch_size"] // (known["ranks"] * known["steps"]))
-    found = Arithmetic(known["batch_size"], known["micro_batch"], known["ranks"])
     pieces = found.batch_size // found.micro_batch
     if max(pieces, found.ranks) > MOST:
         raise OptionError(
             f"{pieces:,} micro-batches on {found.ranks:,} ranks: at most {MOST:,} are supported"
         )
-    if not missing and found.steps != steps:
+    if whole and ranks and found.steps != steps:
         raise OptionError(
             f"a batch of {batch_size} in micro-batches of {micro_batch} on {ranks} "
             f"rank{'' if ranks == 1 else 's'} takes {found.steps} steps, not {steps}: leave one of "
@@ -174,9 +167,7 @@ def lr_factor(*, base_batch: int, batch: int, rule: str) -> float:
 
 
 def scale_warmup(updates: int, *, base_batch: int, batch: int) -> int:
-    """Return the warm-up updates for `batch` over the same samples as `updates` of `base_batch`.
-
-    The result is rounded up: never shorter than asked.
+    """Return the warm-up over the same samples as `updates` of `base_batch`, never shorter.
 
     >>> scale_warmup(25024, base_batch=256, batch=8192)
     782

@@ -98,12 +98,13 @@ class Checkpoints:
             if shards:
                 world.together(lambda: _write_shards(writing, shards))
             world.on_first_rank(publish)
-        except (OSError, RuntimeError) as error:  # torch wraps a full disk in a RuntimeError
+        except (OSError, RuntimeError) as error:  # torch hides a full disk in a RuntimeError
+            why = reason(error.__context__ if isinstance(error.__context__, OSError) else error)
             with suppress(OSError):
                 shutil.rmtree(writing)
             last = self.paths()
             kept = f"; the last good one is {last[-1]}" if last else ""
-            raise StateError(f"cannot write checkpoint {path}: {reason(error)}{kept}") from error
+            raise StateError(f"cannot write checkpoint {path}: {why}{kept}") from error
         if world.is_first:
             for old in self.paths()[: -self._keep]:
                 with suppress(OSError):  # one too many takes room, and harms nothing else

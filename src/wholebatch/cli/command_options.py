@@ -139,6 +139,9 @@ class Command:
         if unknown:
             raise OptionError(_unknown(unknown[0], [*map(flag_of, by_name.values())]))
         values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
+        for name, text in vars(typed).items():
+            if text == [] and not by_name[name].metadata.get("positional"):  # of --updates=--
+                raise OptionError(f"{flag_of(by_name[name])}: needs a value (see --help)")
         return rest | {
             name: _converted(by_name[name], text, _kind(by_name[name], kinds)[0])
             for name, text in values.items()
@@ -255,14 +258,14 @@ def one_of(*names: str) -> Check:
     return must_be(f"one of {', '.join(names)}", lambda value: value in names)
 
 
-def whole_number(least: int = 1) -> Check:
-    """Return a check for a whole number."""
+def whole_number(least: int = 1, most: int = 2**63 - 1) -> Check:
+    """Return a check for a whole number; torch takes no seed above 2**63 - 1."""
 
     def check(value: Any, label: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(f"{label} {value}: must be a whole number, at least {least}")
-        if value >= 1 << 63:  # torch's own limit for a seed; of anything else nobody has so many
-            raise OptionError(f"{label} {value}: must be a whole number below 2**63")
+        if value > most:
+            raise OptionError(f"{label} {value}: must be a whole number, at most {most:,}")
         return value
 
     return check

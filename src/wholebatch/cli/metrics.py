@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
-from wholebatch.errors import MissingExtraError, StateError
+from wholebatch.errors import MissingExtraError, OptionError, StateError
 from wholebatch.plain_files import finite, reason
 from wholebatch.window.window import Step
 
@@ -145,10 +145,13 @@ def _wandb_run(project: str, folder: Path, settings: Mapping[str, Any]) -> Any:
     known = folder / "wandb-id.txt"
     if not known.exists():
         known.write_text(uuid4().hex[:12], encoding="utf-8")
-    run = wandb.init(
-        project=project, id=known.read_text(encoding="utf-8"), resume="allow", name=folder.name,
-        dir=str(folder), config=dict(settings), settings=wandb.Settings(silent=True),
-    )  # fmt: skip
+    try:
+        run = wandb.init(
+            project=project, id=known.read_text(encoding="utf-8"), resume="allow", name=folder.name,
+            dir=str(folder), config=dict(settings), settings=wandb.Settings(silent=True),
+        )  # fmt: skip
+    except wandb.Error as error:
+        raise OptionError(f"--wandb {project}: {error}") from error
     run.define_metric("*", step_metric="window")
     return run
 

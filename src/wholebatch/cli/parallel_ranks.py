@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.distributed.process_group import largest_over_ranks, shorten_timeout, world_size
-from wholebatch.errors import OptionError, RankError, WholebatchError
+from wholebatch.errors import OptionError, RankError, RecipeError, WholebatchError
 
 T = TypeVar("T")
 
@@ -100,6 +102,22 @@ def choose_device(name: str) -> torch.device:
             there = f"there are {count} CUDA devices" if count else "there is no CUDA device here"
             raise OptionError(f"--device {name}: {there}")
     return device
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return the model under DDP, a copy on each rank; in one process, the model itself."""
+    device = next(model.parameters()).device
+    if world_size() == 1:
+        return model
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
+            raise RecipeError(
+                f"{name} is a SyncBatchNorm, which torch has for GPUs only: leave it a BatchNorm; "
+                "with --batchnorm exact (the default) it has the statistics of all ranks"
+            )
+    return DistributedDataParallel(
+        model, device_ids=[device.index] if device.type == "cuda" else None
+    )
 
 
 @contextmanager

@@ -258,8 +258,7 @@ def _subject(options: PlanOptions, device: str, budget: int, doing: Spinner) -> 
         raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
     else:
         found = _from_recipe(recipe)
-    asked = {"fp32": "full", None: found.precision}.get(options.precision, options.precision)
-    return replace(found, precision=str(asked))
+    return replace(found, precision=options.precision or found.precision)
 
 
 _SHAPES = (
@@ -300,14 +299,12 @@ def _largest_of(options: PlanOptions, device: str, budget: int, doing: Spinner) 
         doing(f"trying a {name}")
         stored = _configuration(family, width, depth, seq or 0)
         found = _from_configuration(stored, name, seq, label=name, wide=wide)
-        precision = {"fp32": "full", None: found.precision}.get(
-            options.precision, options.precision
-        )
+        precision = options.precision or found.precision
         how: dict[str, Any] = {"optimizer": found.optimizer, "device": device}
         with simulating(found.model, found.loss, sharding=sharding, **how) as simulation:
             sample = resize_batch(found.batch, 1)
             made = simulation.predict(
-                sample, precision=str(precision), checkpoints=options.checkpointing
+                sample, precision=precision, checkpoints=options.checkpointing
             )
         if made.needed(simulation.device) <= budget:
             return found
@@ -504,48 +501,35 @@ def _cost(options: PlanOptions, subject: _Planned, plan: Plan) -> list[str]:
 
 # ------------------------------------------------------------------------------ on the screen
 
-_COLORS = {
-    "parameters": "blue", "gradients": "cyan", "optimizer state": "magenta", "activations": "green",
-    "temporaries": "yellow", "buffers": "white", "inputs": "white", "communication": "red",
-}  # fmt: skip
-_BAR = 42
-_NUMBERS = 36  # columns that stand before a bar
-
 
 def _show(console: Console, plan: Plan) -> None:
     """Print the table of sizes, and the choice."""
-    room = min(_BAR, console.width - _NUMBERS)
-    has_bars = room >= 8  # on a narrow terminal they would take the place of the numbers
-    scale = max(plan.budget, *(point.peak for point in plan.points)) / max(room, 8)
-    columns = (">micro-batch", ">peak", ">used", *([""] * has_bars))
-    table = plain_table(*columns, padding=(0, 2, 0, 0), header_style="bold")
-    for column in table.columns:
-        column.overflow = "crop"
+    table = plain_table(">micro-batch", ">peak", ">used", padding=(0, 2, 0, 0))
     for point in plan.points:
         chosen = point.micro_batch == plan.micro_batch
-        style = "bold" if chosen else "" if point.fits else "dim"
         table.add_row(
-            Text(("▶ " if chosen else "") + str(point.micro_batch), style),
-            Text(bytes_said(point.peak), style),
-            Text(f"{100 * point.needed / plan.budget:.0f}%", style if point.fits else "red"),
-            *([_bar(point.by_category, scale, limit=round(plan.budget / scale))] * has_bars),
+            f"{'▶ ' * chosen}{point.micro_batch}",
+            bytes_said(point.peak),
+            Text(f"{point.needed / plan.budget:.0%}", "" if point.fits else "red"),
+            style="bold" if chosen else "" if point.fits else "dim",
         )
-    console.print(table)
-    if has_bars:
-        console.print(*_legend(plan), sep="  ", highlight=False)
+    console.print(table, highlight=False)
+    about = next((it for it in plan.points if it.micro_batch == plan.micro_batch), plan.points[0])
+    parts = sorted(about.by_category.items(), key=lambda part: -part[1])
+    large = ", ".join(f"{name} {bytes_said(size)}" for name, size in parts if size)
+    say(console, f"at the peak of micro-batch {about.micro_batch}: {large}")
     if plan.modes:
         _show_modes(console, plan)
     if any(point.needed != point.peak for point in plan.points):
         say(console, "used: the peak, and the room that CUDA's allocator needs beside it")
+    console.print()
     if plan.micro_batch is None:
-        console.print()
         _show_ways(console, plan)
-    else:
-        larger = ""
-        if plan.largest != plan.micro_batch:
-            larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
-        console.print()
-        say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
+        return
+    larger = ""
+    if plan.largest != plan.micro_batch:
+        larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
+    say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
 
 
 def _show_modes(console: Console, plan: Plan) -> None:
@@ -555,10 +539,11 @@ def _show_modes(console: Console, plan: Plan) -> None:
     for mode in plan.modes:
         chosen = mode.sync == plan.sync
         table.add_row(
-            Text(("▶ " if chosen else "") + mode.sync, "bold" if chosen else ""),
+            f"{'▶ ' * chosen}{mode.sync}",
             bytes_said(mode.peak),
             bytes_said(mode.wire),
             "" if mode.fits else "does not fit",
+            style="bold" if chosen else "",
         )
     console.print()
     say(console, f"with micro-batches of {size}, on each GPU, per update:")
@@ -604,25 +589,3 @@ def _options(how: dict[str, Any]) -> str:
     """Return the options of `plan`, and of `train`, that ask for this."""
     words = [f"--precision {how['precision']}"] if how["precision"] not in ("full", "fp32") else []
     return " ".join([*words, *(["--checkpointing"] if how["checkpoints"] else [])])
-
-
-def _bar(by_category: dict[str, int], scale: float, *, limit: int) -> Text:
-    """Return one stacked bar; `│` is where the budget ends."""
-    bar = Text()
-    filled, at = 0, 0.0
-    for name in _COLORS:
-        at += by_category.get(name, 0) / scale
-        bar.append("█" * (round(at) - filled), style=_COLORS[name])
-        filled = round(at)
-    if filled > limit:
-        return bar[:limit] + Text("│", "bold red") + bar[limit:]
-    return bar.append(" " * (limit - filled) + "│")
-
-
-def _legend(plan: Plan) -> list[Text]:
-    """Return the colours of the bars that are large enough to see."""
-    return [
-        Text.assemble(("█ ", color), name)
-        for name, color in _COLORS.items()
-        if any(point.by_category.get(name, 0) * 100 > point.peak for point in plan.points)
-    ]

@@ -213,7 +213,7 @@ class Config:
         0,
         "N",
         "Processes that read the batches of a dataset ahead. The batches are the same.",
-        check=whole_number(0),
+        check=whole_number(0, 1024),
         may_change=True,
     )
     wandb: str | None = _run_setting(

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,13 @@ _SOURCE = {
     "linear": "Goyal et al. 2017, SGD",
     "sqrt": "Krizhevsky 2014; Malladi et al. 2022, Adam",
     "none": "unchanged",
+}
+_LABELS = {
+    "epoch": "epoch",
+    "lr": "learning rate",
+    "warmup": "warm-up",
+    "betas": "betas",
+    "weight_decay": "weight decay",
 }
 
 
@@ -117,69 +124,48 @@ def scale(options: ScaleOptions) -> None:
     With --base-batch, also the learning rate, warm-up and Adam's betas at the new batch size.
     Remainders are shown: the share of each rank and the size of each micro-batch.
     """
-    table = _solved(options.batch_size, options.micro_batch, options.steps, options.ranks)
+    table = _table(options)
     sizes = {one.batch_size for one in table}
-    follows = [*_follows(options, sizes.pop() if len(sizes) == 1 else None)]
+    batch = sizes.pop() if len(sizes) == 1 else None
+    _check_partners(options, batch)
+    follows = [] if batch is None else [*_follows(options, batch)]
     if options.as_json:
         batches = {"batches": [one.as_dict() for one in table]}
-        print(json.dumps(batches | {one.name: one.value for one in follows}, indent=2))
+        print(json.dumps(batches | {name: value for name, value, _ in follows}, indent=2))
         return
-    _show(table, follows, options.steps)
+    console = console_of()
+    names = (">ranks", ">batch", ">micro-batch", ">steps", ">per rank")
+    grid = plain_table(*names, "micro-batch × steps × ranks", padding=(0, 2, 0, 0))
+    for one in table:
+        shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
+        numbers = (one.ranks, one.batch_size, one.micro_batch, one.steps)
+        grid.add_row(*map(str, numbers), shares, str(one))
+    console.print(grid, highlight=False)
+    if options.steps is not None and any(one.steps < options.steps for one in table):
+        text = f"note: --steps {options.steps}: rows with fewer steps already hold the whole batch"
+        say(console, text)
+    rows = plain_table("", "", show_header=False, padding=(0, 2, 0, 0))
+    for name, _, line in follows:
+        rows.add_row(_LABELS.get(name, ""), escape(line))
+    if follows:
+        console.print(rows, highlight=False)
 
 
-def _solved(
-    batch: int | None, micro: int | None, steps: int | None, ranks: list[int] | None
-) -> list[scaling.Arithmetic]:
-    known = sum(value is not None for value in (batch, micro, steps))
-    if known < 2:
-        raise OptionError(
-            "give two of --batch-size, --micro-batch and --steps; the rest follows "
-            "(--ranks: 1, 2, 4 and 8 unless given)"
-        )
+def _table(options: ScaleOptions) -> list[scaling.Arithmetic]:
+    """Return the arithmetic for every number of ranks."""
+    batch, ranks = options.batch_size, options.ranks
     if batch is not None and ranks and max(ranks) > batch:
         raise OptionError(
             f"--ranks {max(ranks)} with --batch-size {batch}: some ranks would have no sample; "
             f"give at most {batch} ranks, or a larger batch"
         )
-    over: Sequence[int | None] = ranks or ((None,) if known == 3 else (1, 2, 4, 8))
-    return [
-        scaling.solve(batch_size=batch, micro_batch=micro, steps=steps, ranks=one) for one in over
-    ]
+    given = {"batch_size": batch, "micro_batch": options.micro_batch, "steps": options.steps}
+    over: Sequence[int | None] = ranks or ((None,) if None not in given.values() else (1, 2, 4, 8))
+    return [scaling.solve(**given, ranks=one) for one in over]
 
 
-@dataclass(frozen=True)
-class _Follower:
-    """A value that goes with the batch size: for JSON, and as a line for people."""
-
-    name: str
-    value: dict[str, Any]
-    label: str
-    line: str
-
-
-def _follows(options: ScaleOptions, batch: int | None) -> Iterator[_Follower]:
-    """Yield the values that go with the batch; `batch` is None where it differs by rank count."""
-    base, samples = options.base_batch, options.samples
-    asked = _asked(options, batch)
-    if batch is not None and samples is not None:
-        yield _epoch(samples, batch)
-    if batch is None or base is None:
-        return
-    rule = options.lr_rule or "linear"
-    if {"--lr", "--lr-rule"} & asked or not {"--warmup", "--betas", "--weight-decay"} & asked:
-        yield _rate(options.lr, rule, base, batch)
-        if options.lr_rule is None:
-            yield replace(_rate(options.lr, "sqrt", base, batch), name="lr_sqrt", label="")
-    if options.warmup is not None:
-        yield _warmup(options.warmup, samples, base, batch)
-    if options.betas is not None:
-        yield _betas(options.betas, base, batch)
-    if options.weight_decay is not None:
-        yield _weight_decay(options.weight_decay, rule, base, batch)
-
-
-def _asked(options: ScaleOptions, batch: int | None) -> set[str]:
-    """Return the options that ask for something that follows; refuse one without its partner."""
+def _check_partners(options: ScaleOptions, batch: int | None) -> None:
+    """Refuse an option without the one that it needs; `batch` is None if it differs by ranks."""
     names = ("lr", "lr_rule", "warmup", "betas", "weight_decay", "base_batch", "samples")
     asked = ["--" + n.replace("_", "-") for n in names if getattr(options, n) is not None]
     if asked and options.base_batch is None and asked[0] != "--samples":
@@ -189,77 +175,68 @@ def _asked(options: ScaleOptions, batch: int | None) -> set[str]:
             f"{asked[0]}: the batch differs between the ranks given; give one --ranks, or a "
             "--batch-size"
         )
-    return set(asked)
 
 
-def _epoch(samples: int, batch: int) -> _Follower:
-    updates = -(-samples // batch)
-    last = samples - (updates - 1) * batch
-    short = "" if last == batch else f", the last with {last}"
-    many = "1 update" if updates == 1 else f"{updates:,} updates"
-    value = {"updates": updates, "last_batch": last}
-    return _Follower("epoch", value, "epoch", f"{samples:,} samples: {many}{short}")
+def _follows(options: ScaleOptions, batch: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield what goes with the batch size: its name, its value for JSON, and a line."""
+    base, samples, decay = options.base_batch, options.samples, options.weight_decay
+    if samples is not None:
+        updates = -(-samples // batch)
+        last = samples - (updates - 1) * batch
+        short = "" if last == batch else f", the last with {last}"
+        many = "1 update" if updates == 1 else f"{updates:,} updates"
+        line = f"{samples:,} samples: {many}{short}"
+        yield "epoch", {"updates": updates, "last_batch": last}, line
+    if base is None:
+        return
+    rule, sizes = options.lr_rule or "linear", {"base_batch": base, "batch": batch}
+    others = options.warmup is not None or options.betas is not None or decay is not None
+    if options.lr is not None or options.lr_rule is not None or not others:
+        yield "lr", *_rate(options.lr, rule, base, batch)
+        if options.lr_rule is None:
+            yield "lr_sqrt", *_rate(options.lr, "sqrt", base, batch)
+    if options.warmup is not None:
+        yield "warmup", *_warmup(options.warmup, samples, base, batch)
+    if options.betas is not None:
+        (first, second), new = options.betas, scaling.adam_betas(options.betas, **sizes)
+        line = (
+            f"β2 {second:g} → {new[1]:.6g} (β1 {first:g} → {new[0]:.6g}), the same half-life in "
+            "samples (Marek et al. 2025)"
+        )
+        yield "betas", {"base": [first, second], "scaled": list(new)}, line
+    if decay is not None:
+        scaled = scaling.scale_weight_decay(decay, **sizes, rule=rule)
+        line = (
+            f"{decay:g} for {base} → {scaled:.6g} for {batch} beside the learning rate of {rule}: "
+            "the same half-life in tokens (Bergsma et al. 2025, AdamW)"
+        )
+        yield "weight_decay", {"base": decay, "scaled": scaled, "rule": rule}, line
 
 
-def _rate(lr: float | None, rule: str, base: int, batch: int) -> _Follower:
+def _rate(lr: float | None, rule: str, base: int, batch: int) -> tuple[dict[str, Any], str]:
     factor = scaling.lr_factor(base_batch=base, batch=batch, rule=rule)
     scaled = None if lr is None else lr * factor
     if scaled == math.inf:
         raise OptionError(f"--lr {lr:g}: times {factor:g} is more than a number can be")
     rates = f"{base} → {batch}" if lr is None else f"{lr:g} for {base} → {scaled:.6g} for {batch}"
     value = {"rule": rule, "factor": factor, "base": lr, "scaled": scaled}
-    line = f"{rates}: ×{factor:.6g} ({rule}: {_SOURCE[rule]})"
-    return _Follower("lr", value, "learning rate", line)
+    return value, f"{rates}: ×{factor:.6g} ({rule}: {_SOURCE[rule]})"
 
 
-def _warmup(amount: tuple[int, bool], samples: int | None, base: int, batch: int) -> _Follower:
+def _warmup(
+    amount: tuple[int, bool], samples: int | None, base: int, batch: int
+) -> tuple[dict[str, Any], str]:
     at_base, in_epochs = amount
     if in_epochs and samples is None:
         raise OptionError(f"--warmup {at_base}ep: give --samples too, those of an epoch")
-    seen = at_base * (samples if in_epochs and samples is not None else base)
-    at_base, same = -(-seen // base), -(-seen // batch)  # rounded up: never shorter than asked
-    longer = -(-at_base * batch // base)
+    per_unit = samples if in_epochs and samples is not None else base
+    same = scaling.scale_warmup(at_base, base_batch=per_unit, batch=batch)
+    at_base = scaling.scale_warmup(at_base, base_batch=per_unit, batch=base)
+    longer = scaling.scale_warmup(at_base, base_batch=batch, batch=base)
     line = (
         f"{at_base:,} updates for {base} → for {batch}: {same:,} over the same samples (Goyal et "
         f"al. 2017); {at_base:,} over the same updates (You et al. 2019); {longer:,}, times "
         f"{batch / base:.3g} like the batch (the most careful)"
     )
     value = {"base": at_base, "same_samples": same, "same_updates": at_base, "times_k": longer}
-    return _Follower("warmup", value, "warm-up", line)
-
-
-def _betas(pair: tuple[float, float], base: int, batch: int) -> _Follower:
-    new = scaling.adam_betas(pair, base_batch=base, batch=batch)
-    line = (
-        f"β2 {pair[1]:g} → {new[1]:.6g} (β1 {pair[0]:g} → {new[0]:.6g}), the same half-life in "
-        "samples (Marek et al. 2025)"
-    )
-    return _Follower("betas", {"base": list(pair), "scaled": list(new)}, "betas", line)
-
-
-def _weight_decay(decay: float, rule: str, base: int, batch: int) -> _Follower:
-    scaled = scaling.scale_weight_decay(decay, base_batch=base, batch=batch, rule=rule)
-    line = (
-        f"{decay:g} for {base} → {scaled:.6g} for {batch} beside the learning rate of {rule}: the "
-        "same half-life in tokens (Bergsma et al. 2025, AdamW)"
-    )
-    value = {"base": decay, "scaled": scaled, "rule": rule}
-    return _Follower("weight_decay", value, "weight decay", line)
-
-
-def _show(table: list[scaling.Arithmetic], follows: list[_Follower], asked: int | None) -> None:
-    console = console_of()
-    names = (">ranks", ">batch", ">micro-batch", ">steps", ">per rank")
-    grid = plain_table(*names, "micro-batch × steps × ranks", padding=(0, 2, 0, 0))
-    for one in table:
-        shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
-        numbers = (one.ranks, one.batch_size, one.micro_batch, one.steps)
-        grid.add_row(*map(str, numbers), shares, str(one))
-    console.print(grid, highlight=False)
-    if asked is not None and any(one.steps < asked for one in table):
-        say(console, f"note: --steps {asked}: rows with fewer steps already hold the whole batch")
-    if follows:
-        rows = plain_table("", "", show_header=False, padding=(0, 2, 0, 0))
-        for follower in follows:
-            rows.add_row(follower.label, escape(follower.line))
-        console.print(rows, highlight=False)
+    return value, line

@@ -22,6 +22,7 @@ class StopRequest:
     def __init__(self, *, told: bool = True) -> None:
         self.requested = False
         self._told = told
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -35,6 +36,9 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_worker = os.getpid() != self._process  # forked to read the data
+        if self.requested and is_worker:
+            os._exit(STOPPED)
         if self.requested:
             # The terminal's cursor is hidden behind a bar; no other clean-up may be waited for.
             if sys.stdout.isatty():
@@ -42,5 +46,5 @@ class StopRequest:
             os.write(2, b"aborted\n")
             os._exit(STOPPED)
         self.requested = True
-        if self._told and sys.stderr.isatty():
+        if self._told and not is_worker and sys.stderr.isatty():
             os.write(2, b"\nstopping after this window (again: at once)\n")

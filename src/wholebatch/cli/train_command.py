@@ -141,7 +141,7 @@ def _run(
     from wholebatch.cli.metrics import Metrics
     from wholebatch.cli.stop_signal import StopRequest
     from wholebatch.cli.train_loop import TrainingLoop
-    from wholebatch.window.forward_state import restore_random
+    from wholebatch.window.random_state import restore_random
 
     world, config, metrics = run.world, run.config, None
     again = f"--resume --out {path_from_here(folder)}"
@@ -192,6 +192,10 @@ def _folder_of(given: Given) -> Path:
         )
         return next(place for place in places if not place.exists())
     folder = Path(out)
+    try:
+        folder.exists()
+    except OSError as error:
+        raise OptionError(f"--out {out}: {reason(error)}") from None
     if folder.is_symlink() and not folder.exists():
         raise OptionError(f"--out {out}: is a link that leads nowhere; give a folder")
     if folder.exists() and not folder.is_dir():

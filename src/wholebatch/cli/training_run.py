@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch import WholeBatch
 from wholebatch.batch import joined, split, to_device
 from wholebatch.cli.batch_scaling import lr_factor
 from wholebatch.cli.checkpoints import Loaded, fill_shards
-from wholebatch.cli.parallel_ranks import World
+from wholebatch.cli.parallel_ranks import World, copied
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, seed_generators
 from wholebatch.cli.run_settings import Config
@@ -193,10 +192,7 @@ def build_run(
         )
     else:
         model = moved(build(), world.device)
-    spread = model
-    if world.ranks > 1 and not world.is_sharded:
-        on = [world.device.index] if world.device.type == "cuda" else None
-        spread = DistributedDataParallel(model, device_ids=on)
+    spread = model if world.is_sharded else copied(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
     if config.base_batch is not None:
         size = config.batch_size * config.steps_at(0)

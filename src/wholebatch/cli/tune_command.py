@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.cli.run_settings import Config
-    from wholebatch.tune import RangeTest, Task, Trial, Tuned
+    from wholebatch.tune import RangeTest, Task, Tuned
 
 
 def _names(of_one: Check) -> Check:
@@ -99,7 +100,10 @@ class TuneOptions:
         default="free",
     )
     seconds: float = option(
-        300.0, "S", "Start no new setting after this time.", check=positive_number
+        300.0,
+        "S",
+        "Time for all measurements: none begins that would not end in it.",
+        check=positive_number,
     )
     lr: Any = option(
         None,
@@ -150,13 +154,14 @@ def _task_of(
     micro_batch: int | None = None,
 ) -> Task:
     """Return the recipe's model, loss and full batches as a task; on several ranks under DDP."""
-    import torch
+    from torch.nn.parallel import DistributedDataParallel as Copied
 
+    from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.training_run import fitted_to
     from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import Task
 
-    ranks, ddp = world_size(), torch.nn.parallel.DistributedDataParallel
+    ranks = world_size()
     batches = recipe.build_batches(config.batch_size, seed=config.seed, rank=rank, ranks=ranks)
     config = fitted_to(config, batches)
     whole = None if batches.length is None else batches.length // config.batch_size
@@ -168,16 +173,16 @@ def _task_of(
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model, optimizer = recipe.build(config, where)
-        return ddp(model) if ranks > 1 else model, optimizer
+        return copied(model), optimizer
 
     def loss(model: Any, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
-        return recipe.loss(model.module if isinstance(model, ddp) else model, micro)
+        return recipe.loss(model.module if isinstance(model, Copied) else model, micro)
 
     options: dict[str, Any] = {"units": recipe.units, "clip_norm": config.clip_norm}
     if micro_batch is not None:
         options |= {"micro_batch": micro_batch, "precision": config.autocast}
-    return Task(build, recipe.loss if ranks == 1 else loss, take, options)
+    return Task(build, loss, take, options)
 
 
 def _tune(
@@ -194,6 +199,7 @@ def _tune(
     from wholebatch.tune import tune as tuned_by
     from wholebatch.tune.bottleneck import find_bottleneck
 
+    began = time.perf_counter()
     is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
         also = ("bf16",) if where.type == "cuda" and not is_pure else ()
@@ -206,23 +212,15 @@ def _tune(
     for text in window.lines:
         say(doing.console, text)
     doing("measuring")
-
-    def watch(trial: Trial, left: int) -> None:
-        rate = trial.units_per_second
-        speed = f"{short_count(rate)} {recipe.unit}/s" if rate else trial.why
-        peak = f", {bytes_said(trial.peak)}" if trial.peak else ""
-        say(doing.console, f"{trial.setting}: {speed}{peak}", style="dim")
-        doing(f"measuring; at most {left} settings are left")
-
     tuned = tuned_by(
         task,
         memory=options.memory,
         micro_batches=options.micro_batch,
         precisions=precisions,
         executes=options.execute,
-        seconds=options.seconds,
+        seconds=options.seconds - (time.perf_counter() - began),
         unit=recipe.unit,
-        watch=watch,
+        watch=lambda trial: doing(f"measured {trial.setting}: {trial.why or 'fits'}"),
     )
     doing.stop()
     if rank:
@@ -236,10 +234,10 @@ def _tune(
         print(json.dumps({**tuned.to_dict(), **about}, indent=1))
         return
     _show(doing.console, tuned, recipe.name)
-    switch_on = {"checkpointing": settings.pop("checkpointing")}
+    switch_on = "--checkpointing" if settings.pop("checkpointing") else ""
     words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
-    words += [f"--{name}" for name, value in switch_on.items() if value]
-    line = command_line(world_size(), f"{options.recipe or recipe.name} {' '.join(words)}")
+    words = [str(options.recipe or recipe.name), *words, switch_on]
+    line = command_line(world_size(), " ".join(filter(None, words)))
     say_command(doing.console, "Train with these settings:", line)
 
 
@@ -248,12 +246,9 @@ def _show(console: Console, tuned: Tuned, name: str) -> None:
     say(console, f"{name}: batch of {tuned.batch_size} on {tuned.device}", style="bold")
     table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "")
     for trial in tuned.trials:
-        if trial.status == "not reached":
-            continue
-        measured = trial.seconds is not None
         table.add_row(
             str(trial.setting),
-            short_count(trial.units_per_second) if measured else "",
+            short_count(trial.units_per_second) if trial.seconds is not None else "",
             f"{1000 * trial.seconds:.1f}" if trial.seconds is not None else "",
             bytes_said(trial.peak) if trial.peak else "",
             "recommended" if trial is tuned.best else trial.why,

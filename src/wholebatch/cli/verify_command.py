@@ -26,6 +26,7 @@ from wholebatch.cli.command_options import (
     argument,
     command,
     flag_of,
+    one_of,
     option,
     switch,
     whole_number,
@@ -89,12 +90,16 @@ class VerifyOptions:
         True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
     )
     model: str = _loop(
-        "all", "mlp|lm|all", "Built-in models for a function, if FILE.py has no model()."
+        "all",
+        "mlp|lm|all",
+        "Built-in models for a function, if FILE.py has no model().",
+        check=one_of("mlp", "lm", "all"),
     )
     steps: int | None = _loop(
         None,
         "N",
         "Micro-batches in a full window of a function. Default: steps in FILE.py, else 4.",
+        check=whole_number(2, 10_000),
     )
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP)
     windows: int | None = _loop(
@@ -267,8 +272,7 @@ def _verify_recipe(
     name: str | None, options: VerifyOptions, *, where: torch.device, rank: int
 ) -> Verdict:
     """Return the proof on the first batch of a recipe, with its own optimizer."""
-    import torch
-
+    from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
     from wholebatch.verification import verify as prove
@@ -281,9 +285,7 @@ def _verify_recipe(
     batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
         config = fitted_to(config, batches)
-    wrapped: torch.nn.Module = model
-    if options.ddp and torch.distributed.is_initialized():
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped = copied(model) if options.ddp else model
     more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
     more |= {} if options.execute is None else {"execute": options.execute}
     if options.optimizer_state is not None:

@@ -110,26 +110,36 @@ class State:
 
     trained: dict[str, nn.Parameter]
     others: dict[str, Tensor]
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The Python attributes of frozen parameters of a class of their own (4-bit weights)."""
 
     @staticmethod
     def of(model: nn.Module, inputs: Sequence[nn.Parameter]) -> State:
         """Split the model's tensors into those to differentiate by (`inputs`) and the rest."""
         wanted = {id(parameter) for parameter in inputs}
-        trained, others = {}, {}
+        trained, others, attributes = {}, {}, {}
         for name, parameter in model.named_parameters():
-            if type(parameter) is not nn.Parameter:
+            is_wanted, is_plain = id(parameter) in wanted, type(parameter) is nn.Parameter
+            if not is_plain and (is_wanted or not _holds_its_numbers(parameter)):
                 raise CannotTrace(f"{name} is a {type(parameter).__name__}")
-            if id(parameter) in wanted:
+            if is_wanted:
                 trained[name] = parameter
             else:
-                others[name] = parameter.detach()
+                others[name] = parameter.detach().as_subclass(Tensor)
+            if not is_plain:
+                attributes[name] = vars(parameter)
         for name, buffer in model.named_buffers():
             others[name] = buffer
         if len(trained) != len(wanted):
             raise CannotTrace("the optimizer has parameters that are not in the model")
         if len({p.device for p in trained.values()} | {t.device for t in others.values()}) > 1:
             raise CannotTrace("the model is on more than one device")
-        return State(trained, others)
+        return State(trained, others, attributes)
+
+
+def _holds_its_numbers(tensor: Tensor) -> bool:
+    """True for a tensor whose numbers are its own: it is no wrapper around other tensors."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,8 @@ class _MicroStep:
         one, two, three = accumulate(lengths)
         leaves = [tensor.detach().requires_grad_() for tensor in flat[:one]]
         held = dict(zip(self.state.others, flat[one:two], strict=True))
+        for name, attributes in self.state.attributes.items():
+            vars(held[name]).update(attributes)
         micro, seeds = flat[two:three], flat[three:]
 
         def run() -> list[Tensor]:

@@ -36,14 +36,14 @@ from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
 from wholebatch.warn_user import warn_user
-from wholebatch.window.forward_state import (
-    ForwardState,
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.random_state import (
     capture_random,
+    own_generators,
     restore_random,
     set_state_of,
     state_of,
 )
-from wholebatch.window.own_generators import own_generators
 from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
@@ -307,9 +307,9 @@ class AdditivityTest:
             )
             try:
                 result = self._compare(check, plan, is_first)
-                if is_first and not (result.conclusive or result.findings) and self._ranks == 1:
-                    # Eight samples may have no units, where a micro-batch has some.
-                    result = check(samples.micro_batch(self._tests - 1), gradients=False)
+                for other in self._others(samples, layout, plan) if is_first else ():
+                    if not (result.conclusive or result.findings):
+                        result = check(other(), gradients=False)
             except torch.OutOfMemoryError:
                 self._most = plan.most // 2
                 result = AdditivityResult()
@@ -335,6 +335,23 @@ class AdditivityTest:
                 warn_user(division)
         if not self._tries and self._ranks == 1 and self._loss is not None:
             self._fingerprint = Fingerprint(self._model, self._loss)
+
+    def _others(
+        self, samples: WindowData, layout: Layout, plan: _Plan
+    ) -> Sequence[Callable[[], Layout | None]]:
+        """Return more samples to compare, where the first ones tell nothing, on one rank.
+
+        One part of them may have no units: other samples, in another order, have some. Eight
+        samples may have none, where a micro-batch has some.
+        """
+        if self._ranks > 1:
+            return ()
+        rows = list(reversed(range(layout.size)))
+        mixed = [row for start in range(3) for row in rows[start::3]][: plan.without_graph]
+        return (
+            lambda: readable_layout(layout.take(mixed), **samples.layout),
+            lambda: samples.micro_batch(self._tests - 1),
+        )
 
     def _compare(
         self, check: Callable[..., AdditivityResult], plan: _Plan, is_first: bool

@@ -70,15 +70,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a setting; `why` says why it is not "measured".
-
-    `status` is "measured", "skipped", "failed" (as for lack of memory) or "not reached" in the time
-    given.
-    """
+    """The result of a setting; `why` says why it cannot be used, and is empty if it can."""
 
     setting: Setting
     steps: int
-    status: str
     why: str = ""
     seconds: float | None = None
     """Seconds of a window, reading its batch included."""
@@ -88,12 +83,7 @@ class Trial:
     @property
     def is_measured(self) -> bool:
         """True if the setting ran and fits the memory."""
-        return self.status == "measured"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with the fields of the setting beside the others."""
-        data = asdict(self)
-        return {**data.pop("setting"), **data}
+        return not self.why
 
 
 @dataclass(frozen=True)
@@ -102,6 +92,8 @@ class Tuned:
 
     best: Trial
     trials: tuple[Trial, ...]
+    left_out: Mapping[str, tuple[Setting, ...]]
+    """The settings that were not tried, by the reason."""
     batch_size: int
     budget: int
     unit: str
@@ -111,12 +103,6 @@ class Tuned:
     """The first of those tried."""
     distances: Mapping[str, float] = field(default_factory=dict)
     """How far the first update in each other precision is from that in the first one."""
-
-    @property
-    def fixed_cost(self) -> float | None:
-        """Seconds that every micro-batch costs whatever its size; None if only one was measured."""
-        alike = [t for t in self.trials if t.setting.mode == self.best.setting.mode]
-        return fixed_cost((t.steps, t.seconds) for t in alike if t.seconds is not None)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -137,22 +123,17 @@ class Tuned:
                 lines.append(f"divided it reaches {share:.0%} of that at best ({other.setting})")
         else:
             lines = [f"{best.steps} steps of {best.setting}, {speed}"]
-            whole = [t for t in self.trials if t.steps == 1]
-            lines += [f"undivided ({t.setting}): {_beside(t, best)}" for t in whole[:1]]
-        left = [trial.setting for trial in self.trials if trial.status == "not reached"]
-        if left:
-            names = "; ".join(map(str, left[:3])) + (f" and {len(left) - 3} more" * (len(left) > 3))
-            lines.append(f"not tried in the time given, and may be faster: {names}")
-        cost = self.fixed_cost
-        if cost is not None and best.seconds is not None:
-            more = cost * best.steps / best.seconds
-            lines.append(
-                f"every micro-batch costs {1000 * cost:.2g} ms, whatever its size: twice as many "
-                f"of half the size would take about {more:.0%} longer"
-            )
+            for whole in [t for t in self.trials if t.steps == 1][:1]:
+                share = whole.units_per_second / rate
+                beside = (
+                    whole.why or f"{share:.0%} of that, and takes {bytes_said(whole.peak or 0)}"
+                )
+                lines.append(f"undivided ({whole.setting}): {beside}")
         lines.append(f"peak memory {bytes_said(best.peak or 0)} of {bytes_said(self.budget)}")
-        lines += self._precisions()
-        return tuple(lines)
+        for why, settings in self.left_out.items():
+            more = f" and {len(settings) - 3} more" if len(settings) > 3 else ""
+            lines.append(f"not measured, {why}: {'; '.join(map(str, settings[:3]))}{more}")
+        return (*lines, *self._precisions())
 
     def _precisions(self) -> Iterator[str]:
         """Yield the speed of each precision beside the first, and how far its update is off."""
@@ -170,17 +151,12 @@ class Tuned:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of `tune.json`."""
-        names = ["settings", "advice", "fixed_cost", "batch_size", "budget", "unit", "device"]
-        names.append("distances")
-        data: dict[str, Any] = finite(
-            {
-                "kind": "wholebatch tune",
-                **{name: getattr(self, name) for name in names},
-                "seconds": self.seconds,
-                "trials": [trial.to_dict() for trial in self.trials],
-            }
-        )
+        """Return everything as plain data, for JSON."""
+        trials = [{**asdict(trial.setting), **asdict(trial)} for trial in self.trials]
+        own = {name: value for name, value in vars(self).items() if name != "best"}
+        own["left_out"] = {why: [*map(str, them)] for why, them in self.left_out.items()}
+        about = {"settings": self.settings, "advice": self.advice, "trials": trials}
+        data: dict[str, Any] = finite({"kind": "wholebatch tune", **own, **about})
         return data
 
 
@@ -195,7 +171,7 @@ def tune(
     seconds: float = 300.0,
     window_seconds: float = 1.0,
     unit: str = "units",
-    watch: Callable[[Trial, int], None] = lambda trial, left: None,
+    watch: Callable[[Trial], None] = lambda trial: None,
 ) -> Tuned:
     """Find the fastest way to make updates from batches like those of the task, within `memory`.
 
@@ -217,10 +193,10 @@ def tune(
         precisions: Those to try: "full", "bf16", "fp16".
         executes: Those to try: "eager", "compile", "graph". Default: "eager", and on CUDA "graph".
         checkpointing: Try with gradient checkpointing of the model's repeated blocks, or without.
-        seconds: Begin no new setting after this time.
+        seconds: The time for all of it: no setting begins that would likely not end in it.
         window_seconds: Time each setting for this long, at least three windows.
         unit: What the loss is a mean over, for the text.
-        watch: A function that gets every result, and how many candidates are left.
+        watch: A function that gets every result.
     """
     began = time.perf_counter()
     batch = task.batches()
@@ -236,25 +212,29 @@ def tune(
     candidates = _candidates(model, samples, micro_batches, precisions, executes, checkpointing)
     del model, optimizer
     free_memory()
-    candidates.sort(key=lambda it: (it.checkpointing, it.execute != "eager", -it.micro_batch))
     trials: dict[Setting, Trial] = {}
-    for place, setting in enumerate(candidates):
-        blank = Trial(setting, -(-samples // setting.micro_batch), "skipped")
+    left_out: dict[str, tuple[Setting, ...]] = {}
+    longest = 0.0
+    for setting in candidates:
+        start = time.perf_counter()
+        # All ranks decide by the slowest.
+        is_late = largest_over_ranks(start - began + longest) > seconds
         why = _reason_to_skip(setting, trials)
-        spent = largest_over_ranks(time.perf_counter() - began)
+        if why is None and is_late and any(t.is_measured for t in trials.values()):
+            why = f"for lack of time ({seconds:.0f} s)"
         if why is not None:
-            trials[setting] = replace(blank, why=why)
-        elif spent > seconds and any(t.is_measured for t in trials.values()):
-            why = f"not reached in {seconds:.0f} s"
-            trials[setting] = replace(blank, status="not reached", why=why)
-        else:
-            trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
-            watch(trials[setting], len(candidates) - place - 1)
+            left_out[why] = (*left_out.get(why, ()), setting)
+            continue
+        blank = Trial(setting, -(-samples // setting.micro_batch))
+        trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
+        longest = max(longest, time.perf_counter() - start)
+        watch(trials[setting])
     best = _recommended(trials.values(), budget)
     others = {t.setting.precision for t in trials.values() if t.is_measured} - {precisions[0]}
     return Tuned(
         best=best,
         trials=tuple(trials.values()),
+        left_out=left_out,
         batch_size=samples,
         budget=budget,
         unit=unit,
@@ -295,22 +275,6 @@ def sizes_of(samples: int) -> list[int]:
     return list(dict.fromkeys([*sizes, 1]))
 
 
-def fixed_cost(windows: Iterable[tuple[int, float]]) -> float | None:
-    """Return the seconds per micro-step that do not depend on its size; None for one point.
-
-    Windows of one batch take `rest + steps × cost` seconds: this is the slope of that line.
-
-    >>> round(fixed_cost([(8, 1.8), (4, 1.4), (2, 1.2)]), 6)
-    0.1
-    """
-    points = list(windows)
-    if len({steps for steps, _ in points}) < 2:
-        return None
-    slope = statistics.linear_regression(*zip(*points, strict=True)).slope
-    # A micro-step with its samples is an upper bound of what it costs without them.
-    return min(max(0.0, slope), *(seconds / steps for steps, seconds in points))
-
-
 def free_memory() -> None:
     """Free the models and caches of a measurement before the next one begins."""
     gc.collect()
@@ -334,44 +298,39 @@ def _candidates(
         unknown = [one for one in given if one not in allowed]
         if unknown or not given:
             raise OptionError(f"{name}={(*given,)}: must be one or more of {', '.join(allowed)}")
-    sizes = sizes_of(samples) if sizes is None else sorted(set(sizes))
+    sizes = sizes_of(samples) if sizes is None else sorted(set(sizes), reverse=True)
     if not sizes or not all(1 <= size <= samples for size in sizes):
         raise OptionError(f"micro_batches={sizes}: must be sizes from 1 to the batch of {samples}")
     module = getattr(model, "module", model)
     can = bool(repeated_blocks(module)) and not any(map(is_checkpointed, module.modules()))
     return [
         Setting(size, precision, again, execute)
-        for again in checkpointing
+        for again in sorted(checkpointing)
         if can or not again
-        for execute in executes
-        for precision in precisions
+        for execute in sorted(executes, key=lambda name: name != "eager")
         for size in sizes
+        for precision in precisions
     ]
 
 
 def _reason_to_skip(setting: Setting, trials: dict[Setting, Trial]) -> str | None:
     """Return why this setting need not be measured, or None if it must be."""
-    if setting.checkpointing:
-        plain = trials.get(replace(setting, checkpointing=False))
-        larger = [t for s, t in trials.items() if s.micro_batch >= setting.micro_batch]
-        if any(t.is_measured and not t.setting.checkpointing for t in larger):
-            return "fits without checkpointing, which costs time"
-        if plain is not None and plain.status == "skipped":
-            return plain.why
-    alike = [t for s, t in trials.items() if s.mode == setting.mode and t.is_measured]
-    rates = [t.units_per_second for t in alike]
+    measured = [trial for trial in trials.values() if trial.is_measured]
+    if setting.checkpointing and any(
+        t.setting.micro_batch >= setting.micro_batch and not t.setting.checkpointing
+        for t in measured
+    ):
+        return "since these sizes fit without checkpointing, which costs time"
+    rates = [t.units_per_second for t in measured if t.setting.mode == setting.mode]
     if len(rates) > 2 and max(rates[-2:]) < SLOWER * max(rates):
-        return "two larger micro-batches in a row were slower than the best"
-    if setting.execute == "eager":
-        return None
+        return "since two larger micro-batches in a row were slower than the best"
     mode = (setting.precision, setting.checkpointing, "eager")
-    eager = [t for t in trials.values() if t.is_measured and t.setting.mode == mode]
-    if not eager:
-        return None
-    # Compiling takes long: only the best eager size and its neighbours are tried.
-    best = max(eager, key=lambda trial: trial.units_per_second).setting.micro_batch
-    if not best / 2 <= setting.micro_batch <= best * 2:
-        return f"far from the fastest eager micro-batch, {best}"
+    eager = [trial for trial in measured if trial.setting.mode == mode]
+    if setting.execute != "eager" and eager:
+        # Compiling takes long: only the best eager size and its neighbours are tried.
+        best = max(eager, key=lambda trial: trial.units_per_second).setting.micro_batch
+        if not best / 2 <= setting.micro_batch <= best * 2:
+            return f"since they are far from the fastest eager micro-batch, {best}"
     return None
 
 
@@ -380,12 +339,12 @@ def measure(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
     try:
         return _timed(task, blank, seconds=seconds, budget=budget)
     except torch.OutOfMemoryError:
-        return replace(blank, status="failed", why="ran out of memory")
+        return replace(blank, why="ran out of memory")
     except NonFiniteError:  # no setting can mend that
         raise
     except (WholebatchError, RuntimeError) as error:
         why = str(error).strip().split("\n")[0][:200]
-        return replace(blank, status="failed", why=why)
+        return replace(blank, why=why)
     finally:
         free_memory()
 
@@ -424,7 +383,7 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
         last = window()[0]
     if train.recoveries:
         why = f"needs more than {bytes_said(budget)}"
-        return replace(blank, status="failed", why=why)
+        return replace(blank, why=why)
     for _ in range(20):  # warm up until the time settles: graphs are compiled and recorded
         now = window()[0]
         if now > SLOWER * last and not train.compiling:
@@ -437,20 +396,19 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
     peak = measured_peak(lambda: train.step(batch), model, optimizer)
     peak = int(largest_over_ranks(peak))
     if train.recoveries:  # the windows ran with smaller micro-batches than this one
-        return replace(blank, status="failed", why="ran out of memory")
+        return replace(blank, why="ran out of memory")
     # Other work can only slow a window down: the faster half shows what the setting can do.
     fast = sorted(windows)[: -(-len(windows) // 2)]
     rate = statistics.median(units / spent for spent, units in fast)
     found = replace(
         blank,
-        status="measured",
         seconds=statistics.median(spent for spent, _ in fast),
         units_per_second=rate,
         peak=peak,
     )
     if peak > budget:
         why = f"needs {bytes_said(peak)}, more than {bytes_said(budget)}"
-        return replace(found, status="failed", why=why)
+        return replace(found, why=why)
     return found
 
 
@@ -468,15 +426,6 @@ def _recommended(trials: Iterable[Trial], budget: int) -> Trial:
     same = [t for t in measured if t.units_per_second >= SAME_SPEED * fastest]
     roomy = [trial for trial in same if (trial.peak or 0) <= 0.9 * budget] or same
     return min(roomy, key=lambda trial: (trial.steps, trial.peak or 0))
-
-
-def _beside(whole: Trial, best: Trial) -> str:
-    """Return how the undivided batch does beside the recommended setting."""
-    if not whole.is_measured:
-        return whole.why
-    slower = best.units_per_second / whole.units_per_second - 1
-    memory = f", and takes {bytes_said(whole.peak)}" if whole.peak else ""
-    return (f"{slower:.0%} slower" if slower > 0.005 else "no faster") + memory
 
 
 def _least_budget(device: torch.device, memory: Budget, held: int) -> int:

@@ -36,7 +36,7 @@ class ExactSFT(RecordedTrainer):
         """Return why TRL's own loss must run."""
         kind = self.args.loss_type  # type: ignore[attr-defined]
         return super().needs_trl_loss() or (
-            None if kind in ("nll", "dft") else f"loss_type={kind!r}"
+            None if kind in ("nll", "chunked_nll", "dft") else f"loss_type={kind!r}"
         )
 
     def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:

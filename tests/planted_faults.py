@@ -1,10 +1,10 @@
 """Plant one single-line fault after the other, and count how many the tests find.
 
-    python scripts/planted_faults.py             # all of them, with the tests of each one's area
-    python scripts/planted_faults.py clip shift  # those whose names contain a word
-    python scripts/planted_faults.py --all-tests # the whole suite where the area finds nothing
-    python scripts/planted_faults.py --programs 600  # found by `make programs` within 600 s?
-    python scripts/planted_faults.py --list      # where each one is, or that its line is not there
+    python tests/planted_faults.py             # all of them, with the tests of each one's area
+    python tests/planted_faults.py clip shift  # those whose names contain a word
+    python tests/planted_faults.py --all-tests # the whole suite where the area finds nothing
+    python tests/planted_faults.py --programs 600  # found by `make programs` within 600 s?
+    python tests/planted_faults.py --list      # where each one is, or that its line is not there
 
 Each fault replaces a text that occurs exactly once in `src/`; a second spelling of the same fault
 is for an older or a newer form of the line. The tree must be clean, and is put back after each.

@@ -1,0 +1,184 @@
+"""Loops that people wrote: right ones are exact and not refused, wrong ones are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from wholebatch.errors import UnsupportedError
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.ModuleDict({"body": nn.Linear(4, 5), "head": nn.Linear(5, 3)}).double()
+
+
+def logits(model: Any, x: Tensor) -> Tensor:
+    made: Tensor = model["head"](model["body"](x).tanh())
+    return made
+
+
+def samples(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(2)
+    return [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in sizes]
+
+
+def off(
+    backward: Callable[[Any, Any, Any], Any], mean: Tensor, model: nn.Module, data: Any
+) -> float:
+    """Return how far a loop's gradient is from that of the undivided `mean`."""
+    parameters = list(model.parameters())
+    right = torch.cat([g.flatten() for g in torch.autograd.grad(mean, parameters)])
+    acc = wb.Accumulator(model, None, steps=len(data))
+    for micro in acc.over(data):
+        backward(acc, model, micro)
+    made = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    return float((made - right).norm() / right.norm())
+
+
+Bags = tuple[Tensor, tuple[int, ...], Tensor]
+
+
+def bag_loss(model: nn.Module, bags: Bags) -> Tensor:
+    x, sizes, y = bags
+    pooled = [part.mean(0) for part in logits(model, x).split(list(sizes))]
+    return F.cross_entropy(torch.stack(pooled), y)
+
+
+def bags(*sizes: int) -> Bags:
+    return torch.randn(sum(sizes), 4).double(), sizes, torch.randint(3, (len(sizes),))
+
+
+@pytest.mark.parametrize("sizes", [((3, 1, 4), (2, 5)), ((2,) * 9, (1, 6))])
+def test_bags_of_unequal_sizes_are_no_comparison(sizes: Any) -> None:
+    torch.manual_seed(3)
+    data, model = [bags(*one) for one in sizes], net()
+    whole = torch.cat([b[0] for b in data]), sum(sizes, ()), torch.cat([b[2] for b in data])
+
+    def backward(acc: Any, model: nn.Module, micro: Bags) -> None:
+        acc.backward(mean=bag_loss(model, micro), units=len(micro[1]))
+
+    assert off(backward, bag_loss(model, whole), model, data) < 1e-14
+
+
+def test_rows_as_units_of_bags_are_told() -> None:
+    torch.manual_seed(3)
+    acc, micro = wb.Accumulator(model := net(), None, steps=2), bags(3, 1, 4)
+    with pytest.warns(UserWarning, match="claims more independent parts than there are"):
+        acc.backward(mean=bag_loss(model, micro), units=8)
+    acc.discard()
+
+
+def test_a_checkpoint_around_head_and_loss() -> None:
+    """The test of a first call inside a checkpoint adds nothing to what the checkpoint saves."""
+    data, model = samples(4, 4, 3), net()
+    x, y = map(torch.cat, zip(*data, strict=True))
+
+    def summed(hidden: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model["head"](hidden), y, reduction="sum")  # type: ignore[index]
+
+    def backward(acc: Any, model: Any, micro: Any) -> None:
+        hidden = model["body"](micro[0]).tanh()
+        acc.backward(checkpoint(summed, hidden, micro[1], use_reentrant=False), units=len(micro[1]))
+
+    assert off(backward, F.cross_entropy(logits(model, x), y), model, data) < 1e-14
+
+
+def test_a_reentrant_checkpoint_is_named() -> None:
+    acc, [(x, y)] = wb.Accumulator(model := net(), None, steps=2), samples(4)
+    made = checkpoint(lambda x: logits(model, x), x.requires_grad_(), use_reentrant=True)
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        acc.backward(mean=F.cross_entropy(made, y), units=4)
+    acc.discard()
+
+
+def test_a_layer_over_time_that_gets_samples_is_told() -> None:
+    """batch_first=False is torch's default: a matrix of samples is one sequence."""
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+    model = nn.Sequential(layer, nn.Linear(4, 3)).double()
+    acc, [(x, y)] = wb.Accumulator(model, None, steps=2), samples(4)
+    with pytest.warns(UserWarning, match="batch_first=False"):
+        acc.backward(mean=F.cross_entropy(model(x), y), units=4)
+    acc.discard()
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(x - x.mean(0))
+        return made
+
+
+def test_a_forward_that_is_called_past_its_hooks_is_told() -> None:
+    model = Centred()
+    acc = wb.Accumulator(model, None, steps=2)
+    [(x, y)] = samples(4)
+    acc.backward(mean=F.cross_entropy(model.forward(x), y), units=4, last=False)
+    mean = F.cross_entropy(model.forward(x), y)
+    with pytest.warns(UserWarning, match="Centred itself was not called"):
+        acc.backward(mean=mean, units=4, last=True)
+
+
+def token_loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(logits(model, micro[0]).flatten(0, 1), micro[1].flatten())
+
+
+def test_a_lambda_made_in_the_loop_is_one_function() -> None:
+    """Micro-batches of one sample: only their comparison shows that ignored labels are counted."""
+    model = net()
+    acc = wb.Accumulator(model, None, steps=4)
+    data = []
+    for number in range(4):
+        y = torch.full((1, 5), -100)
+        y[0, : number + 1] = 1
+        data.append((torch.randn(1, 5, 4).double(), y))
+
+    def train() -> None:
+        for micro in acc.over(data):
+            acc.run(lambda one: wb.mean_loss(token_loss(model, one), len(one[1])), micro)
+
+    with pytest.raises(UnsupportedError, match="units"), pytest.warns(UserWarning, match="units"):
+        train()
+    acc.discard()
+
+
+def test_an_error_that_does_not_come_again_is_raised_as_it_is() -> None:
+    calls = []
+
+    def loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> wb.Loss:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("disk quota exceeded")
+        return wb.cross_entropy(logits(model, micro[0]), micro[1])
+
+    [batch] = samples(7)
+    train = wb.WholeBatch(net(), None, loss=loss, micro_batch=2, execute="eager")
+    with pytest.raises(OSError, match="disk quota exceeded"):
+        train.gradient(batch)
+    assert train.gradient(batch).units == 7
+
+
+def test_a_loop_left_by_next_ends_with_the_program() -> None:
+    program = """
+import torch, wholebatch as wb
+model = torch.nn.Linear(2, 1)
+acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+items = iter(acc.over([torch.ones(2, 2)] * 3))
+for _ in range(3):
+    acc.backward(model(next(items)).sum(), units=2)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, "Error" in ended.stderr) == (0, False), ended.stderr
