@@ -161,3 +161,34 @@ def test_after_an_out_of_memory_all_is_as_if_split_so_from_the_start(every: int)
             torch.equal(a, b) for a, b in zip(model.parameters(), right.parameters(), strict=True)
         )
     assert recovered >= 8
+
+
+def test_what_has_not_changed_is_not_written() -> None:
+    class Counted(list[int]):
+        def extend(self, values: Any) -> None:
+            raise AssertionError("the user's own method")
+
+    model = nn.Linear(1, 1)
+    array = np.zeros(2)
+    array.setflags(write=False)
+    model.array, model.tensor = array, torch.zeros(2)  # type: ignore[assignment]
+    model.counted, model.inner = Counted([1]), {"deep": [torch.zeros(1), 2]}  # type: ignore[assignment]
+    state, versions = ForwardState(model), (model.tensor._version,)
+    state.restore()
+    assert versions == (model.tensor._version,)
+    model.counted.append(2)
+    state.restore()
+    assert list(model.counted) == [1]
+
+
+def test_a_users_own_generator_and_object_are_told_apart() -> None:
+    model = nn.Linear(1, 1)
+    model.drawn = random.Random(1)  # type: ignore[assignment]
+    model.thing = object()  # type: ignore[assignment]
+    first = ForwardState(model)
+    thing, number = object(), model.drawn.random()
+    model.thing = thing  # type: ignore[assignment]
+    assert [name for _, name in first.moved(ForwardState(model))] == ["drawn"]
+    first.restore()
+    assert model.drawn.random() == number
+    assert model.thing is thing

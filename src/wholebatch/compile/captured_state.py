@@ -28,16 +28,15 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import SMALL
-from wholebatch.window.forward_state import (
+from wholebatch.window.forward_state import copy_of, refill
+from wholebatch.window.random_state import (
     capture_python_random,
-    copy_of,
-    refill,
+    own_generators,
     restore_random,
     same_random,
     set_state_of,
     state_of,
 )
-from wholebatch.window.own_generators import own_generators
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, set, deque)

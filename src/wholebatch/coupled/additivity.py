@@ -36,14 +36,14 @@ from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
 from wholebatch.warn_user import warn_user
-from wholebatch.window.forward_state import (
-    ForwardState,
+from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.random_state import (
     capture_random,
+    own_generators,
     restore_random,
     set_state_of,
     state_of,
 )
-from wholebatch.window.own_generators import own_generators
 from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")

@@ -140,14 +140,17 @@ def check_adds_up(
             problem: Exception | None = None
             result = AdditivityResult()
             samples = samples_of(layout, count, graph)
-            try:
-                with samples.testing():
-                    result = _Test(samples, names_layers).result()
-                break
-            except (torch.OutOfMemoryError, Uncheckable):
-                raise
-            except Exception as error:
-                problem = error
+            test = _Test(samples, names_layers)
+            with samples.testing():
+                try:
+                    result = test.result()
+                    break
+                except (torch.OutOfMemoryError, Uncheckable):
+                    raise
+                except Exception as error:
+                    if names_layers and test.runs_now():
+                        raise
+                    problem = error
         couples = any(found.kind in ("loss", "probe", *UNTESTED) for found in result.findings)
         if names_layers and (couples or problem is not None):
             groups = samples_of(layout if batch is None else batch, 0, graph=False)
@@ -233,8 +236,8 @@ class _Test:
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
-            if self._runs_now():
-                raise  # the user's own, which does not come again
+            if self._names_layers and self.runs_now():
+                raise
             return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
@@ -310,9 +313,10 @@ class _Test:
                 return (samples_compared(samples, (whole, *parts)),)
         return ()
 
-    def _runs_now(self) -> bool:
-        """True if both parts can be run after all."""
+    def runs_now(self) -> bool:
+        """True if all runs after an error: it comes from elsewhere, and must be raised."""
         try:
+            self._samples.whole()
             self._samples.part(0, self._samples.cut)
             self._second()
         except Exception:
@@ -365,8 +369,7 @@ class _Test:
 
     def _is_known(self, key: Key) -> bool:
         """True for the state of layers that are judged by their type."""
-        item = self._samples.start.items.get(key)
-        module = None if item is None else item.module
+        module = self._samples.start.module_of(key)
         return isinstance(module, (BatchNorm, InstanceNorm)) or (
             module is not None and is_spectral_norm(module)
         )
@@ -409,8 +412,10 @@ class _Test:
         """
         close = 1e-9 if self._tolerance.relative < 1e-6 else 1e-4
         for key in self._moved:
-            item = whole.after.items.get(key) or self._samples.start.items[key]
-            is_log = not item.is_buffer and not isinstance(item.kept.copy, Tensor)
+            is_gone = whole.after.module_of(key) is None
+            state = self._samples.start if is_gone else whole.after
+            is_buffer = key[1] in getattr(state.module_of(key), "_buffers", ())
+            is_log = not is_buffer and not isinstance(state.value(key), Tensor)
             same = whole.after.is_same(second.after, key, close)
             is_cache = again.after.is_same(second.after, key, close)
             if not (is_log or same or is_cache or self._is_counter(key, whole, first, second)):
@@ -438,15 +443,15 @@ class _Test:
 
     def _finding(self, key: Key, first: SampleRun, why: str) -> AuditFinding:
         start, after = self._samples.start, first.after
-        item = start.items.get(key) or after.items[key]
-        names = {id(module): name for name, module in self._samples.model.named_modules()}
-        module = names.get(id(item.module), "")
+        owner = start.module_of(key) or after.module_of(key)
+        names = {module: name for name, module in self._samples.model.named_modules()}
+        module = "" if owner is None else names.get(owner, "")
         text = (
             f"moves once per micro-batch, not once per update ({_shown(start.value(key))} → "
             f"{_shown(after.value(key))} in one forward), {why}. {_ADVICE}"
         )
-        name = f"{module}.{item.name}" if module else item.name
-        return AuditFinding(name, type(item.module).__name__, "state", text)
+        name = f"{module}.{key[1]}" if module else key[1]
+        return AuditFinding(name, type(owner).__name__, "state", text)
 
 
 def _outside(one: SampleRun, other: SampleRun) -> AuditFinding:

@@ -184,10 +184,10 @@ class Ledger:
         return window
 
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
-        """Return the seed of a window: a power of two near 1 / units, or 1 for terms."""
+        """Return the seed of a window: 1 / units if they are known, or 1 for terms."""
         if known is None:
             return self.next_seed or _first_seed(units, self.sync, self.target.device)
-        return power_of_two_near(1.0 / (known[SINGLE] or 1.0)) if known.keys() == {SINGLE} else 1.0
+        return 1.0 / (known[SINGLE] or 1.0) if known.keys() == {SINGLE} else 1.0
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
