@@ -46,10 +46,17 @@ def measure(
     optimizer_state: Any = "device",
 ) -> tuple[float, float]:
     """Return the milliseconds of a window and the GiB reserved for it."""
-    tiny = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    tiny: dict[str, Any] = {
+        "n_layer": 2,
+        "n_embd": 32,
+        "n_head": 2,
+        "n_positions": 16,
+        "vocab_size": 64,
+    }
     config = GPT2Config(**(tiny if device == "cpu" else {}), resid_pdrop=0.0, attn_pdrop=0.0)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).to(device)
+    built: Any = GPT2LMHeadModel(config)
+    model = built.to(device)
     if checkpoints:
         with_checkpoints(model)
     train = wb.WholeBatch(
