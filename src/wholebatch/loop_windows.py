@@ -71,8 +71,8 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
-            # A refused first micro-batch has added nothing, and the loop may have stepped since.
-            if progress.begin_item(last=last) or self._ledger.open is None:
+            # A window that was refused holds nothing, and the loop may have stepped since.
+            if progress.begin_item(last=last) or not self._ledger.added.owners:
                 self._begin_window()
         elif last is not None:
             raise WindowError(
@@ -147,12 +147,8 @@ class LoopWindows(HasLedger):
             self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
-        try:
-            for policy in self._refusing:
-                policy.begin_window()
-        except BaseException:
-            self._progress.end_window()  # it has not begun: the next micro-batch asks again
-            raise
+        for policy in self._refusing:
+            policy.begin_window()
 
     def _end_unused(self) -> None:
         """End a window whose last micro-batch made no backward."""
