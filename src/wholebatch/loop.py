@@ -21,9 +21,8 @@ from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, RankError, StateError, WindowError
 from wholebatch.joint_windows import JointWindows
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.random_state import restore_random
 
 
 class State(Enum):

@@ -462,7 +462,8 @@ class Store:
         """
         self.is_stepping = True
         try:
-            self.target.sixteen_bit.round_once()
+            if self.target.sixteen_bit.parameters:
+                self.target.sixteen_bit.round_once()
             for optimizer in self.target.optimizers:
                 self.step(optimizer, found_inf)
             return
