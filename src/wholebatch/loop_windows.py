@@ -71,8 +71,7 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
-            # A window that was refused holds nothing, and the loop may have stepped since.
-            if progress.begin_item(last=last) or not self._ledger.added.owners:
+            if progress.begin_item(last=last):
                 self._begin_window()
         elif last is not None:
             raise WindowError(
