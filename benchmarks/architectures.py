@@ -7,7 +7,7 @@
     python benchmarks/architectures.py --references --out rows.jsonl --budget 360
     python benchmarks/architectures.py --models llama:1,llama:4,llama:16 \
         --ways wholebatch,torch.compile,reduce-overhead --out sizes.jsonl --budget 140
-    python benchmarks/architectures.py --sizes sizes.jsonl  # docs/benchmarks/torch-compile.md
+    python benchmarks/architectures.py --sizes sizes.jsonl  # a table of docs/speed.md
     python benchmarks/architectures.py --models llama,vit --tiny --out /tmp/rows.jsonl   # on a CPU
 
 `llama:4` is that model in micro-batches of 4. Every model runs in a process of its own, several of
@@ -52,7 +52,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Nothing is downloaded.
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "architectures.md"
-SIZES_PAGE = PAGE.with_name("torch-compile.md")
+SIZES_PAGE = ROOT / "docs" / "speed.md"
 SIZES_PLOT = ROOT / "docs" / "images" / "speed-over-tokens.svg"
 WAYS = ("wholebatch", "loop", "torch.compile", "reduce-overhead", "undivided")
 GIB = 2**30
@@ -547,7 +547,7 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
     """Return the section on what the tables leave open."""
     remarks = []
     if missing:
-        remarks.append(f"Not measured, for want of device time: {', '.join(missing)}.")
+        remarks.append(f"Not measured: {', '.join(missing)}.")
     rough = [
         row["name"] for row in rows if row.get("wholebatch", {}).get("undivided_distance", 0.0) > 1
     ]
@@ -585,6 +585,8 @@ _REMARKS: dict[tuple[str, str | None], str] = {
 
 def write_sizes(path: Path) -> int:
     """Write the table and the plot of models that were measured in several micro-batch sizes."""
+    from which_mean import written
+
     rows = sorted(_rows(path), key=lambda row: (row["name"].partition(":")[0], row["micro"]))
     rows = [row for row in rows if "ms" in row.get("wholebatch", {})]
     if not rows:
@@ -592,18 +594,12 @@ def write_sizes(path: Path) -> int:
         return 1
     facts = rows[0]
     lines = [
-        "# Beside torch.compile",
         "",
-        "Written by `python benchmarks/architectures.py --sizes` from rows of "
-        f"{facts['date']}: {facts['device']}, torch {facts['torch']}, transformers "
+        f"Measured on {facts['date']}: {facts['device']}, torch {facts['torch']}, transformers "
         f"{facts['transformers']}.",
         "",
-        "`torch.compile` compiles the model and its loss as one function. *reduce-overhead* "
-        "records it as CUDA graphs, too. *share of the peak* is of WholeBatch: its operations "
-        "per second beside those that the card's data sheet gives for bf16.",
-        "",
-        "![How many times as fast as the best of both, over the tokens of a micro-batch]"
-        "(../images/speed-over-tokens.svg)",
+        "![How many times as fast as the better of both, over the tokens of a micro-batch]"
+        "(images/speed-over-tokens.svg)",
         "",
         "| model | tokens in a micro-batch | torch.compile, ms | reduce-overhead, ms "
         "| WholeBatch, ms | times as fast as the better one | share of the peak |",
@@ -611,7 +607,8 @@ def write_sizes(path: Path) -> int:
         *(f"| {' | '.join(_size_cells(row))} |" for row in rows),
         "",
     ]
-    SIZES_PAGE.write_text("\n".join(lines))
+    page = written(SIZES_PAGE.read_text(encoding="utf-8"), "sizes", lines)
+    SIZES_PAGE.write_text(page, encoding="utf-8")
     plot_sizes(rows)
     print(f"wrote {SIZES_PAGE} and {SIZES_PLOT}")
     return 0
@@ -692,7 +689,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--no-distances", dest="distances", action="store_false")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the page of these rows")
-    parser.add_argument("--sizes", type=Path, metavar="FILE", help="write the page of NAME:SIZE")
+    parser.add_argument("--sizes", type=Path, metavar="FILE", help="write the table of NAME:SIZE")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--lock", default=os.devnull, help=argparse.SUPPRESS)
     options = parser.parse_args()

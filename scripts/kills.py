@@ -50,7 +50,7 @@ def run_with_kills(
 ) -> int:
     """Return how many kills struck; then let the run end."""
     chance, struck = random.Random(seed), 0
-    apart = max(1, 5 * updates // (3 * max(1, kills)))
+    apart = max(1, updates // (2 * max(1, kills)))
     for number in range(kills):
         running = start(folder, out, ranks=ranks, updates=updates)
         wanted = windows_of(folder / out) + chance.randint(0, apart)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from wholebatch.make_ledger import make_ledger
 from wholebatch.options import BatchNormPolicy, Close, Memory, as_close, without_budget
 from wholebatch.run_loss import RunFunctions
 from wholebatch.runner import Place
+from wholebatch.warn_user import warn_user
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import warn_of_empty_steps
 from wholebatch.window.ledger import Turn, refuse_no_grad
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.saved_state import load_state, state_of
+from wholebatch.window.schedule_length import short_schedule
 from wholebatch.window.steps import Steps
 from wholebatch.window.unclosed import UnclosedWarning
 from wholebatch.window.units import UnitsCount
@@ -356,7 +358,22 @@ class Accumulator(LoopWindows):
 
         `continue_window=True` continues a window that an earlier loop left open.
         """
+        self._warn_of_short_schedule(loader)
         return over(loader, self, continue_window=continue_window)
+
+    def _warn_of_short_schedule(self, loader: Iterable[Any]) -> None:
+        """Warn once of a scheduler that was made for fewer updates than this loop makes."""
+        if self._ledger.updates or self._steps.function or not hasattr(loader, "__len__"):
+            return
+        try:
+            micro_batches = len(cast(Sized, loader))
+        except TypeError:  # a DataLoader over an IterableDataset
+            return
+        schedulers = self._ledger.target.schedulers
+        updates = self.updates_per_epoch(range(micro_batches))
+        warning = short_schedule(schedulers, micro_batches, self.steps, updates)
+        if warning is not None:
+            warn_user(warning)
 
     # ----------------------------------------------------------------- state
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import proxy
 
 from wholebatch.checks.loop_checks import LoopChecks
 from wholebatch.coupled import choose as choose_batchnorm
@@ -55,7 +56,8 @@ class LoopWindows(HasLedger):
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
-        self._progress = Progress(self._next_size)
+        this = proxy(self)  # no cycle: a deleted accumulator is gone at once, and so are its hooks
+        self._progress = Progress(lambda: this._next_size())
         self._watch()
 
     def _next_size(self) -> int:

@@ -6,10 +6,12 @@ test that the loss adds up, and run forward, backward and addition as one record
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -52,7 +54,12 @@ class RunFunctions:
         self._functions: dict[Any, RunLoss] = {}
 
     def __getitem__(self, loss: Callable[[Any], Any]) -> RunLoss:
-        return self._functions.get(_key_of(loss)) or self.prepare(loss)
+        known = self._functions.get(_key_of(loss))
+        if known is None:
+            # A lambda that is made in the loop is another object each time, and the same function.
+            same = (run for run in self._functions.values() if _is_same(run.loss, loss))
+            known = next(same, None)
+        return known or self.prepare(loss)
 
     def prepare(
         self, loss: Callable[[Any], Any], reads: Callable[..., Any] | None = None
@@ -74,19 +81,43 @@ class RunFunctions:
 
 
 def _key_of(loss: object) -> Any:
-    """Return what is the same for the same function.
-
-    A lambda in the body of a loop is another object each time, with the same code and variables.
-    An object without a hash (a dataclass) is known by its id.
-    """
-    if isinstance(loss, FunctionType) and not loss.__kwdefaults__ and not loss.__defaults__:
-        variables = tuple(map(id, loss.__closure__ or ()))
-        return loss.__code__, id(loss.__globals__), variables, *map(id, vars(loss).values())
+    """Return the function itself, or the id of one that has no hash (a dataclass)."""
     try:
         hash(loss)
     except TypeError:
         return id(loss)
     return loss
+
+
+def _is_same(known: Any, given: Any) -> bool:
+    """True if two functions have the same code, and now read the same objects."""
+    if isinstance(known, functools.partial) and isinstance(given, functools.partial):
+        is_same = known.keywords.keys() == given.keywords.keys() and _are_same(
+            (*known.args, *known.keywords.values()),
+            (*given.args, *(given.keywords[name] for name in known.keywords)),
+        )
+        return is_same and _is_same(known.func, given.func)
+    if not (isinstance(known, FunctionType) and isinstance(given, FunctionType)):
+        return known is given
+    return known.__code__ is given.__code__ and _are_same(_read_by(known), _read_by(given))
+
+
+def _are_same(known: Sequence[Any], given: Sequence[Any]) -> bool:
+    return len(known) == len(given) and all(a is b for a, b in zip(known, given, strict=True))
+
+
+def _read_by(function: FunctionType) -> list[Any]:
+    """Return the objects that a function reads beside its arguments."""
+    cells = function.__closure__ or ()
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [function.__globals__, *defaults, *(_contents(cell) for cell in cells)]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
 
 
 class RunLoss:
@@ -108,6 +139,7 @@ class RunLoss:
     ) -> None:
         check_run_function(loss)
         models, sync = ledger.target.models, ledger.sync
+        self.loss = loss
         self._ledger = ledger
         self._kind = ledger.target.device.type
         self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
@@ -127,6 +159,7 @@ class RunLoss:
             loss=self._call,
             given=nn.ModuleList(models),
         )
+        this = proxy(self)
         self._step = MicroStep(
             self._call,
             None,
@@ -137,7 +170,7 @@ class RunLoss:
             audit=audit,
             untouched=untouched,
             read_loss=self._test.read,
-            prepare=lambda _: self._micro,  # as it was given: parts of it may belong on the host
+            prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from weakref import proxy
 
 from torch import Tensor, nn
 
@@ -123,6 +124,7 @@ class MicroStep:
         self.means = MeanUnits()
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
+        this = proxy(self)  # no cycle: a deleted WholeBatch is gone at once
         self.executor = Executor(
             execute,
             model=modules,
@@ -130,7 +132,7 @@ class MicroStep:
             window=ledger,
             precision=precision,
             device=ledger.target.device,
-            eager=lambda micro, function: self.eager(micro, self._place, function),
+            eager=lambda micro, function: this.eager(micro, this._place, function),
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
         self.is_plain = self.executor.is_eager
@@ -207,6 +209,7 @@ class Runner:
         self._test = AdditivityTest(
             root, ledger.sync, enabled=audit, shares_forwards=shares, loss=read
         )
+        this = proxy(self)
         self._step = MicroStep(
             read,
             model,
@@ -216,7 +219,7 @@ class Runner:
             execute=self._executed(check_execute(execute, self._device)),
             audit=audit,
             untouched=self._untouched,
-            prepare=self._on_device,
+            prepare=lambda micro: this._on_device(micro),
             read_loss=self._test.read,
         )
         self.executor = self._step.executor

@@ -158,6 +158,7 @@ def test_labels_that_count_beyond_the_mask_are_refused() -> None:
     """The mask alone says what is padding, whatever a leaf is called; the test of a few sees it."""
     batch = {"x": torch.randn(4, 5), "attention_mask": torch.ones(4, 5), "labels": torch.ones(4, 5)}
     batch["attention_mask"][:2, 3:] = 0
+    batch["x"][:2, 3:] = 0  # one value, as padding has: other values would not be trimmed
     model = nn.Linear(1, 1)
 
     def loss(model: Any, micro: Any) -> wb.Loss:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import wholebatch as wb
 from scripts.laws_table import PAGE, parts_of, with_table
@@ -114,3 +116,47 @@ def test_one_law_is_one_file(law: type[Check]) -> None:
     ]
     assert laws == [law]
     assert all(parts_of(law))
+
+
+class Mean(torch.autograd.Function):
+    """A loss whose backward shows no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.numel()
+        ctx.shape = x.shape
+        return x.mean()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return slope.expand(ctx.shape) / ctx.size
+
+
+def one_by_one(divisor: float, size: int) -> Tensor:
+    """Add the losses of some samples one by one."""
+    torch.manual_seed(0)
+    outputs = nn.Linear(3, 4)(torch.randn(size, 3))
+    losses = [F.cross_entropy(outputs[i : i + 1], torch.tensor([i % 4])) for i in range(size)]
+    total: Tensor = functools.reduce(torch.add, [loss / divisor for loss in losses])
+    return total
+
+
+def test_a_mean_that_is_added_sample_by_sample_is_refused() -> None:
+    checks = LoopChecks([nn.Linear(3, 4)])
+    with pytest.raises(LossError, match="total is a mean, a sum divided by 6"):
+        checks.check(one_by_one(6, 6), 6)
+    checks.check(one_by_one(1, 6), 6)
+    checks.check(one_by_one(5, 6), 6)  # a weight
+
+
+def test_a_reduction_that_no_graph_shows_is_said_once() -> None:
+    model = nn.Linear(3, 4)
+    checks = LoopChecks([model])
+    loss = Mean.apply(model(torch.randn(6, 3)).square())  # type: ignore[no-untyped-call]
+    with pytest.warns(UserWarning, match="total comes out of mean, a custom or compiled function"):
+        checks.check(loss, 6)
+    checks.check(loss, 6)
+    other = LoopChecks([model])
+    other.check(mean=loss, units=6)
+    other.check(loss, 1)
+    other.check(loss * 6, 6)

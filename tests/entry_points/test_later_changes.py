@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -113,7 +112,6 @@ def test_a_window_that_is_left_open_is_told_of(caplog: pytest.LogCaptureFixture)
         end(acc)
         caplog.clear()
         del acc
-        gc.collect()
         assert ("open window (micro-batches in it: 1), which made no" in caplog.text) is told
         assert ("or loop with over(loader), which closes it" in caplog.text) is told
 
@@ -350,7 +348,6 @@ def test_a_step_that_is_left_in_the_loop_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"step\(\) found no gradients.*clip_norm= clips"):
         optimizer.step()
     del acc, step
-    gc.collect()
     optimizer.step()  # The accumulator is gone: nobody is warned.
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -400,7 +399,6 @@ def test_a_loss_of_zero_over_one_unit_is_not_warned_of_without_audit(
         acc.backward((model(torch.randn(1, 3)) * 0).sum(), units=1)
         acc.backward(model(torch.randn(5, 3)).square().sum(), units=5)
         assert ("exactly 0 over 1 unit" in caplog.text) is audit
-        gc.collect()
 
 
 def test_a_loop_by_next_ends_with_its_last_item() -> None:

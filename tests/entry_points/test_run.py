@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -441,3 +443,80 @@ def test_a_teacher_that_moves_once_per_micro_batch_is_refused(execute: Any) -> N
     train(once_per_update=True)
     with pytest.raises(UnsupportedError, match=r"same samples was .*changes with every"):
         train(once_per_update=False)
+
+
+def test_a_function_that_is_made_in_the_loop_keeps_its_test() -> None:
+    """Each pass of the loop makes another object: the micro-batches are compared all the same."""
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=3)
+    for _ in range(4):
+        for micro in pieces(samples(12), (5, 4, 3)):
+            acc.run(lambda batch: wb.cross_entropy(model(batch["x"]), batch["y"]), micro)
+    assert acc.updates == 4
+    assert len(acc._functions._functions) == 1
+
+    def over_all(micro: Micro) -> wb.Loss:
+        return wb.mean_loss(functional.cross_entropy(model(micro["x"]), micro["y"]), 5)
+
+    with pytest.raises(wb.errors.WholebatchError, match="units"):
+        for micro in pieces(samples(12), (5, 4, 3)):
+            acc.run(lambda batch: over_all(batch), micro)
+
+
+def test_functions_that_read_other_objects_are_others() -> None:
+    first, second = mlp(), mlp()
+    acc = wb.Accumulator([first, second], sgd(nn.ModuleList([first, second])), steps=2)
+    for model in (first, second):
+        acc.run(cross_entropy(model), samples(4))
+    assert len(acc._functions._functions) == 2
+    assert all(p.grad is None for p in first.parameters())
+
+
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_an_error_that_the_loss_raises_once_is_raised_as_it_is(
+    kind: type[Exception], call: int
+) -> None:
+    def failing(calls: list[int]) -> None:
+        calls.append(1)
+        if len(calls) == call:
+            raise kind("the user's own")
+
+    def loss(model: nn.Module, micro: Micro) -> wb.Loss:
+        failing(calls)
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    model, calls = mlp(), list[int]()
+    with pytest.raises(kind, match="the user's own"):
+        wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2).step(samples(6))
+    calls.clear()
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(kind, match="the user's own"):
+        acc.run(lambda micro: loss(model, micro), samples(6))
+
+
+def test_a_deleted_object_is_gone_at_once() -> None:
+    """No cycle holds a ledger: the hooks of its engine leave the model with it."""
+
+    def ledger_of(entry: str) -> Any:
+        model = mlp()
+        if entry == "whole":
+            train = wb.WholeBatch(
+                model, sgd(model), loss=lambda m, b: cross_entropy(m)(b), micro_batch=2
+            )
+            train.step(samples(6))
+            return weakref.ref(train._ledger)
+        acc = wb.Accumulator(model, sgd(model), steps=1)
+        if entry == "run":
+            acc.run(cross_entropy(model), samples(6))
+        else:
+            acc.backward(cross_entropy(model)(samples(6)))
+        return weakref.ref(acc._ledger)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for entry in ("whole", "run", "backward"):
+            assert ledger_of(entry)() is None, entry
+    finally:
+        gc.enable()

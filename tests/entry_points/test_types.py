@@ -17,6 +17,7 @@ LOOP = """\
 import torch
 import wholebatch as wb
 from typing_extensions import assert_type
+from wholebatch.integrations.lightning import FabricAccumulator
 
 Pair = tuple[torch.Tensor, str]
 
@@ -35,6 +36,13 @@ def train(model: torch.nn.Module, loader: list[Pair]) -> None:
         assert_type(acc.backward(wb.Loss(loss, 3), more=True), wb.Step | None)
     for micro in wb.over(loader, acc):
         assert_type(micro, Pair)
+    whole = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=wb.causal_lm)
+    for batch in whole.over(loader):
+        assert_type(batch, Pair)
+
+def with_fabric(windows: FabricAccumulator, loss: torch.Tensor) -> None:
+    windows.backward(loss, last=True)  # error
+    windows.backward(mean=loss, units=3, last=True)
 """
 
 

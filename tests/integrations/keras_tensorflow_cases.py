@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from compare.keras_problem import data, distance, flat, model_of, squared
 
 from tests.integrations.blocks import EXAMPLES, run_diff
 from tests.integrations.keras_cases import LIMIT, fit, float64
-from wholebatch.integrations.keras import GradientAccumulateModel
+from wholebatch.integrations.keras import GradientAccumulateModel, GradientAccumulateOptimizer
 
 __all__ = ["float64"]  # the fixture of all these tests
 
@@ -39,6 +40,12 @@ def test_the_change_of_the_page() -> None:
     assert before["history"].history.keys() == after["history"].history.keys()
 
 
+@cache
+def two_replicas() -> tf.distribute.Strategy:
+    """Return the one strategy of this process: two met in one collective op."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 def test_two_replicas() -> None:
     """MirroredStrategy: other tokens on each replica; clipping sees the whole gradient.
 
@@ -59,7 +66,7 @@ def test_two_replicas() -> None:
         rows = keras.layers.Embedding(7, 4, mask_zero=True)(inputs)
         return kind(inputs=inputs, outputs=keras.layers.Dense(2)(rows), **options)
 
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with two_replicas().scope():
         model = made(GradientAccumulateModel, accum_steps=2, nonfinite="skip")
         model.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse")
     start = flat(model)
@@ -68,6 +75,22 @@ def test_two_replicas() -> None:
     whole = made()
     whole.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse", run_eagerly=True)
     assert distance(flat(model) - start, fit(whole, (x[kept], y[kept]), (8, 8, 4), 1)) <= 1e-12
+
+
+def test_the_optimizer_alone_on_two_replicas() -> None:
+    """Equal shares: the gradients of both replicas and all micro-batches are one mean."""
+    arrays = data(32)
+    whole = model_of(masked=False)
+    whole.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.5), "mse", run_eagerly=True)
+    want = fit(whole, arrays, (16, 16), 1)
+    with two_replicas().scope():
+        model = model_of(masked=False)
+        inner = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
+        optimizer = GradientAccumulateOptimizer(inner, accum_steps=4, units="equal")
+        model.compile(optimizer, "mse")
+    start = flat(model)
+    model.fit(*arrays, batch_size=4, shuffle=False, verbose=0)
+    assert distance(flat(model) - start, want) <= LIMIT
 
 
 def test_the_example_of_a_loop_around_a_tape(

@@ -94,6 +94,7 @@ SFT = MASKED
         ("SFT", SFT),
         *(("SFT", {**SFT, "adapters": name}) for name in ADAPTERS),
         ("SFT", {**SFT, "gradient_checkpointing": True}),
+        ("SFT", {**SFT, "adapters": "lora", "gradient_checkpointing": True}),
         ("SFT", {**SFT, "loss_type": "dft"}),
         ("DPO", {}),
         ("DPO", {"adapters": "lora"}),

@@ -11,13 +11,12 @@ import pytest
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
 
-PAGE = Path(__file__).parents[2] / "docs/distributed.md"
+MANIFEST = Path(__file__).parents[2] / "examples/kubernetes_job.yaml"
 
 
 @pytest.fixture(scope="module")
 def resources() -> dict[str, Any]:
-    _, manifest = PAGE.read_text(encoding="utf-8").split("```yaml\n")
-    manifest, _ = manifest.split("```", 1)
+    manifest = MANIFEST.read_text(encoding="utf-8")
     return {resource["kind"]: resource for resource in yaml.safe_load_all(manifest)}
 
 

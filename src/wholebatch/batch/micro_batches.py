@@ -236,7 +236,33 @@ def lengths_of(layout: Layout, by: Tokens) -> tuple[list[int] | None, int | None
     if real is None:  # the first [samples, tokens], else the first [samples, tokens, ...]
         widths = [value.shape[1] for value in sorted(arrays.values(), key=lambda it: it.ndim > 2)]
         return None, int(widths[0]) if widths else None
-    return _ends(real), real.shape[1]
+    ends, width = _ends(real), int(real.shape[1])
+    # Where values beyond the mask are no padding (targets that count), no token is trimmed.
+    return ends if _is_padding_beyond(ends, arrays, width) else [width] * len(ends), width
+
+
+def _is_padding_beyond(ends: list[int], arrays: Mapping[str, Any], width: int) -> bool:
+    """True if each leaf [samples, tokens] holds one value beyond the ends: it tells nothing.
+
+    Positions are padding, too: they count on in the columns, or stay at the sample's length.
+    """
+    if not ends or min(ends) == width:
+        return True
+    for leaf in arrays.values():
+        if leaf.ndim != 2 or leaf.shape[1] != width:
+            continue
+        values = _dense(leaf)
+        lengths = torch.tensor(ends, device=values.device)[:, None]
+        columns = torch.arange(width, device=values.device)[None]
+        beyond = columns >= lengths
+        offsets = (torch.zeros_like(columns), columns, lengths)
+        if not any(bool(_is_one(values[beyond] - by.expand_as(beyond)[beyond])) for by in offsets):
+            return False
+    return True
+
+
+def _is_one(values: Tensor) -> Tensor:
+    return (values == values[:1]).all()
 
 
 def _arrays_of(layout: Layout) -> dict[str, Any]:

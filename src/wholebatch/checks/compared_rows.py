@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.sample_runs import emptied
 from wholebatch.window.autograd_graph import graph_nodes
@@ -16,21 +16,22 @@ from wholebatch.window.autograd_graph import graph_nodes
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24
 _LINKED = 1e-6
-_MOST_ASKED = 8
+_MOST_GROUPS = 3
+_MOST_LINKS = 6
 _LOSS = "the loss"
 
 
 class ComparedRows(Check):
     """A loss that compares samples.
 
-    Finds: a loss whose gradient by one row of a model's output depends on another row, while the
-    units claim more independent parts than there are.
+    Finds: a loss whose gradient by one row of a model's output depends on other rows, while the
+    units claim more independent groups of rows than there are.
 
-    Costs: the second derivative of the loss by the outputs, twice per micro-batch; up to 8 times
-    where rows belong together (bags, ranking lists).
+    Costs: the second derivative of the loss by the outputs, a few times per micro-batch.
 
-    Certain: the second derivative is computed, not guessed. Rows that a BatchNorm links are left
-    out.
+    Certain if all rows are one group: the second derivative is computed, not guessed. Likely if
+    there are several groups (lists, bags), which the micro-batches may hold whole. Rows that a
+    BatchNorm links are left out.
 
     Cannot see: detached statistics of the micro-batch (normalised advantages, the hardest
     samples); operations without a second derivative; outputs without a row for each sample.
@@ -40,14 +41,13 @@ class ComparedRows(Check):
         return linked_rows(micro.loss, micro.number, micro.outputs)
 
 
-def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditFinding | None:
+def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> Answer:
     """Find samples that the loss compares: the gradient of one row depends on another row.
 
     `outputs` are those of the models in this micro-batch, with a row for each sample.
 
-    Row i is linked with row j if the second derivative of the loss by both is not zero. Linked rows
-    are one part of the loss, and no other row can be more than a part of its own. So there are at
-    most (parts found) + (rows in none of them) parts, and no more units.
+    Row i is linked with row j if the second derivative of the loss by both is not zero. Rows that
+    are linked are one group: the loss has as many independent parts as there are groups.
     """
     outputs = [one for one in outputs if _can_be_differentiated(one, units)]
     outputs = [one for one in outputs if not _is_below_a_batchnorm(one, outputs)]
@@ -62,38 +62,11 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> AuditF
             made = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
             used = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
             for size in {len(output) for output, _ in used}:
-                found = _compared(size, used, units)
-                if found is not None:
-                    return found
+                answer = _comparison(size, units, used)
+                if answer is not None:
+                    return answer
     except (RuntimeError, NotImplementedError):  # an operation without a second derivative
         return None
-    return None
-
-
-def _compared(
-    size: int, outputs: Sequence[tuple[Tensor, Tensor]], units: float
-) -> AuditFinding | None:
-    """Find links from rows of the outputs with `size` rows that leave fewer parts than units."""
-    parts: dict[int, list[Tensor]] = {}  # by the number of rows of the outputs that they are in
-    row = 0
-    for number in range(_MOST_ASKED):
-        linked = _linked_with(row, size, outputs)
-        for rows, which in linked.items():
-            apart = [one for one in parts.get(rows, []) if not bool((one & which).any())]
-            joined = [one for one in parts.get(rows, []) if bool((one & which).any())]
-            parts[rows] = [*apart, torch.stack([which, *joined]).any(0)] if which.any() else apart
-            in_parts = sum(int(one.sum()) for one in parts[rows])
-            if len(parts[rows]) + rows - in_parts < min(units, rows):
-                return _comparison(int(which.sum()), rows, units)
-        free = torch.ones(size, dtype=torch.bool)
-        for one in parts.get(size, []):
-            free &= ~one.cpu()
-        free[row] = False
-        left = free.nonzero().flatten().tolist()
-        is_linked = any(int(which.sum()) > 1 for which in linked.values())
-        if not left or (number and not is_linked):
-            return None
-        row = size // 2 if number == 0 and size // 2 in left else left[0]
     return None
 
 
@@ -125,41 +98,89 @@ def _can_be_differentiated(output: Tensor, units: float) -> bool:
     )
 
 
-def _linked_with(
-    row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]
-) -> dict[int, Tensor]:
-    """Return which rows move the gradient of this row of the outputs with `size` rows.
+def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]]) -> Answer:
+    """Answer to the outputs with `size` rows, if they have fewer groups than units.
 
-    They are told by the number of rows of the output that they are in.
+    A group is all rows that are linked, also through others. Of a few rows the groups are found; a
+    row outside of them may be a group of its own, so that there are at most
+    `groups + rows outside` of them.
     """
-    own = [gradient[row] for output, gradient in outputs if len(output) == size]
-    asked = torch.stack([_mixed(gradient) for gradient in own]).sum()
-    if not asked.requires_grad:  # a loss that is linear in the outputs
-        return {}
+    own = [gradient for output, gradient in outputs if len(output) == size]
+    outside = torch.ones(size, dtype=torch.bool, device=own[0].device)
+    for groups in range(1, _MOST_GROUPS + 1):
+        rest = outside.nonzero()[:, 0]
+        if not len(rest):
+            break
+        group = _group_of(int(rest[(groups - 1) * len(rest) // _MOST_GROUPS]), size, outputs)
+        if group is None:  # the loss is linear in the outputs
+            return None
+        outside &= ~group.to(outside.device)
+        most = groups + int(outside.sum())
+        if most < min(units, size):
+            linked = int(group.sum())
+            return _refused(size, units) if linked == size else _warned(linked, size, units)
+    return None
+
+
+def _group_of(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Return which of the outputs' `size` rows are linked with this one, also through others."""
+    reached = {len(output): torch.zeros(len(output), dtype=torch.bool) for output, _ in outputs}
+    reached[size][row] = True
+    for _ in range(_MOST_LINKS):
+        found = _linked_with(reached, outputs)
+        if found is None:
+            return None
+        before, reached = reached, {n: found[n] | rows for n, rows in reached.items()}
+        if all(bool((before[n] == rows).all()) for n, rows in reached.items()):
+            break
+    return reached[size]
+
+
+def _linked_with(
+    rows: Mapping[int, Tensor], outputs: Sequence[tuple[Tensor, Tensor]]
+) -> dict[int, Tensor] | None:
+    """Return which rows move the gradients of these rows, by the number of rows of the output."""
+    asked = torch.stack(
+        [_mixed(gradient[rows[len(output)].to(gradient.device)]) for output, gradient in outputs]
+    ).sum()
+    if not asked.requires_grad:
+        return None
     tensors = [output for output, _ in outputs]
     moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
-    rows = [one.nan_to_num().abs().reshape(len(one), -1) for one in moved if one is not None]
-    found = [one.amax(1) for one in rows]
+    found = [
+        one.nan_to_num().abs().reshape(len(one), -1).amax(1).cpu()
+        for one in moved
+        if one is not None
+    ]
     largest = max((float(one.max()) for one in found), default=0.0)
-    linked: dict[int, Tensor] = {}
+    linked = {size: torch.zeros(size, dtype=torch.bool) for size in rows}
     for one in found:
-        above = one > _LINKED * largest
-        linked[len(one)] = linked.get(len(one), torch.zeros_like(above)) | above
+        linked[len(one)] |= one > _LINKED * largest
     return linked
 
 
-def _mixed(row: Tensor) -> Tensor:
-    """Return one number of a row's gradient, in which no two elements have the same weight."""
-    places = torch.arange(row.numel(), device=row.device)
-    wide = row.dtype if row.dtype is torch.float64 else torch.float32
-    return (row.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()
+def _mixed(rows: Tensor) -> Tensor:
+    """Return one number of some rows' gradient, in which no two elements have the same weight."""
+    places = torch.arange(rows.numel(), device=rows.device)
+    wide = rows.dtype if rows.dtype is torch.float64 else torch.float32
+    return (rows.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()
 
 
-def _comparison(linked: int, rows: int, units: float) -> AuditFinding:
+def _refused(rows: int, units: float) -> AuditFinding:
     text = (
-        f"this loss compares samples with each other: it links {linked} of the model's {rows} "
-        f"output rows, and units={units:g} claims as many independent parts. Use WholeBatch with "
+        f"this loss compares samples with each other: it links all of the model's {rows} output "
+        f"rows, and units={units:g} claims as many independent parts. Use WholeBatch with "
         "loss=wb.Coupled(encode, loss), which sees the whole batch; if several rows make one unit "
         "(pairs, lists), pass the number of pairs or lists as units="
     )
     return AuditFinding(_LOSS, "comparison", "compared", text)
+
+
+def _warned(linked: int, rows: int, units: float) -> Warned:
+    begin = f"this loss links {linked} of the model's {rows} output rows"
+    return Warned(
+        f"{begin}, and units={units:g} claims more independent parts than there are. If samples "
+        "are compared with others that a micro-batch may cut off, use WholeBatch with "
+        "loss=wb.Coupled(encode, loss), which sees the whole batch. If each micro-batch holds its "
+        f"groups whole (pairs, lists, graphs), nothing is wrong; {silenced(begin)}"
+    )

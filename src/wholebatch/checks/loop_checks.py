@@ -15,6 +15,7 @@ from wholebatch.checks.compared_rows import ComparedRows
 from wholebatch.checks.coupling_layers import CouplingLayers
 from wholebatch.checks.divided_by_steps import DividedBySteps
 from wholebatch.checks.first_call import FirstCall
+from wholebatch.checks.hidden_reduction import HiddenReduction
 from wholebatch.checks.mean_as_one_unit import MeanAsOneUnit
 from wholebatch.checks.mean_units import UnitsOfMeans
 from wholebatch.checks.model_calls import ModelCalls
@@ -34,6 +35,7 @@ LAWS: tuple[type[Check], ...] = (
     CouplingLayers,
     NewBatchNorm,
     SumOrMean,
+    HiddenReduction,
     ScaledLoss,
     MeanAsOneUnit,
     ComparedRows,

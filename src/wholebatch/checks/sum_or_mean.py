@@ -37,12 +37,18 @@ def sum_or_mean(
     terms = [term for term in reductions if term.count > 1 or not term.sizes]
     if not is_mean and reductions and all(_is_by_weight(term, units) for term in reductions):
         terms = list(reductions)
+    elif len(reductions) == units > 2:  # one of each unit, which a loop over the samples adds up
+        # A loss of as many features may be divided by these.
+        terms = [one for one in reductions if _is_divided_by(one, units) and one.count != units]
+        if len(terms) < units:
+            return None
     # One unit may be a sample, whose loss is a mean over its parts: `MeanAsOneUnit` warns.
-    elif units <= 1 or not terms or len(terms) >= units:  # as many terms: one of each unit
+    elif units <= 1 or not terms or len(terms) >= units:
         return None
     first, number = terms[0], f"{units:g}"
     if not is_mean and all(_is_mean(term, units) for term in terms):
-        made = "a mean" if first.kind == "mean" else f"a mean, a sum divided by {number}"
+        is_whole = first.kind == "mean" and len(terms) < units
+        made = "a mean" if is_whole else f"a mean, a sum divided by {number}"
         text = (
             f"total is {made}, and must be the sum over its units={number}: its "
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
@@ -63,10 +69,13 @@ def _is_mean(term: Reduction, units: float) -> bool:
     """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
     if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
         return False
-    by_units = any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
-    is_divided = by_units and units > 2 and term.count != units * units
+    is_divided = units > 2 and term.count != units * units and _is_divided_by(term, units)
     return term.kind == "mean" or (term.kind == "sum" and is_divided)
+
+
+def _is_divided_by(term: Reduction, units: float) -> bool:
+    return any(math.isclose(scale.by, units, rel_tol=4e-3) for scale in term.scales)
 
 
 def _is_by_weight(term: Reduction, units: float) -> bool:

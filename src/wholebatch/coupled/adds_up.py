@@ -140,14 +140,17 @@ def check_adds_up(
             problem: Exception | None = None
             result = AdditivityResult()
             samples = samples_of(layout, count, graph)
-            try:
-                with samples.testing():
-                    result = _Test(samples, names_layers).result()
-                break
-            except (torch.OutOfMemoryError, Uncheckable):
-                raise
-            except Exception as error:
-                problem = error
+            test = _Test(samples, names_layers)
+            with samples.testing():
+                try:
+                    result = test.result()
+                    break
+                except (torch.OutOfMemoryError, Uncheckable):
+                    raise
+                except Exception as error:
+                    if names_layers and test.runs_now():
+                        raise
+                    problem = error
         couples = any(found.kind in ("loss", "probe", *UNTESTED) for found in result.findings)
         if names_layers and (couples or problem is not None):
             groups = samples_of(layout if batch is None else batch, 0, graph=False)
@@ -233,8 +236,8 @@ class _Test:
         except (torch.OutOfMemoryError, Uncheckable):
             raise
         except Exception as problem:
-            if self._runs_now():
-                raise  # the user's own, which does not come again
+            if self._names_layers and self.runs_now():
+                raise
             return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
@@ -310,9 +313,10 @@ class _Test:
                 return (samples_compared(samples, (whole, *parts)),)
         return ()
 
-    def _runs_now(self) -> bool:
-        """True if both parts can be run after all."""
+    def runs_now(self) -> bool:
+        """True if all runs after an error: it comes from elsewhere, and must be raised."""
         try:
+            self._samples.whole()
             self._samples.part(0, self._samples.cut)
             self._second()
         except Exception:

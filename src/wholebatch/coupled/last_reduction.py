@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from wholebatch.losses.loss import Units
 
@@ -40,7 +41,8 @@ class Scale:
 class Reduction:
     """A term of a loss: its last reduction, and the scales on top of it, the outermost first."""
 
-    kind: Literal["mean", "sum", "unknown"]
+    kind: Literal["mean", "sum", "hidden", "unknown"]
+    """"hidden": a function without a graph made it: a custom or compiled one."""
     node: str
     """Name of the node of autograd."""
     sizes: tuple[int, ...]
@@ -93,6 +95,9 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
         operation = name.partition("Backward")[0]
         reduction = getattr(node, "_saved_reduction", 0)
         sizes = getattr(node, "_saved_self_sym_sizes", None)
+        if isinstance(node, BackwardCFunction):  # whatever its class is called
+            yield Reduction("hidden", name, (), scales)
+            continue
         of_one_number = operation in ("Mean", "Sum") and math.prod(sizes or ()) == 1
         if (operation in _PASS or of_one_number) and inner:
             waiting += [(child, scales) for child in inner]

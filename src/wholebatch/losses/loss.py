@@ -359,7 +359,7 @@ def cross_entropy(
     total = functional.cross_entropy(
         wide(logits),
         labels,
-        weight=weight,
+        weight=None if weight is None else wide(weight),
         ignore_index=ignore_index,
         reduction="sum",
         label_smoothing=label_smoothing,
@@ -370,7 +370,7 @@ def cross_entropy(
     if weight is None:
         return Loss(total, counted.sum())
     places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
-    return Loss(total, (weight[places] * counted).sum())
+    return Loss(total, (wide(weight)[places] * counted).sum())
 
 
 def refuse_in_parts(loss: object) -> None:

@@ -8,7 +8,6 @@ gradients of the sums are added over the ranks and divided by the units of all.
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.batch import batch_size_of, split, to_device
@@ -406,9 +404,6 @@ class ModelRuns:
         with StepObserver(self.parameters) as observer:
             step = train.step(batch.whole)
             run = observer.run(self.start, step.loss)
-        if dist.is_initialized():  # DDP's own reduction is on again when the windows are gone
-            del train
-            gc.collect()
         notes = (step.skipped,) if step.skipped else ()
         count = step.micro_batches
         return replace(run, notes=notes, micro_batches=count, is_undivided=is_undivided)

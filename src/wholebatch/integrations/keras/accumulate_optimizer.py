@@ -317,10 +317,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         if not self.built:
             self.build(list(trainable_variables or ()))
-        if replicas() > 1 and not self.is_of_model:
-            raise UnsupportedError(
-                "GradientAccumulateOptimizer alone on several replicas: use GradientAccumulateModel"
-            )
         if self._counted is None:
             raise WindowError(
                 "gradients of a loss that did not pass through optimizer.scale_loss(): write your "

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,6 @@ class ExactReward(ExactPairs):
         """Return the sum over pairs."""
         return functools.partial(
             _reward_loss,
-            context=self.compute_loss_context_manager,
             center=self.args.center_rewards_coefficient or 0.0,  # type: ignore[attr-defined]
         )
 
@@ -122,13 +121,11 @@ def _reward_loss(
     model: Any,
     inputs: Mapping[str, Any],
     *,
-    context: Callable[[], AbstractContextManager[Any]],
     center: float,
 ) -> Loss:
     given = _stacked(inputs)
     margin = given.pop("margin", 0.0)
-    with context():
-        rewards = wide(model(**given, use_cache=False).logits.squeeze(-1))
+    rewards = wide(model(**given, use_cache=False).logits.squeeze(-1))
     chosen, rejected = rewards.chunk(2)
     found = reward_loss(chosen, rejected, margin=margin, center=center)
     chosen, rejected, rewards = chosen.detach(), rejected.detach(), rewards.detach()
@@ -184,7 +181,6 @@ class ExactDPO(ExactPairs):
             trainer.ref_model.requires_grad_(False)  # only then the graph may read its weights
         return functools.partial(
             _dpo_loss,
-            context=trainer.compute_loss_context_manager,
             reference=trainer.ref_model,
             weighted=tuple(zip(trainer.loss_types, trainer.loss_weights or [1.0], strict=True)),
             beta=trainer.beta,
@@ -305,7 +301,6 @@ def _dpo_loss(
     model: Any,
     inputs: Mapping[str, Any],
     *,
-    context: Callable[[], AbstractContextManager[Any]],
     reference: Any,
     weighted: tuple[tuple[str, float], ...],
     beta: float,
@@ -317,12 +312,11 @@ def _dpo_loss(
     mask = given.pop("completion_mask")
     known: Any = [given.pop(name, None) for name in ("ref_chosen_logps", "ref_rejected_logps")]
     labels, counted = _completion_labels(given["input_ids"], mask)
-    with context():
-        by_token, logits = _log_probabilities(model, given, labels)
-        if not is_precomputed:
-            with torch.no_grad(), _without_adapters(model) if reference is None else nullcontext():
-                frozen = model if reference is None else reference
-                known = _log_probabilities(frozen, given, labels)[0].sum(1).chunk(2)
+    by_token, logits = _log_probabilities(model, given, labels)
+    if not is_precomputed:
+        with torch.no_grad(), _without_adapters(model) if reference is None else nullcontext():
+            frozen = model if reference is None else reference
+            known = _log_probabilities(frozen, given, labels)[0].sum(1).chunk(2)
     chosen, rejected = by_token.sum(1).chunk(2)
     lengths = mask.sum(1).clamp(min=1).chunk(2)
     pairs = _Pairs(
@@ -449,7 +443,6 @@ class ExactKTO(RecordedTrainer):
         trainer: Any = self
         return functools.partial(
             _kto_loss,
-            context=trainer.compute_loss_context_manager,
             beta=trainer.beta,
             weights=(trainer.desirable_weight, trainer.undesirable_weight),
         )
@@ -476,7 +469,6 @@ def _kto_loss(
     model: Any,
     inputs: Mapping[str, Any],
     *,
-    context: Callable[[], AbstractContextManager[Any]],
     beta: float,
     weights: tuple[float, float],
 ) -> Loss:
@@ -486,8 +478,7 @@ def _kto_loss(
         if name not in _KTO_ONLY and not name.startswith("KL_")
     }
     labels, counted = _completion_labels(given["input_ids"], inputs["completion_mask"])
-    with context():
-        by_token, logits = _log_probabilities(model, given, labels)
+    by_token, logits = _log_probabilities(model, given, labels)
     logps = by_token.sum(1)
     good, kl = inputs["label"].bool(), -inputs["ref_KL_logps"].clamp(max=0)
     ratios = logps - inputs["ref_logps"]

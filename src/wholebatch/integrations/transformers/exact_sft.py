@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.nn import functional as F
@@ -28,7 +27,6 @@ class ExactSFT(RecordedTrainer):
         trainer: Any = self
         return functools.partial(
             _sft_loss,
-            context=trainer.compute_loss_context_manager,
             weighs_by_probability=trainer.args.loss_type == "dft",
         )
 
@@ -52,13 +50,11 @@ def _sft_loss(
     model: Any,
     inputs: Mapping[str, Any],
     *,
-    context: Callable[[], AbstractContextManager[Any]],
     weighs_by_probability: bool,
 ) -> Loss:
     given = dict(inputs)
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-    with context():
-        logits = model(**given, use_cache=False).logits
+    logits = model(**given, use_cache=False).logits
     if shifted is None:
         labels, logits = labels[:, 1:], logits[:, :-1]
     else:

@@ -8,8 +8,10 @@ trainer logs. The numbers in the log are TRL's own.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -63,8 +65,12 @@ class RecordedTrainer(ExactTrainerMixin):
         if why is not None:
             _log.info("micro-steps run eagerly, by TRL's own loss: %s", why)
             return super()._loss_options()
-        loss: Any = self.recorded_loss()
+        inner = self.recorded_loss()
+        loss: Any = functools.partial(
+            _in_context, context=self.compute_loss_context_manager, loss=inner
+        )
         loss.__name__ = "the loss"
+        loss.reads = inner  # The context is the Trainer's own.
         return {"loss": loss, "units": self.count_units, "combined_by": self.combined_by}
 
     def _run_window(self, whole: GivenWindows, model: nn.Module) -> Sequence[Tensor]:
@@ -94,6 +100,17 @@ class RecordedTrainer(ExactTrainerMixin):
             metrics["num_tokens"] = [trainer._total_train_tokens]
             self._unread.clear()
         super().log(logs, *args, **kwargs)
+
+
+def _in_context(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    context: Callable[[], AbstractContextManager[Any]],
+    loss: Callable[..., Loss],
+) -> Loss:
+    with context():
+        return loss(model, inputs)
 
 
 _OUTSIDE = {
