@@ -141,7 +141,7 @@ def _run(
     from wholebatch.cli.metrics import Metrics
     from wholebatch.cli.stop_signal import StopRequest
     from wholebatch.cli.train_loop import TrainingLoop
-    from wholebatch.window.random_state import restore_random
+    from wholebatch.window.forward_state import restore_random
 
     world, config, metrics = run.world, run.config, None
     again = f"--resume --out {path_from_here(folder)}"
