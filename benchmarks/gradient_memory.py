@@ -6,8 +6,8 @@
 
 Every row trains two windows of the same batch and counts, in the second, the bytes of every tensor
 on the device that is alive at the peak. On a CPU, state "on the host" does not count, and neither
-does the memory inside kernels. Writes docs/benchmarks/gradient_memory.json and .md, and
-docs/images/gradient-memory.svg.
+does the memory inside kernels. Writes docs/benchmarks/gradient_memory.json, the table of
+docs/optimizer-state.md, and docs/images/gradient-memory.svg.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 from speed.models import CASES, Case, gpt_of, summed  # noqa: E402
+from which_mean import written  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
 from wholebatch.memory.activation_checkpointing import with_checkpoints  # noqa: E402
@@ -172,7 +173,12 @@ def main() -> int:
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     data = json.loads(file.read_text(encoding="utf-8"))
     table = page(data)
-    (options.out / "benchmarks" / "gradient_memory.md").write_text(table, encoding="utf-8")
+    shown = options.out / "optimizer-state.md"
+    if shown.exists():
+        text = written(
+            shown.read_text(encoding="utf-8"), "gradient_memory", ["", table.strip(), ""]
+        )
+        shown.write_text(text, encoding="utf-8")
     print(table)
     if importlib.util.find_spec("matplotlib"):
         plot(data, options.out / "images" / "gradient-memory.svg")
