@@ -92,6 +92,9 @@ def _right(draw: Any) -> Program:
         memory=_pick(draw, ["none", "host"], 6) if way not in ("gradient",) else "none",
         counts=counts,
         precision=_precision(draw, model),
+        tokens=way in ("step", "over", "gradient")
+        and model in TOKEN_MODELS
+        and draw(st.booleans()),
         event=event,
         at=at,
         seed=draw(st.integers(0, 50)),
@@ -204,7 +207,7 @@ def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:
     if model == "sparse":
         return "none"
     grouped = optimizer == "groups" and way != "gradient"
-    kinds = ["none", "norm", "value"] + (["groups"] if grouped else [])
+    kinds = ["none", "norm", "loose", "value"] + (["groups"] if grouped else [])
     return _pick(draw, kinds, 2)  # type: ignore[no-any-return]
 
 
