@@ -547,7 +547,7 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
     """Return the section on what the tables leave open."""
     remarks = []
     if missing:
-        remarks.append(f"Not measured, for want of device time: {', '.join(missing)}.")
+        remarks.append(f"Not measured: {', '.join(missing)}.")
     rough = [
         row["name"] for row in rows if row.get("wholebatch", {}).get("undivided_distance", 0.0) > 1
     ]

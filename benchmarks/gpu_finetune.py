@@ -92,9 +92,8 @@ def _in_four_bits(model: nn.Module) -> nn.Module:
             quant_type="nf4",
             device="meta",
         )
-        weight = layer.weight.data.cpu()
         quantised.weight = kinds.Params4bit(
-            weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+            layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
         )
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, quantised.to(DEVICE))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
+from wholebatch.tune import NoiseProbe
 
 STEPS = 32
 EVERY = 8
@@ -121,17 +122,16 @@ def noise_cost(*, inputs: int, width: int, samples: int, rounds: int) -> dict[st
             micro_batch=samples,
             clip_norm=1.0,
         )
-        if every is not None:
-            train.measure_noise(every)
-        runs.append(train)
+        runs.append((train, None if every is None else NoiseProbe(train, every)))
     plain, extra = [], []
     for round_ in range(rounds + 1):
         times: list[list[float]] = [[], []]
         for window in range(EVERY):
             for which in (0, 1) if window % 2 else (1, 0):
                 start = time.process_time()
-                runs[which].step(batch)
-                _ = runs[which].noise  # as whoever logs it asks for it after every window
+                train, noise = runs[which]
+                train.step(batch)
+                _ = noise and noise.estimate  # who logs it asks for it after every window
                 times[which].append(time.process_time() - start)
         if round_:
             plain.append(statistics.median(times[0]))

@@ -6,7 +6,7 @@
 
 Only answers count, and their lengths differ. `exact(Trainer)` divides by the tokens of the window,
 whatever the model does with `num_items_in_batch`. Precision, schedule, evaluation, checkpoints and
-the progress bar are the Trainer's own. It needs `pip install 'wholebatch[transformers,peft]'`.
+the progress bar are the Trainer's own. It needs the extras `transformers` and `peft`.
 """
 
 import argparse

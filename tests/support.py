@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from wholebatch.options import grouped
+from wholebatch.tune import NoiseProbe
 
 EXACT = 1e-12
 
@@ -159,5 +160,5 @@ def measured(*given: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
     """A WholeBatch that measures the gradient noise scale, by default in every window."""
     train = wb.WholeBatch(*given, **grouped(options))
     if noise is not None:
-        train.measure_noise(noise)
+        NoiseProbe(train, noise)
     return train

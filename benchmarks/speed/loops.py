@@ -81,6 +81,9 @@ class Job:
         )
 
     def start(self) -> None:
+        if CUDA:  # what the model was made in is not counted
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         self.began = time.perf_counter()
         self.times = []
 

@@ -8,13 +8,29 @@ from wholebatch.batch.lookahead_loader import NOTHING
 from wholebatch.errors import RankError
 from wholebatch.loop import Progress
 from wholebatch.memory.micro_batch_fitting import Fitting
-from wholebatch.noise_scale import Probe
 from wholebatch.runner import Runner, WindowRun
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
 from wholebatch.window.ledger import HasLedger, Turn
 from wholebatch.window.units import UnitsCount
 from wholebatch.window.window import Step
+
+
+class Observer:
+    """Sees the windows of a `WholeBatch`, on all ranks or on none. By default it does nothing."""
+
+    def begin(self) -> None:
+        """See a window begin, or begin again."""
+
+    def defers_reduction(self, micro_batches: int) -> bool:
+        """Return True to see the gradients of a window before they are reduced over the ranks."""
+        return False
+
+    def micro_batch_done(self, done: int) -> None:
+        """See the gradients after so many micro-batches."""
+
+    def closed(self, step: Step, *, joined: bool) -> None:
+        """See the report; a rank that only `joined` had no micro-batch."""
 
 
 class BatchWindows(HasLedger):
@@ -27,7 +43,7 @@ class BatchWindows(HasLedger):
     _runner: Runner
     _fitting: Fitting
     _progress: Progress
-    _probe: Probe | None
+    observers: list[Observer]
     _runs_forwards: ClassVar[bool] = True
     """True if it runs the forwards of a loop's item itself."""
 
@@ -94,9 +110,9 @@ class BatchWindows(HasLedger):
 
     def _join_with(self, like: Any, forwards: int | None) -> Step:
         """Take part in every collective of the other ranks' window, in their order."""
-        ledger, probe = self._ledger, self._probe
-        if probe is not None:
-            probe.begin()
+        ledger = self._ledger
+        for observer in self.observers:
+            observer.begin()
         self._fitting.join()
         self._runner.join_test()
         if self._count is not None and like is not NOTHING:
@@ -108,8 +124,8 @@ class BatchWindows(HasLedger):
         else:
             self._fitting.agree()
             step = ledger.join(known)
-        if probe is not None:
-            probe.closed(step, joined=True)
+        for observer in self.observers:
+            observer.closed(step, joined=True)
         return step
 
     def _joined_forwards(

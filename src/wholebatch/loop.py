@@ -21,9 +21,8 @@ from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, RankError, StateError, WindowError
 from wholebatch.joint_windows import JointWindows
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.random_state import restore_random
 
 
 class State(Enum):
@@ -103,7 +102,8 @@ class Progress:
 
         `last` says whether it is the last of its window; None leaves it to the window's size.
         """
-        begins = self.state in (State.BETWEEN, State.WINDOW_GONE)
+        # A first item whose backward was refused has left nothing: its window begins again.
+        begins = not self.items and self.state is not State.MORE
         if last is False:
             self._size = max(self.size, self.items + 2)
         self.is_last = self.items + 1 >= self.size if last is None else last

@@ -73,8 +73,7 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
-            # A refused first micro-batch has added nothing, and the loop may have stepped since.
-            if progress.begin_item(last=last) or self._ledger.open is None:
+            if progress.begin_item(last=last):
                 self._begin_window()
         elif last is not None:
             raise WindowError(
@@ -149,12 +148,8 @@ class LoopWindows(HasLedger):
             self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
-        try:
-            for policy in self._refusing:
-                policy.begin_window()
-        except BaseException:
-            self._progress.end_window()  # it has not begun: the next micro-batch asks again
-            raise
+        for policy in self._refusing:
+            policy.begin_window()
 
     def _end_unused(self) -> None:
         """End a window whose last micro-batch made no backward."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wholebatch.batch import Batches, Tokens
-from wholebatch.batch_windows import BatchWindows
+from wholebatch.batch_windows import BatchWindows, Observer
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import StateError, WindowError
@@ -21,7 +21,6 @@ from wholebatch.make_ledger import make_ledger
 from wholebatch.memory.budget import Budget, has_room
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.noise_scale import NoiseScale, Probe
 from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, as_close, as_memory
 from wholebatch.runner import AfterMicro, WindowRun
 from wholebatch.two_pass_runner import choose_runner
@@ -88,6 +87,7 @@ class WholeBatch(BatchWindows):
 
     Attributes:
         last_step: The Step of the last update; None before the first.
+        observers: What sees its windows, such as a `wholebatch.tune.NoiseProbe`.
     """
 
     _handover: ClassVar[Handover | None] = None
@@ -161,7 +161,7 @@ class WholeBatch(BatchWindows):
         )
         if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
-        self._probe: Probe | None = None
+        self.observers: list[Observer] = []
         self._progress = Progress(lambda: 1)  # a batch is a window
 
     def __repr__(self) -> str:
@@ -188,20 +188,6 @@ class WholeBatch(BatchWindows):
     def recoveries(self) -> int:
         """Windows that ran out of memory and were restarted with smaller micro-batches."""
         return len(self._fitting.recovered)
-
-    def measure_noise(self, every: int = 8) -> None:
-        """Start to measure the gradient noise scale; `noise` is the estimate so far.
-
-        Args:
-            every: Measure one window of this many.
-        """
-        coupled = self._runner.needs_every_rank() is not None
-        self._probe = Probe(every, self._ledger, coupled=coupled)
-
-    @property
-    def noise(self) -> NoiseScale | None:
-        """The gradient noise scale as far as it was measured: `noise.advice()`."""
-        return None if self._probe is None else self._probe.estimate
 
     def step(self, batch: Any, *, after_micro: AfterMicro | None = None) -> Step:
         """Make one update from the whole batch. An error leaves nothing of the window behind.
@@ -275,8 +261,8 @@ class WholeBatch(BatchWindows):
                             if known is not None:  # else the first loss opens the window
                                 ledger.begin(known=known)
                             self._runner.begin_window(attempt.before)
-                            if self._probe is not None:
-                                self._probe.begin()
+                            for observer in self.observers:
+                                observer.begin()
                             self._run(attempt, forwards, after_micro)
             except torch.OutOfMemoryError as failure:
                 if ledger.open is None and ledger.sync.ranks > 1:
@@ -320,18 +306,18 @@ class WholeBatch(BatchWindows):
 
     def _run(self, attempt: Attempt, forwards: int | None, after_micro: AfterMicro | None) -> None:
         """Run the forwards and backwards of a window."""
-        probe, micros = self._probe, attempt.micros
+        micros = attempt.micros
 
         def after(done: int, of: int) -> None:
-            if probe is not None:
-                probe.micro_batch_done(done)
+            for observer in self.observers:
+                observer.micro_batch_done(done)
             if after_micro is not None:
                 after_micro(done, of)
 
-        # A rank that must begin again would leave the others in a reduction. A measured window of
-        # one micro-batch is reduced after its norm was taken.
-        measured = probe is not None and probe.active and len(micros) == 1
-        alone = self._fitting.may_begin_again() or measured
+        # A rank that must begin again would leave the others in a reduction.
+        alone = self._fitting.may_begin_again() or any(
+            observer.defers_reduction(len(micros)) for observer in self.observers
+        )
         reduces = self._ledger.sync.ranks == 1 or not alone
         forwards = forwards if self._ledger.sync.counts_must_agree else None
         self._runner.run(micros, WindowRun(reduces, after, forwards))
@@ -367,8 +353,8 @@ class WholeBatch(BatchWindows):
         loop = self._progress.loop
         waiting = loop.read_ahead if loop is not None and loop.reads_ahead else None
         step = self._ledger.close(steps=steps, while_waiting=waiting)
-        if self._probe is not None:
-            self._probe.closed(step, joined=False)
+        for observer in self.observers:
+            observer.closed(step, joined=False)
         if step.skipped is None:
             self._runner.end_window()
         return step
@@ -383,13 +369,8 @@ class WholeBatch(BatchWindows):
                 "window that was interrupted is computed again, with the same update"
             )
         feed = self._progress.state_dict(self._ledger)
-        saved = state_of(self._ledger, "WholeBatch")
-        saved.update(
-            feed=feed,
-            noise=None if self._probe is None else self._probe.state_dict(),
-            **self._fitting.state_dict(),
-        )
-        return saved
+        own = state_of(self._ledger, "WholeBatch")
+        return {**own, "feed": feed, **self._fitting.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
@@ -399,5 +380,3 @@ class WholeBatch(BatchWindows):
         load_state(self._ledger, "WholeBatch", saved)
         self._progress.load_state_dict(saved)
         self._fitting.load_state_dict(saved)
-        if self._probe is not None:
-            self._probe.load_state_dict(saved.get("noise"))

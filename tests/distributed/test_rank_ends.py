@@ -1,12 +1,14 @@
-"""A rank that dies or hangs ends the job: no other rank waits for it for ever."""
+"""A rank that dies or hangs ends the job: no other rank waits for it for ever. It can go on."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.cli.helpers import NOISY, assert_same_bits, metrics_of, newest_checkpoint
 from tests.distributed.launch import torchrun
 
 pytestmark = pytest.mark.distributed
@@ -28,3 +30,27 @@ def test_the_job_ends_within_thirty_seconds(how: str, tmp_path: Path) -> None:
     assert took < 30.0, done.stderr[-3000:]
     if how == "hangs":
         assert "imed out" in done.stderr  # torch's own error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_job_with_a_killed_rank_ends_with_its_line_and_goes_on(
+    parallel: str, tmp_path: Path
+) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY, encoding="utf-8")
+
+    def train(call: int, *arguments: str, check: bool = True) -> str:
+        worker = Path(__file__).parent / "killed_worker.py"
+        given = (str(tmp_path), str(call), *arguments, "--parallel", parallel)
+        return torchrun(worker, 2, *given, check=check).stderr
+
+    told = train(9, "noisy.py", "--out", "killed", check=False)  # in the fifth of six windows
+    assert re.search(r"rank +: 1 .*\n.*exitcode +: -9", told), told[-3000:]
+    train(0, "--resume", "--out", "killed")
+    train(0, "noisy.py", "--out", "straight")
+    killed, straight = tmp_path / "killed", tmp_path / "straight"
+    one, other = newest_checkpoint(straight), newest_checkpoint(killed)
+    for part in ("model", "optimizer", "data", "ranks"):
+        assert_same_bits(one[part], other[part], part)
+    assert metrics_of(straight) == metrics_of(killed)

@@ -16,6 +16,7 @@ import wholebatch as wb
 from tests.memory.models import CASES, loss, mlp, vectors
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.predict import Prediction, predict_peak
+from wholebatch.tune import NoiseProbe
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -97,7 +98,7 @@ def test_a_window_in_which_the_noise_scale_is_measured() -> None:
     train = wb.WholeBatch(
         model, optimizer, loss=loss, micro_batch=4, units=lambda micro: len(micro["y"])
     )
-    train.measure_noise(1)
+    NoiseProbe(train, every=1)
     options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 3}
     found = predict_peak(model, loss, vectors(4), **options)
     beyond = really(train, model, optimizer, vectors(12)) - predicted(found)

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"batch_windows", "loop_windows"}),
     frozenset({"loop", "run_loss", "two_pass_runner"}),
     frozenset({"runner"}),
-    frozenset({"joint_windows", "loss_functions", "noise_scale", "make_ledger"}),
+    frozenset({"joint_windows", "loss_functions", "make_ledger"}),
     frozenset({"memory"}),
     frozenset({"checks"}),
     frozenset({"coupled"}),

@@ -28,7 +28,7 @@ def test_rows_have_the_columns_of_the_command() -> None:
         command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True
     )
     header, row = json.loads(done.stdout.splitlines()[-1])
-    assert [cell.strip() for cell in row.strip("|").split("|")][4:6] == ["12.3", "–"]
+    assert [cell.strip() for cell in row.strip("|").split("|")][4:7] == ["–", "12.3", "–"]
     lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")]
     first, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert first == header

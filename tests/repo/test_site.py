@@ -79,7 +79,7 @@ def test_the_site_loads_nothing_from_elsewhere() -> None:
 def test_examples_of_the_first_page_run(tmp_path: Path) -> None:
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 1
     done = processes.run_code("\n".join(blocks), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     verdict, step = done.stdout.splitlines()

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from wholebatch.batch.samples import Static, layout_of
 from wholebatch.errors import OptionError, StateError, UnsupportedError
-from wholebatch.window.random_state import capture_random, restore_random
+from wholebatch.window.forward_state import capture_random, restore_random
 
 
 @dataclass(frozen=True)

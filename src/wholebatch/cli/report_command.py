@@ -295,21 +295,12 @@ def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
 
 def _results(runs: list[dict[str, Any]], price: float | None) -> list[tuple[str, list[str]]]:
     """Return the rows of the table of results: one column for each run."""
-    last = _last
     rows: dict[str, list[Any]] = {
         "folder": [str(run["path"]) for run in runs],
         "began": [_time(run["records"][0].get("time")) if run["records"] else None for run in runs],
-        "updates": [last(run, "update") for run in runs],
-        "first loss": [run["records"][0].get("loss") if run["records"] else None for run in runs],
-        "last loss": [last(run, "loss") for run in runs],
-        "held-out loss": [last(run, "validation_loss") for run in runs],
-        "peak memory": [_size(last(run, "memory")) for run in runs],
+        "held-out loss": [_last(run, "validation_loss") for run in runs],
         "micro-batches in the first update": [
             run["records"][0].get("micro_batches") if run["records"] else None for run in runs
-        ],
-        "time in updates": [
-            short_duration(sum(record.get("seconds") or 0.0 for record in run["records"]))
-            for run in runs
         ],
         "windows without an update": [
             sum(record.get("skipped") is not None for record in run["records"]) for run in runs

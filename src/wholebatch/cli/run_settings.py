@@ -241,10 +241,14 @@ class Config:
         match = _TOKENS.fullmatch(str(self.micro_batch))
         return int(match[1]) if match else None
 
+    @property
+    def schedule(self) -> list[list[int]]:
+        """The updates at which `--steps` begins another number of micro-batches, and those."""
+        return [[*map(int, pair.split(":"))] for pair in (self.steps or "0:1").split(",")]
+
     def steps_at(self, update: int) -> int:
         """Return the micro-batches of an update by the schedule of `--steps`; 1 without one."""
-        pairs = [pair.split(":") for pair in (self.steps or "0:1").split(",")]
-        return int([steps for begins, steps in pairs if int(begins) <= update][-1])
+        return [steps for begins, steps in self.schedule if begins <= update][-1]
 
     @property
     def budget(self) -> float | str | None:

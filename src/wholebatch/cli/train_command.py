@@ -141,7 +141,7 @@ def _run(
     from wholebatch.cli.metrics import Metrics
     from wholebatch.cli.stop_signal import StopRequest
     from wholebatch.cli.train_loop import TrainingLoop
-    from wholebatch.window.random_state import restore_random
+    from wholebatch.window.forward_state import restore_random
 
     world, config, metrics = run.world, run.config, None
     again = f"--resume --out {path_from_here(folder)}"
@@ -343,15 +343,10 @@ def _batch_text(run: TrainingRun) -> str:
         by = config.micro_batch if config.tokens else "as memory allows"
         return f"{config.batch_size} samples an update, in micro-batches of {by}"
     if config.steps is not None:
-        by = ", ".join(f"{n} from update {at}" for at, n in _pairs(config.steps))
+        by = ", ".join(f"{steps} from update {begins}" for begins, steps in config.schedule)
         return f"{size} × steps × {run.world.ranks} samples an update; steps: {by}"
     sums = Arithmetic(config.batch_size, size, run.world.ranks)
     return f"{sums} samples an update (micro-batch × steps × ranks)"
-
-
-def _pairs(steps: str) -> list[tuple[str, str]]:
-    parts = (pair.split(":") for pair in steps.split(","))
-    return [(update, count) for update, count in parts]
 
 
 def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:

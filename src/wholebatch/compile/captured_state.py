@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import SMALL
-from wholebatch.window.forward_state import copy_of, refill
-from wholebatch.window.random_state import (
+from wholebatch.window.forward_state import (
     capture_python_random,
+    copy_of,
     own_generators,
+    refill,
     restore_random,
     same_random,
     set_state_of,

@@ -36,8 +36,8 @@ from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
 from wholebatch.warn_user import warn_user
-from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.random_state import (
+from wholebatch.window.forward_state import (
+    ForwardState,
     capture_random,
     own_generators,
     restore_random,

@@ -30,9 +30,8 @@ from wholebatch.coupled.normalisation_layers import (
 from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
 from wholebatch.window.autograd_graph import graph_nodes, refuse_reentrant
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState, Key
+from wholebatch.window.forward_state import ForwardState, Key, own_generators
 from wholebatch.window.precision import SIXTEEN_BIT
-from wholebatch.window.random_state import own_generators
 
 _DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
 _DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")

@@ -6,19 +6,15 @@ micro-steps see no difference. Only `optimizer.step()` runs bucket by bucket.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from wholebatch.distributed import Sync
 from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
 from wholebatch.offload.streamed_state import StreamedState
-from wholebatch.window.close import Handover, Store
-from wholebatch.window.close_options import CloseOptions
-
-if TYPE_CHECKING:
-    from wholebatch.window.model_and_optimizer import Target
+from wholebatch.window.close import Store
 
 OPTION = 'optimizer_state="host"'
 
@@ -28,14 +24,8 @@ class HostStateStore(Store):
 
     steps_at_once = False
 
-    def __init__(
-        self,
-        target: Target,
-        options: CloseOptions,
-        sync: Sync,
-        handover: Handover | None = None,
-    ) -> None:
-        super().__init__(target, options, sync, handover)
+    def __init__(self, *run: Any, **options: Any) -> None:
+        super().__init__(*run, **options)
         self._state = StreamedState()
 
     @property
@@ -49,13 +39,10 @@ class HostStateStore(Store):
             self._state.move_to_host(optimizer)
         super().begin(parameters)
 
-    def step(self, found_inf: Tensor | None) -> None:
-        if self.target.sixteen_bit.parameters:
-            self.target.sixteen_bit.round_once()
-        for optimizer in self.target.optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            with post_hooks_once(optimizer):
-                self._state.step(optimizer, buckets_of(parameters))
+    def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with post_hooks_once(optimizer):
+            self._state.step(optimizer, buckets_of(parameters))
 
     def check_hand_over(self) -> None:
         raise WindowError(

@@ -9,7 +9,18 @@ print(*found.advice, sep="\\n")
 """
 
 from wholebatch.tune.learning_rate import RangeTest, range_test
+from wholebatch.tune.noise_scale import NoiseProbe, NoiseScale
 from wholebatch.tune.task import Task
 from wholebatch.tune.tuning import Setting, Trial, Tuned, tune
 
-__all__ = ["RangeTest", "Setting", "Task", "Trial", "Tuned", "range_test", "tune"]
+__all__ = [
+    "NoiseProbe",
+    "NoiseScale",
+    "RangeTest",
+    "Setting",
+    "Task",
+    "Trial",
+    "Tuned",
+    "range_test",
+    "tune",
+]

@@ -31,8 +31,8 @@ from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import power_of_two_near
 from wholebatch.window.close_options import ClipNorm
+from wholebatch.window.forward_state import capture_random, same_random
 from wholebatch.window.precision import choose
-from wholebatch.window.random_state import capture_random, same_random
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from wholebatch.window.random_state import capture_random, restore_random
+from wholebatch.window.forward_state import capture_random, restore_random
 
 
 class StartingState:

@@ -462,7 +462,10 @@ class Store:
         """
         self.is_stepping = True
         try:
-            self.step(found_inf)
+            if self.target.sixteen_bit.parameters:
+                self.target.sixteen_bit.round_once()
+            for optimizer in self.target.optimizers:
+                self.step(optimizer, found_inf)
             return
         except torch.OutOfMemoryError as error:
             failure = str(error)  # the text only: a traceback keeps what was allocated alive
@@ -470,16 +473,13 @@ class Store:
             self.is_stepping = False
         self._spoil(failure)
 
-    def step(self, found_inf: Tensor | None) -> None:
-        """Step every optimizer once."""
-        if self.target.sixteen_bit.parameters:
-            self.target.sixteen_bit.round_once()
-        for optimizer in self.target.optimizers:
-            if found_inf is None:
-                _step_without_closure(optimizer)
-                continue
-            with replaced_attributes(optimizer, found_inf=found_inf):
-                optimizer.step()
+    def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+        """Step an optimizer once."""
+        if found_inf is None:
+            _step_without_closure(optimizer)
+            return
+        with replaced_attributes(optimizer, found_inf=found_inf):
+            optimizer.step()
 
     def _spoil(self, failure: str) -> NoReturn:
         """Mark the parameters as half updated, and say so."""

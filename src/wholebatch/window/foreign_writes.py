@@ -31,6 +31,10 @@ from wholebatch.window.window import is_tested_window
 _training = operator.attrgetter("training")
 
 
+_gradient_of = operator.attrgetter("grad")
+_state_of = operator.attrgetter("_version", "requires_grad")
+
+
 class Watch:
     """The gradients and parameters as the last backward left them, and the learning rates."""
 
@@ -42,13 +46,15 @@ class Watch:
     def forget(self) -> None:
         """Forget the window: it is over, or another state has been loaded."""
         self._gradients: list[Tensor | None] = []  # held: no other tensor gets the id of one
-        self._states: list[tuple[int, int, int, bool]] = []
+        self._writes: list[int] = []  # into each gradient
+        self._states: list[tuple[int, bool]] = []
         self._rates: list[tuple[float, int]] = []  # at the first backward
         self._norms: list[float] | None = None  # of the gradients, and of the parameters
 
     def remember(self, inputs: Sequence[nn.Parameter], *, norms: bool = False) -> None:
         """Remember the parameters and their gradients after a backward; their `norms` too."""
-        self._gradients = [parameter.grad for parameter in inputs]
+        self._gradients = list(map(_gradient_of, inputs))
+        self._writes = _writes_into(self._gradients)
         self._states = list(map(_state_of, inputs))
         self._norms = _norms_of(inputs) if norms else None
         self._rates = self._rates or self._rates_now()
@@ -71,33 +77,41 @@ class Watch:
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
         """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
-        states = list(map(_state_of, inputs))
-        if self._states and states != self._states:
-            for parameter, before, now in zip(inputs, self._states, states, strict=False):
-                if not now[3]:
+        if not self._states:
+            return None
+        gradients, states = list(map(_gradient_of, inputs)), list(map(_state_of, inputs))
+        writes = _writes_into(gradients)
+        are_same = all(map(operator.is_, gradients, self._gradients)) and writes == self._writes
+        if not are_same or states != self._states:
+            before = zip(self._gradients, self._writes, self._states, strict=True)
+            now = zip(gradients, writes, states, strict=True)
+            for parameter, was, after in zip(inputs, before, now, strict=False):
+                if not after[2][1]:
                     return parameter, "frozen"
-                if before != now:
-                    return parameter, "gradient" if before[:2] != now[:2] else "value"
+                if was[0] is not after[0] or was[1] != after[1]:
+                    return parameter, "gradient"
+                if was[2] != after[2]:
+                    return parameter, "value"
         if self._norms is not None:
-            for i, (was, norm) in enumerate(zip(self._norms, _norms_of(inputs), strict=True)):
-                if was != norm and not math.isnan(was):
+            for i, (norm, after_norm) in enumerate(
+                zip(self._norms, _norms_of(inputs), strict=True)
+            ):
+                if norm != after_norm and not math.isnan(norm):
                     place, is_value = i % len(inputs), i >= len(inputs)
                     return inputs[place], "value" if is_value else "gradient"
         return None
 
 
-def _state_of(parameter: nn.Parameter) -> tuple[int, int, int, bool]:
-    """Return which gradient a parameter has, the writes into both, and if it is trained."""
-    gradient = parameter.grad
-    made = -1 if gradient is None else gradient._version
-    return id(gradient), made, parameter._version, parameter.requires_grad
+def _writes_into(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Return how often each gradient was written into; -1 where there is none."""
+    return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
 @torch.no_grad()
 def _norms_of(inputs: Sequence[nn.Parameter]) -> list[float]:
     """Return the norms of the gradients and then of the parameters; 0 where there is none."""
     empty = inputs[0].detach().new_zeros(0)
-    gradients = [empty if one.grad is None else one.grad for one in inputs]
+    gradients = [empty if it.grad is None else it.grad for it in inputs]
     return read_scalars(torch._foreach_norm(list(map(_dense_local, (*gradients, *inputs)))))
 
 
@@ -110,15 +124,11 @@ def _dense_local(tensor: Tensor) -> Tensor:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
-    """True if a forward reads whether its module is trained, and not for a dropout of rate 0."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or "training" not in code.co_names:
+    """True if a forward reads whether its module is trained, and is no dropout of rate 0."""
+    if isinstance(module, _DropoutNd) and module.p == 0:
         return False
-    drops = [module, *(one for one in module.children() if isinstance(one, _DropoutNd))]
-    held = ((name, value) for one in drops for name, value in vars(one).items())
-    rates = [v for name, v in held if "drop" in name or name == "p"]
-    rates = [rate for rate in rates if isinstance(rate, int | float)]
-    return any(rates) if rates else True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "training" in code.co_names
 
 
 def warn_of_empty_steps(owner: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -128,8 +138,8 @@ def warn_of_empty_steps(owner: object, optimizers: Sequence[torch.optim.Optimize
     """
 
     def warn(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        has_closure = any(one is not None for one in (*args[1:], *kwargs.values()))
-        gradients = (one.grad for group in optimizer.param_groups for one in group["params"])
+        has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
         if not has_closure and all(gradient is None for gradient in gradients):
             warn_user(
                 "optimizer.step() found no gradients: the window's last backward has made the "
@@ -157,7 +167,7 @@ def refuse_unreduced_steps(ledger: Ledger) -> None:
             return
         if ledger.open is not None:
             return  # refused by the window itself, or a step around its last backward
-        if any(one.grad is not None for group in optimizer.param_groups for one in group["params"]):
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             raise WindowError(
                 "optimizer.step() outside of a window, on a DistributedDataParallel model whose "
                 "reduction is off as long as its Accumulator or WholeBatch exists: these gradients "
@@ -243,13 +253,13 @@ class Untouched:
         With `rates`, warn of a learning rate that has changed since its first backward.
         """
         ledger = self._ledger
-        found = self._watch.changed(ledger.inputs)
-        if found is None or ledger.open is None or ledger.added.broken:
+        change = self._watch.changed(ledger.inputs)
+        if change is None or ledger.open is None or ledger.added.broken:
             if rates:
                 ledger.schedules.refuse_moved(in_window=ledger.open is not None)
                 self._watch.warn_of_rates()
             return
-        parameter, what = found
+        parameter, what = change
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""
         why = _WHY[what].format(ledger.target.name_of(parameter), by=self._by, clips=clips)
         held = (

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from wholebatch.errors import StateError
+from wholebatch.window.forward_state import capture_random, restore_random
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.random_state import capture_random, restore_random
 
 FORMAT = 2
 """The version of what is saved."""

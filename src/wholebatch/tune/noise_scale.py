@@ -28,19 +28,17 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from wholebatch.batch.samples import is_positive
+from wholebatch.batch_windows import Observer
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.losses.loss import SINGLE, Units
+from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.close import dense_gradients, read_scalars
-
-if TYPE_CHECKING:
-    from wholebatch.window.ledger import Ledger
-    from wholebatch.window.window import Step
+from wholebatch.window.window import Step
 
 _log = logging.getLogger("wholebatch")
 _FEWEST = 8
@@ -206,19 +204,36 @@ def _said(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-class Probe:
-    """Measures one window in `every`; all others are left alone.
+class NoiseProbe(Observer):
+    """Measures one window in `every` of a `WholeBatch`; all others are left alone.
 
     In a measured window the norm of the gradients is taken once more, after the first micro-batch.
     With several ranks there is one more small collective. No bit of the update changes, nothing is
     copied, and nothing is read from the device before the window is closed.
+
+    >>> import torch, wholebatch as wb
+    >>> from wholebatch.tune import NoiseProbe
+    >>> model = torch.nn.Linear(3, 2)
+    >>> train = wb.WholeBatch(
+    ...     model, torch.optim.SGD(model.parameters()), micro_batch=4,
+    ...     loss=lambda model, micro: wb.cross_entropy(model(micro[0]), micro[1]),
+    ... )
+    >>> noise = NoiseProbe(train, every=1)
+    >>> for _ in range(9):
+    ...     step = train.step((torch.randn(8, 3), torch.randint(0, 2, (8,))))
+    >>> noise.estimate.samples
+    9
+
+    Args:
+        train: The windows to measure.
+        every: Measure one window of this many.
     """
 
-    def __init__(self, every: int, ledger: Ledger, *, coupled: bool = False) -> None:
+    def __init__(self, train: WholeBatch, every: int = 8) -> None:
         if not is_positive(every):
-            raise OptionError(f"measure_noise({every!r}): must be a positive number of windows")
-        _refuse_unmeasurable(ledger, coupled)
-        self._ledger = ledger
+            raise OptionError(f"NoiseProbe(every={every!r}): must be a positive number of windows")
+        _refuse_unmeasurable(train)
+        self._ledger = train._ledger
         self._every = every
         self._estimator = Estimator()
         self._measured: tuple[Tensor, Tensor | float, Units] | None = None
@@ -226,6 +241,7 @@ class Probe:
         hold beside the sum of the losses' gradients, and the units."""
         self._warned = False
         self.active = False
+        train.observers.append(self)
 
     def begin(self) -> None:
         """Begin a window, or begin it again."""
@@ -233,6 +249,10 @@ class Probe:
         number = self._ledger.updates + self._ledger.skipped
         self.active = number % self._every == 1 % self._every
         self._measured = None
+
+    def defers_reduction(self, micro_batches: int) -> bool:
+        """True in a measured window of one micro-batch: its norm is taken before the reduction."""
+        return self.active and micro_batches == 1
 
     @torch.no_grad()
     def micro_batch_done(self, done: int) -> None:
@@ -268,14 +288,14 @@ class Probe:
         )
         if step.skipped is not None or numbers[4]:
             return
-        found = Observation.of(
+        estimate = Observation.of(
             numbers[:3],
             norm=step.grad_norm * step.units,
             units=step.units,
             micro_batches=int(numbers[3]),
         )
-        if found is not None:
-            self._estimator.windows.append(found)
+        if estimate is not None:
+            self._estimator.windows.append(estimate)
 
     @property
     def estimate(self) -> NoiseScale | None:
@@ -283,24 +303,25 @@ class Probe:
         return self._estimator.estimate()
 
     def state_dict(self) -> list[list[float]]:
-        """Return the measured windows."""
-        return [list(astuple(one)) for one in self._estimator.windows]
+        """Return the measured windows, to save beside the state of the `WholeBatch`."""
+        return [list(astuple(window)) for window in self._estimator.windows]
 
-    def load_state_dict(self, state: list[list[float]] | None) -> None:
-        for spread, signal, units, micro_batches in state or ():
-            found = Observation(spread, signal, units, int(micro_batches))
-            self._estimator.windows.append(found)
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        """Go on with the windows that were measured before."""
+        for spread, signal, units, micro_batches in state:
+            window = Observation(spread, signal, units, int(micro_batches))
+            self._estimator.windows.append(window)
 
 
-def _refuse_unmeasurable(ledger: Ledger, coupled: bool) -> None:
+def _refuse_unmeasurable(train: WholeBatch) -> None:
     """Refuse windows in which no rank sees the gradient of its own first micro-batch."""
-    why = None
+    ledger, why = train._ledger, None
     if not ledger.sync.adds_to_parameters:
         why = (
             "with this engine no rank has the gradient of its own micro-batches; measure in one "
             "process, or with DDP"
         )
-    if coupled:
+    if train._runner.needs_every_rank() is not None:
         why = (
             "the samples of a batch depend on each other (exact BatchNorm, wb.Coupled), so no "
             "micro-batch has a gradient of its own"
@@ -308,4 +329,4 @@ def _refuse_unmeasurable(ledger: Ledger, coupled: bool) -> None:
     elif ledger.hooks.calls:
         why = "on_gradient= may change the gradient before its norm is taken"
     if why is not None:
-        raise UnsupportedError(f"measure_noise(): {why}")
+        raise UnsupportedError(f"NoiseProbe: {why}")

@@ -16,7 +16,7 @@ from tests.compile.nets import mode_of, traced
 from tests.distributed.launch import torchrun
 from tests.support import measured, mlp, samples
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.noise_scale import Estimator, NoiseScale, Observation, fieller
+from wholebatch.tune.noise_scale import Estimator, NoiseProbe, NoiseScale, Observation, fieller
 
 pytestmark = pytest.mark.slow
 PARAMETERS = 40
@@ -57,8 +57,14 @@ def still(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.0)  # the gradient's mean stays where it is
 
 
+def probe_of(train: wb.WholeBatch) -> NoiseProbe:
+    [probe] = train.observers
+    assert isinstance(probe, NoiseProbe)
+    return probe
+
+
 def long_memory(train: wb.WholeBatch) -> None:
-    train._probe._estimator = Estimator(most=10**6)
+    probe_of(train)._estimator = Estimator(most=10**6)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def test_known_noise_is_found_within_ten_percent(
     train = make(model, still(model), loss=summed, micro_batch=micro_batch, noise=1, **options)
     for seed in range(300):
         train.step(gaussian(batch, gradient=GRADIENT, spread=SPREAD, seed=seed))
-    noise = train.noise
+    noise = probe_of(train).estimate
     assert noise is not None
     assert mode_of(train) == ("operations" if "execute" in options else "eager")
     assert noise.samples == 256
@@ -103,7 +109,7 @@ def test_units_that_differ_from_sample_to_sample() -> None:
         lengths[:3] = 0 if seed % 5 == 0 else lengths[:3]  # a micro-batch without any
         mask = (torch.arange(9)[None] < lengths).double()
         train.step({"x": x, "mask": mask})
-    noise = train.noise
+    noise = probe_of(train).estimate
     assert noise is not None
     assert noise.spread == pytest.approx(TRACE, rel=0.05)
     assert noise.critical == pytest.approx(CRITICAL, rel=0.1)
@@ -159,7 +165,7 @@ def test_one_micro_batch_alone_says_nothing() -> None:
     train = measured(model, still(model), loss=summed, micro_batch=64, noise=1)
     for seed in range(5):
         train.step(gaussian(32, gradient=GRADIENT, spread=SPREAD, seed=seed))
-    assert train.noise is None
+    assert probe_of(train).estimate is None
 
 
 # ----------------------------------------------------------------- uncertainty
@@ -259,7 +265,7 @@ def test_measuring_changes_no_bit(options: dict[str, Any]) -> None:
         for number in range(9):
             train.step(samples(11 + number, dtype=torch.float32))
         ends.append([parameter.detach().clone() for parameter in model.parameters()])
-        assert (train.noise is None) == (noise is None)
+        assert noise is None or probe_of(train).estimate is not None
     for one, other in zip(*ends, strict=True):
         assert torch.equal(one, other)
 
@@ -268,11 +274,10 @@ def looked_at(noise: Any, samples: int, micro_batch: int, *, windows: int) -> li
     """Return the windows in which the norm after the first micro-batch is taken."""
     model = Quadratic()
     train = measured(model, still(model), loss=summed, micro_batch=micro_batch, noise=noise)
-    assert train._probe is not None
     looked: list[int] = []
     for seed in range(windows):
         train.step(gaussian(samples, gradient=0.1, spread=SPREAD, seed=seed))
-        if train._probe._measured is not None:
+        if probe_of(train)._measured is not None:
             looked.append(seed)
     return looked
 
@@ -289,8 +294,8 @@ def test_the_loss_scale_is_taken_out() -> None:
         train = measured(model, still(model), loss=summed, micro_batch=8, noise=1, scaler=scaler)
         for seed in range(9):
             train.step(gaussian(32, gradient=0.1, spread=SPREAD, seed=seed))
-        assert train.noise is not None
-        found.append(train.noise.critical)
+        assert probe_of(train).estimate is not None
+        found.append(probe_of(train).estimate.critical)
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
@@ -311,7 +316,7 @@ def test_a_loss_of_several_terms_is_not_measured(caplog: pytest.LogCaptureFixtur
     )
     for seed in range(3):
         train.step(gaussian(16, gradient=0.1, spread=SPREAD, seed=seed))
-    assert train.noise is None
+    assert probe_of(train).estimate is None
     assert "several terms" in caplog.text
 
 
@@ -325,10 +330,10 @@ def test_a_wrong_option_is_refused(noise: Any) -> None:
 def test_what_cannot_be_measured_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UnsupportedError, match=r"measure_noise\(\): the samples of a batch depend"):
+    with pytest.raises(UnsupportedError, match=r"NoiseProbe: the samples of a batch depend"):
         measured(model, optimizer, loss=summed, noise=4)
     model = Quadratic()
-    with pytest.raises(UnsupportedError, match=r"measure_noise\(\): on_gradient= may change"):
+    with pytest.raises(UnsupportedError, match=r"NoiseProbe: on_gradient= may change"):
         measured(model, still(model), loss=summed, on_gradient=lambda named: None)
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.entry_points.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory
 from tests.support import measured
+from tests.tune.test_noise import GRADIENT, SPREAD, Quadratic, gaussian, long_memory, probe_of
 from wholebatch.losses.loss import Loss
 
 WINDOWS = 100
@@ -63,7 +63,7 @@ def main(path: Path) -> None:
         ((128, 128), 128),
     ):
         same = torch.equal(updated(None), updated(1))
-        noise = run(shares, micro_batch).noise
+        noise = probe_of(run(shares, micro_batch)).estimate
         assert noise is not None
         estimate = {"spread": noise.spread, "critical": noise.critical}
         found.append({**estimate, "same": same})
