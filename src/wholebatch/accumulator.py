@@ -363,7 +363,8 @@ class Accumulator(LoopWindows):
 
     def _warn_of_short_schedule(self, loader: Iterable[Any]) -> None:
         """Warn once of a scheduler that was made for fewer updates than this loop makes."""
-        if self._ledger.updates or self._steps.function or not hasattr(loader, "__len__"):
+        is_constant = len(self._steps.changes) == 1
+        if self._ledger.updates or not is_constant or not hasattr(loader, "__len__"):
             return
         try:
             micro_batches = len(cast(Sized, loader))

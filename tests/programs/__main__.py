@@ -14,7 +14,8 @@ from collections import Counter
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.programs.judge import KINDS
+from tests.programs.grammar import KINDS
+from tests.programs.judge import KINDS as VERDICTS
 from tests.programs.search import work
 
 
@@ -23,7 +24,7 @@ def line(counts: Counter[str], started: float, seconds: float) -> str:
     spent = max(time.monotonic() - started, 1e-3)
     total = sum(counts.values())
     left = max(0.0, seconds - spent)
-    told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
+    told = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS)
     return f"{total} programs, {total / spent:.1f}/s, {left:.0f} s left: {told}"
 
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kind", choices=("all", *KINDS), default="all")
     parser.add_argument("--out", type=Path, help="write the failing scripts to this file")
     arguments = parser.parse_args()
     if arguments.device == "cpu":  # a process with CUDA cannot fork one that trains
@@ -48,7 +50,7 @@ def search(arguments: argparse.Namespace, known: Path) -> int:
     """Draw programs in several processes, and print what fails."""
     context = get_context("spawn")
     tell = context.SimpleQueue()
-    given = (arguments.seed, arguments.seconds, arguments.device, known, tell)
+    given = (arguments.seed, arguments.seconds, arguments.device, arguments.kind, known, tell)
     workers = [
         context.Process(target=work, args=(number, *given)) for number in range(arguments.jobs)
     ]

@@ -48,6 +48,8 @@ class Program:
     close: tuple[str, ...] = ()
     """Further fields of `wb.Close` that are given."""
     memory: str = "none"
+    tokens: bool = False
+    """True if a whole batch is split by `wb.tokens(...)`, which trims padding."""
     counts: bool = False
     """True if `units=` counts the units before the first backward."""
     precision: str = "float64"

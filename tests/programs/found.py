@@ -18,4 +18,26 @@ FOUND = (
     ),
     # Micro-batches of one sample: no test of the loss looked for a division by the steps.
     Program(windows=((*ONE, *ONE),), way="run", mistake="divided by steps"),
+    # The number of steps was also that of the rows.
+    Program(way="backward", mistake="divided by steps"),
+    Program(windows=((Micro(2, "some"), *ONE),), way="run", mistake="divided by steps", seed=2),
+    # A weighted mean over one label, as the sum over its weight.
+    Program(
+        windows=((*ONE, Micro(1, "some")),), loss="classes", way="backward", mistake="mean as total"
+    ),
+    # Six samples of which one has units: the five that were compared had none.
+    Program(
+        windows=((Micro(4, "none"), Micro(2, "some")),),
+        way="gradient",
+        mistake="detached statistics",
+    ),
+    # One of the two parts that were compared had no units.
+    Program(
+        windows=((Micro(4, "none"), Micro(4), *ONE),),
+        given="mean",
+        way="gradient",
+        mistake="total as mean",
+    ),
+    # Padding that is trimmed.
+    Program(model="lstm", windows=((Micro(3), Micro(2)),), batch="tuple", tokens=True),
 )

@@ -97,6 +97,10 @@ def compare(program: Program, right: list[Window], seen: list[Window]) -> str | 
         if not distance <= allowed * largest:
             return f"parameters: the update of window {number} is {distance:.1e} off"
         last = expected["parameters"]
+        if "ema" in expected:
+            ema = torch.tensor(given["ema"], dtype=torch.float64)
+            if not float((ema - expected["ema"]).norm()) <= allowed * largest:
+                return f"ema: of window {number}"
     return None
 
 

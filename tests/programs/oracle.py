@@ -116,14 +116,14 @@ def _scheduler(program: Program, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:
-    limits = {"norm": [0.1], "both": [0.1], "groups": [0.02, 0.1]}.get(program.clip, [])
+    limits = {"norm": [0.1], "loose": [1e3], "groups": [0.02, 0.1]}.get(program.clip, [])
     parts = groups if program.clip == "groups" else [[p for group in groups for p in group]]
     for limit, part in zip(limits, parts, strict=bool(limits)):
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in part if p.grad is not None))
         for p in part:
             if p.grad is not None:
                 p.grad *= min(1.0, limit / (norm + 1e-6))
-    if program.clip in ("value", "both"):
+    if program.clip == "value":
         for p in (p for group in groups for p in group if p.grad is not None):
             p.grad.clamp_(-0.01, 0.01)
 
@@ -133,6 +133,7 @@ def _train(program: Program, model: nn.Module, batches: list[dict[str, Tensor]])
         model.eval()  # batchnorm="freeze"
     optimizer = _optimizer(program, model)
     scheduler = _scheduler(program, optimizer)
+    ema = torch.optim.swa_utils.AveragedModel(model) if "ema" in program.close else None
     record: list[Window] = []
     updates = 0
     for number, batch in enumerate(batches):
@@ -142,11 +143,15 @@ def _train(program: Program, model: nn.Module, batches: list[dict[str, Tensor]])
         if not window["skipped"]:
             updates += 1
             window.update(_update(program, model, optimizer, batch))
+            if ema is not None:
+                ema.update_parameters(model)
             if scheduler is not None:
                 scheduler.step(*([window["loss"]] if program.scheduler == "plateau" else []))
         window["update"] = updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]
         window["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        if ema is not None and program.event != "resume":
+            window["ema"] = torch.cat([p.detach().flatten() for p in ema.module.parameters()])
         record.append(window)
     return record
 

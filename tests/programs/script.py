@@ -72,6 +72,15 @@ _NOTE = """def note(step):
     )"""
 
 
+def _note(program: Program) -> str:
+    """Return the function that records a window."""
+    if "ema" not in program.close or program.event == "resume":
+        return _NOTE
+    averaged = "[p.flatten() for p in ema.module.parameters()]"
+    more = f'    record[-1]["ema"] = torch.cat({averaged}).double().tolist()'
+    return f"{_NOTE}\n{more}"
+
+
 def optimizer_text(program: Program) -> str:
     """Return the call that makes the optimizer."""
     trained = "[p for p in model.parameters() if p.requires_grad]"
@@ -84,7 +93,7 @@ def script(program: Program) -> str:
     head = _HEAD + hosts.IMPORTS.get(program.way, "") + (_RANKS_HEAD if program.ranks > 1 else "")
     parts = [head.strip() + f"\n\ndtype = torch.{_DTYPES[program.precision]}\nrecord = []"]
     parts += [model_text(program), data_text(program), *_containers(program), _data(program)]
-    parts += [*_globals(program), *_loss(program), _NOTE, *_build(program), _loop(program)]
+    parts += [*_globals(program), *_loss(program), _note(program), *_build(program), _loop(program)]
     if program.ranks > 1:
         return "\n\n".join(_on_ranks(program, parts)) + "\n"
     parts += ["print(json.dumps(record))"]
@@ -360,13 +369,15 @@ def _in_style(program: Program, head: str, lines: list[str]) -> list[str]:
 
 def _options(program: Program) -> list[str]:
     options = []
-    if program.clip in ("norm", "both"):
+    if program.clip == "norm":
         options += ["clip_norm=0.1"]
+    if program.clip == "loose":
+        options += ["clip_norm=1e3"]
     if program.clip == "groups":
         options += ["clip_norm=[0.02, 0.1]"]
     if program.scheduler != "none" and program.way != "gradient":
         options += ["scheduler=scheduler"]
-    close = ["clip_value=0.01"] if program.clip in ("value", "both") else []
+    close = ["clip_value=0.01"] if program.clip == "value" else []
     if program.event == "nan":
         close += ['nonfinite="skip"']
     close += [CLOSE[name] for name in program.close]
@@ -396,6 +407,13 @@ MEMORY = {
 }
 
 
+def _mask_name(program: Program) -> str:
+    """Return the argument that names the mask's leaf."""
+    if program.batch == "tuple":
+        return f', mask="{program.fields.index("mask")}"'
+    return f', mask="{NAMES[program.names]["mask"]}"'
+
+
 def _build(program: Program) -> list[str]:
     """Return the lines that make model, optimizer, scheduler and what trains them."""
     place = f', "{program.device}"' if program.device != "cpu" else ""
@@ -418,7 +436,13 @@ def _build(program: Program) -> list[str]:
         lines += ["ema = torch.optim.swa_utils.AveragedModel(model)"]
     options = _options(program)
     if program.is_whole:
-        options = ["loss=loss", f"micro_batch={program.micro_batch}", *options]
+        size = str(program.micro_batch)
+        if program.tokens:
+            mask = (
+                "" if program.names == "long" and program.batch == "dict" else _mask_name(program)
+            )
+            size = f"wb.tokens({5 * program.micro_batch}{mask})"
+        options = ["loss=loss", f"micro_batch={size}", *options]
         options += ["units=count"] if program.counts else []
         if program.precision in ("bf16", "fp16"):
             options += [f'precision="{program.precision}"']

@@ -33,6 +33,7 @@ class Search:
     known: Path
     """A folder that all processes share, with a file for each failure that one of them shrinks."""
     device: str = "cpu"
+    kind: str = "all"
     warm: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class Search:
                 suppress_health_check=list(HealthCheck),
                 verbosity=Verbosity.quiet,
                 report_multiple_bugs=False,
-            )(seed(lot)(given(programs(device=self.device))(self._test)))
+            )(seed(lot)(given(programs(device=self.device, kind=self.kind))(self._test)))
             try:
                 test()
             except Exception as problem:
@@ -92,9 +93,11 @@ class Search:
         return True
 
 
-def work(number: int, first_seed: int, seconds: float, device: str, known: Path, tell: Any) -> None:
+def work(
+    number: int, first_seed: int, seconds: float, device: str, kind: str, known: Path, tell: Any
+) -> None:
     """Search until the time is up."""
     ends = time.monotonic() + seconds
     warm_up(script(Program()), script(Program(way="run")))
-    Search(number, ends - time.monotonic(), tell, known, device).run(first_seed + number)
+    Search(number, ends - time.monotonic(), tell, known, device, kind).run(first_seed + number)
     tell.put((number, "done", None))
