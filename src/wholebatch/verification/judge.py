@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
 from wholebatch.verification.explanations import BESIDE, LOST, SEEN, is_lost, same_twice
+from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_factors import Reading
-from wholebatch.verification.mistakes import Finding
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
 from wholebatch.verification.weights import SAME_WEIGHT, Unknown, Weights, weights_of
 from wholebatch.verification.wrong_weights import explain

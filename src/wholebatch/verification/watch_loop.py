@@ -22,8 +22,8 @@ from torch import nn
 from wholebatch.distributed.process_group import all_meet, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.evidence import Counts, WindowEvidence
+from wholebatch.verification.findings import STEPPED_TWICE, Finding
 from wholebatch.verification.judge import judge
-from wholebatch.verification.mistakes import STEPPED_TWICE, Finding
 from wholebatch.verification.verdicts import (
     DIFFERENT,
     NOT_JUDGED,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from wholebatch.verification.evidence import Counts
-from wholebatch.verification.mistakes import Finding
+from wholebatch.verification.findings import Finding
 from wholebatch.verification.weights import SAME_WEIGHT, Weights
 
 _Rows = Sequence[Sequence[float]]
