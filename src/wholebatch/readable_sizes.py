@@ -20,19 +20,6 @@ CATEGORIES = (
 )
 """What memory is for, in the order in which it is stacked in a chart."""
 
-PARTS = (
-    "data",
-    "forward",
-    "backward",
-    "micro-step",
-    "addition",
-    "communication",
-    "optimizer",
-    "idle",
-)
-"""Where a window's time goes, in the order of a window. "micro-step" is forward and backward where
-they run as one, in a recorded graph."""
-
 
 def bytes_said(number: float) -> str:
     """Return bytes as a person reads them.
