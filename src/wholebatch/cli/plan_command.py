@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from wholebatch.cli.batch_scaling import Arithmetic
 from wholebatch.cli.command_options import (
     choice,
     command,
@@ -204,7 +205,7 @@ def _budget(options: PlanOptions) -> tuple[str, int, str]:
     """Return the device to predict for, its bytes, and its description."""
     import torch
 
-    from wholebatch.memory.budget import device_memory, parse_memory
+    from wholebatch.memory.budget import device_memory, device_name, parse_memory
 
     if options.gpu is not None:
         return "cuda", options.gpu.memory, f"{options.gpu.name} with {options.gpu.gib:g} GiB"
@@ -213,7 +214,7 @@ def _budget(options: PlanOptions) -> tuple[str, int, str]:
         return "cuda", budget, f"{bytes_said(budget)} of GPU memory"
     if torch.cuda.is_available():
         budget = device_memory("cuda")
-        return "cuda", budget, f"{torch.cuda.get_device_name()} with {bytes_said(budget)}"
+        return "cuda", budget, f"{device_name('cuda')} with {bytes_said(budget)}"
     budget = device_memory("cpu")
     return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu)"
 
@@ -323,7 +324,8 @@ def _show(console: Console, plan: Plan) -> None:
     larger = ""
     if plan.largest != plan.micro_batch:
         larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
-    say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
+    sums = Arithmetic(plan.batch_size, plan.micro_batch, plan.ranks)
+    say(console, Text.assemble((sums.line, "bold"), larger))
 
 
 def _show_modes(console: Console, plan: Plan) -> None:
