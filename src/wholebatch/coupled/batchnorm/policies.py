@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, final, get_args
 
 from torch import nn
 
 from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
     replace_forward,
     uses_whole_batch,
     whole_batch_norms,
@@ -71,7 +73,7 @@ class Refuse(Policy):
             return
         names = [name for name, _ in found]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        kind = "InstanceNorm" if "InstanceNorm" in type(found[0][1]).__name__ else "BatchNorm"
+        kind = "BatchNorm" if isinstance(found[0][1], BatchNorm) else "InstanceNorm"
         raise UnsupportedError(
             f"{kind} in {shown}: it would use the statistics of each micro-batch, and the update "
             'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
@@ -93,15 +95,14 @@ class Freeze(Policy):
             )
         self._replaced = ExitStack()
         for _, module in norms:
-            replace_forward(self._replaced, module, _frozen(module, module.forward))
+            # A partial, so that in a copy of the model it runs the module of the copy.
+            frozen = partial(_frozen_forward, module, module.forward)
+            replace_forward(self._replaced, module, frozen)
 
     def detach(self) -> None:
         self._replaced.close()
 
 
-def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced_attributes(module, training=False):
-            return found(*args, **kwargs)
-
-    return forward
+def _frozen_forward(module: nn.Module, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with replaced_attributes(module, training=False):
+        return found(*args, **kwargs)
