@@ -15,7 +15,14 @@ from wholebatch.loop import Loop, State
 from wholebatch.loop_windows import LoopWindows
 from wholebatch.losses.loss import Loss, Terms, Units, sum_and_units
 from wholebatch.make_ledger import make_ledger
-from wholebatch.options import BatchNormPolicy, Close, Memory, as_close, without_budget
+from wholebatch.options import (
+    BatchNormPolicy,
+    Close,
+    Memory,
+    as_close,
+    without_budget,
+    without_precision,
+)
 from wholebatch.run_loss import RunFunctions
 from wholebatch.runner import Place
 from wholebatch.warn_user import warn_user
@@ -83,6 +90,7 @@ class Accumulator(LoopWindows):
         last_loss: The loss of the micro-batch that `run` was given last, without its graph.
     """
 
+    @without_precision
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 import torch
 
@@ -52,6 +53,24 @@ class Close:
     scaler: torch.amp.GradScaler | None = None
     ema: Ema | None = None
     sync: SyncMode = "auto"
+
+
+P = ParamSpec("P")
+
+
+def without_precision(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a constructor of a loop's windows: `precision=` says where the autocast goes."""
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        if "precision" in options:
+            raise OptionError(
+                f"precision={options['precision']!r}: your loop runs the forward: put it and the "
+                "loss under torch.autocast(device, torch.bfloat16); WholeBatch has precision="
+            )
+        init(*args, **options)
+
+    return checked
 
 
 def as_close(close: object) -> Close:

@@ -20,19 +20,6 @@ CATEGORIES = (
 )
 """What memory is for, in the order in which it is stacked in a chart."""
 
-PARTS = (
-    "data",
-    "forward",
-    "backward",
-    "micro-step",
-    "addition",
-    "communication",
-    "optimizer",
-    "idle",
-)
-"""Where a window's time goes, in the order of a window. "micro-step" is forward and backward where
-they run as one, in a recorded graph."""
-
 
 def bytes_said(number: float) -> str:
     """Return bytes as a person reads them.
@@ -44,6 +31,20 @@ def bytes_said(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.2f} {name}"
     return f"{number:.0f} bytes"
+
+
+def memory_said(peak: int | None, undivided: int | None) -> str:
+    """Return the peak of a run in words, beside that predicted for the batch in one piece.
+
+    >>> memory_said(2**20, 3 * 2**20)
+    '1.00 MiB; undivided, the batch would need 3.00 MiB (3.0× as much)'
+    """
+    if peak is None:
+        return "not measured (it is measured in one process, from the third window on)"
+    if undivided is None:
+        return f"{bytes_said(peak)} (for the undivided batch it cannot be predicted)"
+    times = f"{undivided / peak:.1f}× as much"
+    return f"{bytes_said(peak)}; undivided, the batch would need {bytes_said(undivided)} ({times})"
 
 
 def percent(value: float) -> str:

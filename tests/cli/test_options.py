@@ -16,13 +16,13 @@ from wholebatch.cli.command_options import Command, command
 from wholebatch.cli.run_settings import Config, Given, config_text, read_config, resolve
 from wholebatch.errors import OptionError, StateError
 
-FREE = {"--wandb", "--title", "--out", "--device", "--hourly-price", "--exclude"}
+FREE = {"--wandb", "--title", "--out", "--exclude"}
 """Options that take any text but the empty one."""
 
 
 def bad_inputs() -> list[tuple[str, str, str]]:
-    """Every option of every command, with a value that it cannot take; `argparse` knows them."""
-    found = []
+    """Every option of every command, with values that it cannot take; `argparse` knows them."""
+    found: list[tuple[str, str, str]] = []
     for name in COMMANDS:
         loaded = load(name)
         assert isinstance(loaded, Command)
@@ -30,8 +30,10 @@ def bad_inputs() -> list[tuple[str, str, str]]:
         for action in parser._actions:
             if not action.option_strings or action.option_strings[0] in ("-h", "--"):
                 continue
-            flag = action.option_strings[0]
-            found.append((name, flag, "" if flag in FREE else "§"))
+            flag, values = action.option_strings[0], [""]
+            if flag not in FREE:
+                values += ["§"] if action.nargs == 0 else ["§", "-1", "nan", "1e999"]
+            found += [(name, flag, value) for value in values]
     return found
 
 

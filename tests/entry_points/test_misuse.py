@@ -358,3 +358,10 @@ def test_a_window_is_announced_before_its_loop() -> None:
     for micro in acc.over(wb.split(BATCH, 5)):
         acc.backward(wb.Loss.terms({"ce": (summed(model, micro), len(micro["y"]))}))
     whole.assert_same(model)
+
+
+def test_an_accumulator_says_where_the_autocast_goes() -> None:
+    model = torch.nn.Linear(2, 2)
+    options: dict[str, Any] = {"steps": 2, "precision": "bf16"}
+    with pytest.raises(OptionError, match=r"precision='bf16': .* under torch.autocast"):
+        wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)

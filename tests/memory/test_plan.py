@@ -68,9 +68,6 @@ def test_recommends_even_micro_batches() -> None:
     assert 0.85 * 300 <= made.largest <= 300
     assert made.steps == -(-1024 // made.largest)
     assert made.micro_batch == -(-1024 // made.steps)
-    assert made.arithmetic().startswith(
-        f"micro-batch {made.micro_batch} × {made.steps} steps × 2 ranks = 2048 samples"
-    )
     by_size = {point.micro_batch: point for point in made.points}
     assert by_size[made.micro_batch].fits
     assert by_size[made.largest].peak <= budget
@@ -102,7 +99,6 @@ def test_data_parallel_ranks_need_their_buckets() -> None:
 def test_nothing_fits() -> None:
     made = make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000)
     assert (made.micro_batch, made.steps) == (None, 0)
-    assert made.arithmetic() == "no micro-batch fits"
     assert made.rungs[0].what == "as it is"
     with pytest.raises(OptionError, match="ranks=0: must be at least 1"):
         make_plan(mlp(), loss, vectors(2), batch_size=8, budget=1000, ranks=0)
@@ -111,9 +107,8 @@ def test_nothing_fits() -> None:
 
 
 def test_samples_that_ranks_do_not_share_evenly() -> None:
-    made = make_plan(mlp(), loss, vectors(2), batch_size=7, budget=2**30, ranks=4)
-    expected = "micro-batch 2 × 1 step × 4 ranks = 7 samples; 2 or 1 on a rank"
-    assert made.arithmetic() == expected
+    result = command("bytes-gpt", "--batch-size", "7", "--gpu-memory", "2GiB", "--gpus", "4")
+    assert "2 × 1 × 3 ranks + 1 × 1 × 1 rank = 7 samples an update" in result.output
 
 
 def test_command_shows_a_table_and_the_parts_of_the_peak() -> None:
@@ -123,7 +118,7 @@ def test_command_shows_a_table_and_the_parts_of_the_peak() -> None:
     assert "2 × 80.00 MiB of GPU memory" in text
     assert re.search(r"at the peak of micro-batch 128: .*activations [\d.]+ MiB", text)
     assert "▶" in text
-    assert "steps × 2 ranks = 512 samples" in text
+    assert "128 × 2 × 2 ranks = 512 samples an update (micro-batch × steps × ranks)" in text
 
 
 def test_command_prints_json() -> None:
@@ -144,7 +139,7 @@ def test_command_says_what_would_help_and_fails() -> None:
 def test_command_plans_for_this_machine() -> None:
     result = command("digits-cnn", "--batch-size", "8")
     assert result.exit_code == 0
-    assert "micro-batch 8 × 1 step × 1 rank = 8 samples" in result.output
+    assert "8 × 1 × 1 rank = 8 samples an update" in result.output
 
 
 def test_command_refuses_bad_options() -> None:
@@ -408,7 +403,7 @@ def test_plans_a_sharded_model() -> None:
         optimizer=optimizer,
         sharding=Sharding(4, "every"),
     )
-    assert made.arithmetic() == "micro-batch 1 × 1 step × 4 ranks = 4 samples"
+    assert (made.micro_batch, made.steps, made.ranks) == (1, 1, 4)
     assert made.sync == "every"
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.memory.models import CASES, GPT, Case, cnn, loss, mlp, tokens, vectors
+from tests.memory.models import CASES, GPT, Case, cnn, images, loss, mlp, tokens, vectors
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, cross_entropy
 from wholebatch.memory import MemoryMeter, predict_peak, resize_batch
 from wholebatch.memory.fake_tensors import map_tensors
 from wholebatch.memory.plain_window import PlainWindow
+from wholebatch.whole_batch import WholeBatch
 
 # Linear layers in bf16 on a CPU without bf16 instructions say once that they will be slow.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -229,6 +230,15 @@ def test_refuses_a_loss_that_goes_past_its_argument() -> None:
     with pytest.raises(UnsupportedError, match="uses another model object"):
         predict_peak(model, closure, vectors(4))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_whose_batchnorms_are_frozen() -> None:
+    model, batch = cnn(), images(6)
+    before = predict_peak(model, loss, batch, micro_batches=1).peak
+    WholeBatch(
+        model, torch.optim.SGD(model.parameters()), loss=loss, micro_batch=2, batchnorm="freeze"
+    )
+    assert 0 < predict_peak(model, loss, batch, micro_batches=1).peak <= before
 
 
 def test_refuses_what_is_no_number_of_micro_batches() -> None:

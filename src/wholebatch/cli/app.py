@@ -116,6 +116,8 @@ def _completion(shell: str) -> str:
     """Return the script that completes commands and options in a shell."""
     try:
         import shtab
+
+        from wholebatch.lint import RULES
     except ImportError:
         from wholebatch.errors import MissingExtraError
 
@@ -130,20 +132,22 @@ def _completion(shell: str) -> str:
         assert isinstance(command, Command)
         own = command.parser()
         for action in own._actions:
-            _add_values(action, shtab)
+            _add_values(action, shtab, [rule.code for rule in RULES])
         commands.add_parser(name, help=about, parents=[own], add_help=False)
     script: str = shtab.complete(parser, shell)
     # Where nothing else is known, bash completes files.
     return script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F")
 
 
-def _add_values(action: argparse.Action, shtab: Any) -> None:
-    """Tell shtab the values of an option: the names of its metavar, recipes, or files."""
+def _add_values(action: argparse.Action, shtab: Any, codes: list[str]) -> None:
+    """Tell shtab the values of an option: the names of its metavar, recipes, rules, or files."""
     shown = str(action.metavar or "")
     if re.fullmatch(r"[\w-]+(\|[\w-]+)+", shown):
         action.choices = [name for name in shown.split("|") if name.islower()]
     elif shown.startswith(("RECIPE", "NAME")) and not action.option_strings:
         action.choices = [*EMBEDDED]
+    elif shown.startswith("CODE"):
+        action.choices = codes
     elif shown.startswith(("DIR", "FILE", "RUN", "PATH", "SCRIPT")):
         action.complete = shtab.DIRECTORY if shown == "DIR" else shtab.FILE  # type: ignore[attr-defined]
 

@@ -85,6 +85,11 @@ class Arithmetic:
             terms.append(f"{inner} × {ranks} rank{'' if ranks == 1 else 's'}")
         return f"{' + '.join(terms)} = {self.batch_size}"
 
+    @property
+    def line(self) -> str:
+        """Return the arithmetic as `train` and `plan` show it."""
+        return f"{self} samples an update (micro-batch × steps × ranks)"
+
     def as_dict(self) -> dict[str, Any]:
         """Return all values, for JSON."""
         return {

@@ -100,7 +100,8 @@ class Command:
         typed = self.parse(arguments)
         if self.partial:
             return self.run(typed) or 0
-        for one in fields(self.options):
+        # Last, what must be given: a wrong value is told first.
+        for one in sorted(fields(self.options), key=lambda one: one.default is MISSING):
             check, value = one.metadata.get("check"), typed.get(one.name, one.default)
             if value is MISSING:
                 help, name = one.metadata["help"].rstrip("."), flag_of(one).rstrip(".")

@@ -9,7 +9,7 @@ import gc
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -91,11 +91,7 @@ def choose_device(name: str) -> torch.device:
     """Return the device; `auto` is CUDA where there is one. Refuse one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = None
-    with suppress(RuntimeError):
-        device = torch.device(name)
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise OptionError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

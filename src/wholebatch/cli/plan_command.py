@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
+from wholebatch.cli.batch_scaling import Arithmetic
 from wholebatch.cli.command_options import (
     choice,
     command,
@@ -27,12 +27,12 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
 from wholebatch.cli.run_settings import like_train, precision_of
-from wholebatch.errors import MissingExtraError, OptionError, RecipeError
+from wholebatch.errors import OptionError
 from wholebatch.gpus import GPUS, Gpu, find_gpu
-from wholebatch.plain_files import load_json
 from wholebatch.readable_sizes import bytes_said
 
 if TYPE_CHECKING:
+    from wholebatch.cli.planned_model import PlannedModel
     from wholebatch.memory.plan import Plan
 
 
@@ -139,7 +139,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     device, budget, where = _budget(options)
     doing("building the model without its weights")
     with collection_paused():
-        subject = _subject(options, device, budget, doing)
+        subject = _model(options, device, budget, doing)
     size = options.batch_size or max(subject.batch_size, gpus)
     if size < gpus:
         raise OptionError(
@@ -205,7 +205,7 @@ def _budget(options: PlanOptions) -> tuple[str, int, str]:
     """Return the device to predict for, its bytes, and its description."""
     import torch
 
-    from wholebatch.memory.budget import device_memory, parse_memory
+    from wholebatch.memory.budget import device_memory, device_name, parse_memory
 
     if options.gpu is not None:
         return "cuda", options.gpu.memory, f"{options.gpu.name} with {options.gpu.gib:g} GiB"
@@ -214,256 +214,51 @@ def _budget(options: PlanOptions) -> tuple[str, int, str]:
         return "cuda", budget, f"{bytes_said(budget)} of GPU memory"
     if torch.cuda.is_available():
         budget = device_memory("cuda")
-        return "cuda", budget, f"{torch.cuda.get_device_name()} with {bytes_said(budget)}"
+        return "cuda", budget, f"{device_name('cuda')} with {bytes_said(budget)}"
     budget = device_memory("cpu")
     return "cpu", budget, f"this machine's {bytes_said(budget)} (no GPU; see --gpu)"
 
 
 # ------------------------------------------------------------------------------ what is planned
 
-_MOST_SAMPLES = 16  # so many of the data are looked at; larger batches are made by repeating them
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A model without bytes, with what a step of it needs."""
-
-    name: str
-    sample: str
-    model: Any
-    optimizer: Any
-    loss: Any
-    batch: Any
-    batch_size: int
-    precision: str
-    epoch: int | None = None
-    """The samples of an epoch, where they are known."""
-
-    @property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-
-def _subject(options: PlanOptions, device: str, budget: int, doing: Spinner) -> _Planned:
-    recipe, seq, wide = options.recipe, options.seq, options.parallel == "fsdp2"
-    if options.largest is not None:
-        found = _largest_of(options, device, budget, doing)
-    elif recipe is not None and recipe.startswith("hf:"):
-        path = Path(recipe[3:])
-        path = path / "config.json" if path.is_dir() else path  # of a model's repository
-        name = path.parent.name if path.stem == "config" else path.stem
-        stored = load_json(path, RecipeError, f"hf:{path}")
-        found = _from_configuration(stored, name, seq, label=f"hf:{path}", wide=wide)
-    elif seq is not None:
-        raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
-    else:
-        found = _from_recipe(recipe)
-    return replace(found, precision=options.precision or found.precision)
-
-
-_SHAPES = (
-    (256, 4), (384, 6), (512, 8), (768, 12), (1024, 16), (1024, 24), (1280, 36), (1600, 48),
-    (2048, 24), (2560, 32), (3072, 28), (4096, 32), (5120, 40), (6144, 48), (8192, 80), (12288, 96),
-)  # fmt: skip
-"""Widths and depths of published models."""
 _BYTES_PER_PARAMETER = 16  # with its gradient and Adam's two moments, in float32
 
 
-def _configuration(family: str, width: int, depth: int, seq: int) -> dict[str, Any]:
-    """Return the configuration of a model of this family, as Hugging Face names its parts."""
-    if family == "gpt":
-        sizes = {"n_embd": width, "n_layer": depth, "n_head": width // 64, "n_positions": seq}
-        return {"model_type": "gpt2", **sizes}
-    common = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": width // 64}
-    if family == "vit":
-        return {"model_type": "vit", **common, "intermediate_size": 4 * width}
-    inner = -(-8 * width // 3 // 256) * 256
-    more = {"intermediate_size": inner, "max_position_embeddings": seq, "vocab_size": 32_000}
-    return {"model_type": "llama", **common, **more}
+def _model(options: PlanOptions, device: str, budget: int, doing: Spinner) -> PlannedModel:
+    from wholebatch.cli import planned_model as models
+
+    recipe, seq, in_float32 = options.recipe, options.seq, options.parallel == "fsdp2"
+    if options.largest is not None:
+        found = _largest(options, device, budget, doing)
+    elif recipe is not None and recipe.startswith("hf:"):
+        found = models.of_file(Path(recipe[3:]), seq=seq, in_float32=in_float32)
+    elif seq is not None:
+        raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
+    else:
+        found = models.of_recipe(recipe)
+    return replace(found, precision=options.precision or found.precision)
 
 
-def _largest_of(options: PlanOptions, device: str, budget: int, doing: Spinner) -> _Planned:
+def _largest(options: PlanOptions, device: str, budget: int, doing: Spinner) -> PlannedModel:
     """Return the largest model of a family of which one sample fits."""
+    from wholebatch.cli.planned_model import SHAPES, of_family
     from wholebatch.memory.choose_micro_batch import resize_batch
     from wholebatch.memory.fsdp_sharding import Sharding
     from wholebatch.memory.predict import simulating
 
-    family, wide = str(options.largest), options.parallel == "fsdp2"
-    seq = None if family == "vit" else options.seq or 1024
-    sharding = Sharding(options.gpus, "every") if wide else None
-    for width, depth in reversed(_SHAPES):
-        least = 12 * depth * width**2 * _BYTES_PER_PARAMETER / (options.gpus if wide else 1)
-        if least > budget:
-            continue
-        name = f"{family} of width {width} and depth {depth}"
-        doing(f"trying a {name}")
-        stored = _configuration(family, width, depth, seq or 0)
-        found = _from_configuration(stored, name, seq, label=name, wide=wide)
-        precision = options.precision or found.precision
-        how: dict[str, Any] = {"optimizer": found.optimizer, "device": device}
-        with simulating(found.model, found.loss, sharding=sharding, **how) as simulation:
+    sharding = Sharding(options.gpus, "every") if options.parallel == "fsdp2" else None
+    most = budget * (options.gpus if sharding else 1) / _BYTES_PER_PARAMETER
+    how = {"seq": options.seq, "in_float32": sharding is not None, "most_parameters": most}
+    for found in of_family(str(options.largest), **how):  # type: ignore[arg-type]
+        doing(f"trying a {found.name}")
+        precision, checkpoints = options.precision or found.precision, options.checkpointing
+        on: dict[str, Any] = {"optimizer": found.optimizer, "device": device, "sharding": sharding}
+        with simulating(found.model, found.loss, **on) as simulation:
             sample = resize_batch(found.batch, 1)
-            made = simulation.predict(
-                sample, precision=precision, checkpoints=options.checkpointing
-            )
+            made = simulation.predict(sample, precision=precision, checkpoints=checkpoints)
         if made.needed(simulation.device) <= budget:
             return found
-    raise OptionError(f"--largest {family}: none of width {_SHAPES[0][0]} or more fits")
-
-
-def _from_recipe(name: str | None) -> _Planned:
-    """Return a recipe as `wholebatch train` reads it."""
-    import torch
-
-    from wholebatch.batch import batch_size_of
-    from wholebatch.cli.recipes.recipe import load_recipe
-    from wholebatch.memory.choose_micro_batch import resize_batch
-
-    recipe = load_recipe(name)
-    try:
-        with torch.device("meta"):
-            model = recipe.build_model()
-    except Exception:  # a model() that needs numbers (loads weights, checks values) gets them
-        model = recipe.build_model()
-    precision = recipe.defaults.get("precision", "full")
-    if precision == "bf16-pure":
-        model = model.to(torch.bfloat16)
-        precision = "full"
-    batch_size = recipe.defaults.get("batch_size", 32)
-    batches = recipe.build_batches(min(batch_size, _MOST_SAMPLES), seed=0)
-    batch = batches.peek()
-    batch = resize_batch(batch, min(_MOST_SAMPLES, batch_size_of(batch)))
-    return _Planned(
-        name=recipe.name,
-        sample=f"samples like those of {recipe.path.name}",
-        epoch=batches.length,
-        model=model,
-        optimizer=recipe.build_optimizer(model, lr=None),
-        loss=recipe.loss,
-        batch=batch,
-        batch_size=batch_size,
-        precision=precision,
-    )
-
-
-def _from_configuration(
-    stored: Any, name: str, seq: int | None, *, label: str, wide: bool
-) -> _Planned:
-    """Return a Hugging Face model: its shapes are in the configuration, no weights.
-
-    Encoders with a decoder (T5) are planned with sequences of the same length for both, other
-    encoders (BERT and its kin) with masked language modelling, classifiers of images (ViT) with
-    images of the configuration's size, all others as causal language models. `wide`: with
-    parameters in float32, whatever they are stored in.
-    """
-    import torch
-
-    if not isinstance(stored, dict) or not isinstance(stored.get("model_type"), str):
-        raise RecipeError(f"{label}: has no model_type, so it is not a Hugging Face configuration")
-    try:
-        from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
-        from transformers.models.auto import modeling_auto  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise MissingExtraError("transformers", "transformers", "planning hf: models") from error
-    options = {name: value for name, value in stored.items() if name != "model_type"}
-    try:
-        config = AutoConfig.for_model(stored["model_type"], **options)
-        config.use_cache = False
-        purpose = _purpose(config, modeling_auto)
-        if purpose is None:
-            raise RecipeError(
-                f"{label}: {stored['model_type']} is neither a language model nor an image "
-                "classifier: write a recipe with its model, loss and data"
-            )
-        if wide:
-            config.dtype = torch.float32
-        with torch.device("meta"):
-            model = getattr(modeling_auto, f"AutoModelFor{purpose}").from_config(config)
-    except RecipeError:
-        raise
-    except Exception as error:  # a configuration may be wrong in any way, and so says its class
-        reason = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
-        raise RecipeError(f"{label}: no model can be built: {reason}") from error
-    model.train()
-    if purpose == "ImageClassification":
-        sample, batch, loss = _images(config, seq)
-    else:
-        sample, batch, loss = _sequences(config, seq, purpose)
-    return _Planned(
-        name=f"{name} ({stored['model_type']})",
-        sample=sample,
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        loss=loss,
-        batch=batch,
-        batch_size=64,
-        precision="full" if config.dtype in (torch.bfloat16, torch.float16) else "bf16",
-    )
-
-
-def _purpose(config: Any, auto: Any) -> str | None:
-    """Return the purpose of the model, as transformers names its automatic classes."""
-    is_decoder = getattr(config, "is_decoder", False)
-    known = {
-        "Seq2SeqLM": config.is_encoder_decoder and "SEQ_TO_SEQ_CAUSAL_LM",
-        "MaskedLM": not is_decoder and "MASKED_LM",
-        "CausalLM": "CAUSAL_LM",
-        "ImageClassification": "IMAGE_CLASSIFICATION",
-    }
-    for purpose, name in known.items():
-        if name and config.model_type in getattr(auto, f"MODEL_FOR_{name}_MAPPING_NAMES"):
-            return purpose
-    return None
-
-
-def _sequences(config: Any, seq: int | None, purpose: str) -> tuple[str, Any, Any]:
-    """Return the name of a sample, a batch of one, and the loss of a language model."""
-    import torch
-
-    from wholebatch.losses.causal_lm import causal_lm
-    from wholebatch.losses.loss import cross_entropy
-
-    most = getattr(config, "max_position_embeddings", None) or 0
-    if seq is not None and 0 < most < seq:
-        raise OptionError(f"--seq {seq}: the configuration has {most} positions; give at most that")
-    length = seq or max(most, getattr(config, "n_positions", None) or 0)
-    if length < 1:
-        raise OptionError("--seq: the configuration does not say how long sequences are")
-
-    def masked_lm(model: Any, micro: Any) -> Any:
-        return cross_entropy(model(input_ids=micro["input_ids"]).logits, micro["input_ids"], dim=-1)
-
-    def seq2seq(model: Any, micro: Any) -> Any:
-        ids = micro["input_ids"]
-        return cross_entropy(model(input_ids=ids, decoder_input_ids=ids).logits, ids, dim=-1)
-
-    loss = {"MaskedLM": masked_lm, "Seq2SeqLM": seq2seq}.get(purpose, causal_lm)
-    twice = ", and as many for the decoder" if purpose == "Seq2SeqLM" else ""
-    batch = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
-    return f"sequences of {length} tokens{twice}", batch, loss
-
-
-def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
-    """Return the same for a model that classifies images."""
-    import torch
-
-    from wholebatch.losses.loss import cross_entropy
-
-    if seq is not None:
-        raise OptionError(f"--seq {seq}: is for language models; this one classifies images")
-    seen = getattr(config, "vision_config", config)
-    size = getattr(seen, "image_size", None) or 224
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    channels = getattr(seen, "num_channels", 3)
-
-    def loss(model: Any, micro: Any) -> Any:
-        return cross_entropy(model(pixel_values=micro["pixel_values"]).logits, micro["labels"])
-
-    batch = {
-        "pixel_values": torch.zeros(1, channels, height, width),
-        "labels": torch.zeros(1, dtype=torch.long),
-    }
-    return f"images of {height} × {width}", batch, loss
+    raise OptionError(f"--largest {options.largest}: none of width {SHAPES[0][0]} or more fits")
 
 
 # ------------------------------------------------------------------------------ what it costs
@@ -471,7 +266,7 @@ def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
 _SHARE_OF_PEAK = 0.4  # of the peak speed that large models reach; tune measures yours
 
 
-def _cost(options: PlanOptions, subject: _Planned, plan: Plan) -> list[str]:
+def _cost(options: PlanOptions, subject: PlannedModel, plan: Plan) -> list[str]:
     """Return what an epoch costs by its floating-point operations, here and undivided."""
     if options.price is None or options.gpu is None or plan.micro_batch is None:
         return []
@@ -529,7 +324,8 @@ def _show(console: Console, plan: Plan) -> None:
     larger = ""
     if plan.largest != plan.micro_batch:
         larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
-    say(console, Text.assemble((plan.arithmetic(), "bold"), larger))
+    sums = Arithmetic(plan.batch_size, plan.micro_batch, plan.ranks)
+    say(console, Text.assemble((sums.line, "bold"), larger))
 
 
 def _show_modes(console: Console, plan: Plan) -> None:

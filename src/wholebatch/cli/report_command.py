@@ -25,7 +25,7 @@ from wholebatch.cli.report.terminal_output import (
 from wholebatch.cli.run_settings import read_config
 from wholebatch.errors import MissingExtraError, OptionError
 from wholebatch.plain_files import load_json, open_file, reason, write_atomically
-from wholebatch.readable_sizes import bytes_said, percent
+from wholebatch.readable_sizes import memory_said, percent
 
 PLOTS = {
     "loss": ("Loss", "loss"),
@@ -219,8 +219,6 @@ def _title(runs: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> str:
 def _head(run: dict[str, Any]) -> dict[str, str]:
     """Return the first lines about a run: memory beside the undivided batch's, and time."""
     records, settings = run["records"], run["settings"]
-    memory, whole = _last(run, "memory"), _last(run, "undivided_memory")
-    beside = f" (undivided {bytes_said(whole)}, {whole / memory:.1f}×)" if memory and whole else ""
     done, total = _last(run, "update") or 0, settings["updates"]
     spent = [record.get("seconds") or 0.0 for record in records]
     left = short_duration(sum(spent) / done * (total - done)) if done < total and done else ""
@@ -228,7 +226,7 @@ def _head(run: dict[str, Any]) -> dict[str, str]:
     return {
         "name": run["name"],
         "colour": run["colour"],
-        "memory": f"{_size(memory) or 'not measured'}{beside}",
+        "memory": memory_said(_last(run, "memory"), _last(run, "undivided_memory")),
         "time": f"{short_duration(sum(spent))} for {done:,} of {total:,} updates"
         + (f", {left} left" if left else ""),
         "loss": losses,
@@ -331,10 +329,6 @@ def _time(seconds: float | None) -> str | None:
 
 def _distance(part: float | None) -> str:
     return "not finite" if part is None else percent(part)
-
-
-def _size(number: int | None) -> str | None:
-    return None if number is None else bytes_said(number)
 
 
 def _shown(value: Any) -> str:

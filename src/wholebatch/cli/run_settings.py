@@ -83,6 +83,13 @@ def _memory(value: Any, label: str) -> str:
     )
 
 
+def _device(value: str, label: str) -> str:
+    """Return a device as torch names it; whether it is there is seen when torch is imported."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", value) is None:
+        raise OptionError(f"{label} {value}: must be auto, cpu, cuda or cuda:N")
+    return value
+
+
 def _steps(value: Any, label: str) -> str:
     """Return a schedule such as 0:2,300:4, which begins at update 0 and goes up."""
     text = str(value).replace(" ", "")
@@ -223,7 +230,7 @@ class Config:
         check=_wandb,
         may_change=True,
     )
-    device: str = option("auto", "auto|cpu|cuda", "Device.", _RUN)
+    device: str = option("auto", "auto|cpu|cuda", "Device.", _RUN, check=_device)
     parallel: str = choice(
         "ddp|fsdp2",
         "Under torchrun: the whole model on every rank, or sharded over the ranks.",

@@ -29,6 +29,7 @@ from wholebatch.cli.run_settings import Config, Given, config_text, read_config,
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import reason, write_atomically
+from wholebatch.readable_sizes import memory_said
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Loaded
@@ -266,13 +267,12 @@ def _about_here(world: World) -> dict[str, Any]:
     """Return the versions, the device and the ranks, for `config.json`."""
     import torch
 
+    from wholebatch.memory.budget import device_name
+
     versions = {"wholebatch": __version__, "torch": torch.__version__}
-    device = str(world.device)
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
     return {
         "versions": {**versions, "python": platform.python_version()},
-        "device": device,
+        "device": device_name(world.device),
         "ranks": world.ranks,
         "parallel": world.parallel if world.ranks > 1 else None,
     }
@@ -345,8 +345,7 @@ def _batch_text(run: TrainingRun) -> str:
     if config.steps is not None:
         by = ", ".join(f"{steps} from update {begins}" for begins, steps in config.schedule)
         return f"{size} × steps × {run.world.ranks} samples an update; steps: {by}"
-    sums = Arithmetic(config.batch_size, size, run.world.ranks)
-    return f"{sums} samples an update (micro-batch × steps × ranks)"
+    return Arithmetic(config.batch_size, size, run.world.ranks).line
 
 
 def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:
@@ -361,7 +360,7 @@ def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:
         rows.append(("out of memory", f"{run.train.recoveries} times; {again}"))
     speed = loop.units / loop.seconds if loop.seconds else 0.0
     rows.append(("speed", f"{short_count(speed)} {run.recipe.unit}/s"))
-    rows.append(("peak memory", loop.memory_text()))
+    rows.append(("peak memory", memory_said(loop.peak, loop.undivided)))
     tested = "tested on the first batch" if run.recipe.audit else "not tested (audit = False)"
     rows.append(("updates", f"those of the whole batch; the loss was {tested}"))
     return [

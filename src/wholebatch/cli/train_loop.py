@@ -17,7 +17,6 @@ from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import TrainingRun
 from wholebatch.errors import WholebatchError, WindowError
 from wholebatch.memory.predict import predict_peak
-from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.task import measured_peak
 from wholebatch.window.window import Step
 
@@ -167,17 +166,3 @@ class TrainingLoop:
             ).peak
         except (WholebatchError, RuntimeError, TypeError, ValueError):
             return None
-
-    def memory_text(self) -> str:
-        """Return the measured peak, beside that predicted for the whole batch at once."""
-        if self.peak is None:
-            return "not measured: it is measured in one process"
-        return memory_said(self.peak, self.undivided)
-
-
-def memory_said(peak: int, undivided: int | None) -> str:
-    """Return a peak beside that of the undivided batch."""
-    if undivided is None:
-        return f"{bytes_said(peak)} (for the undivided batch it cannot be predicted)"
-    times = f"{undivided / peak:.1f}× as much"
-    return f"{bytes_said(peak)}; undivided, the batch would need {bytes_said(undivided)} ({times})"

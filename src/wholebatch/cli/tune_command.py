@@ -113,7 +113,7 @@ class TuneOptions:
         typed=str | None,
         check=lambda value, label: (_rates(value, label),),
     )
-    device: str = option("auto", "auto|cpu|cuda", "Device.")
+    device: str = like_train("device", "Device.", None, default="auto")
     as_json: bool = switch("Print the results as JSON.", flag="--json")
 
 

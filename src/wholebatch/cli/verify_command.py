@@ -118,7 +118,7 @@ class VerifyOptions:
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = option("auto", "auto|cpu|cuda", "Device.", _BATCH)
+    device: str = _like_train("device", "Device.", default="auto")
     as_json: bool = switch(
         "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
     )

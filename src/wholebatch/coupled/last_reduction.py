@@ -147,8 +147,6 @@ def _scale(node: Any, operation: str, one: Tensor) -> Scale:
 
 # --------------------------------------------------------------- a division by the number of steps
 
-_UNDIVIDED = "the window divides by its units, so do not divide by the number of steps"
-
 
 def step_division(
     terms: Sequence[Reduction], units: Units | None, steps: Collection[int]

@@ -97,6 +97,12 @@ def device_memory(device: torch.device | str = "cpu") -> int:
     return installed if limit is None else min(installed, limit)
 
 
+def device_name(device: torch.device | str) -> str:
+    """Return the name of a GPU, or "cpu"."""
+    device = torch.device(device)
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else str(device)
+
+
 def free_memory(device: torch.device | str = "cpu") -> int:
     """Return the memory that a run could allocate now, including PyTorch's cache."""
     device = torch.device(device)

@@ -77,21 +77,6 @@ class Plan:
     modes: tuple[Mode, ...] = ()
     """The ways of a sharded model, with the recommended micro-batch, or with one sample."""
 
-    def arithmetic(self) -> str:
-        """Return the arithmetic of the batch as one line, to print before training begins."""
-        if self.micro_batch is None:
-            return "no micro-batch fits"
-        per_rank = -(-self.batch_size // self.ranks)
-        last = per_rank - (self.steps - 1) * self.micro_batch
-        uneven = "" if last == self.micro_batch else f", the last of {last}"
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        product = f"micro-batch {self.micro_batch} × {steps} × {ranks}"
-        if self.batch_size % self.ranks:
-            uneven += f"; {per_rank} or {per_rank - 1} on a rank"
-        samples = "1 sample" if self.batch_size == 1 else f"{self.batch_size} samples"
-        return f"{product} = {samples}{uneven}"
-
 
 def make_plan(
     model: torch.nn.Module,

@@ -18,6 +18,7 @@ from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.gpus import find_gpu
 from wholebatch.losses.loss import as_loss, terms_of
+from wholebatch.memory.budget import device_name
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.task import Task
 from wholebatch.window import precision as precisions
@@ -128,6 +129,7 @@ def find_bottleneck(task: Task, *, micro_batch: int, precision: str) -> Bottlene
             reduced = timed("reduction", reduce)
         timed("optimizer", optimizer.step)
         optimizer.zero_grad(set_to_none=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     slowest = {part: largest_over_ranks(spent) for part, spent in seconds.items()}
-    return Bottleneck(slowest, len(micros), reduced, int(counter.get_total_flops()), name)
+    return Bottleneck(
+        slowest, len(micros), reduced, int(counter.get_total_flops()), device_name(device)
+    )

@@ -26,7 +26,7 @@ class RangeTest:
 
     def advice(self) -> list[str]:
         """Return which rates to try, in sentences."""
-        least, most = sorted((min(self.steepest, self.lowest / 3), self.lowest / 3))
+        least, most = sorted((self.steepest, self.lowest / 3))
         lines = [
             f"try a learning rate of {least:.2g} to {most:.2g}: the loss falls fastest at "
             f"{self.steepest:.3g} and is lowest at {self.lowest:.3g}"

@@ -27,7 +27,7 @@ from wholebatch.memory.activation_checkpointing import (
     repeated_blocks,
     with_checkpoints,
 )
-from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
+from wholebatch.memory.budget import Budget, device_name, parse_memory, sharing_processes
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.options import flattened
 from wholebatch.plain_files import finite
@@ -238,7 +238,8 @@ def tune(
         batch_size=samples,
         budget=budget,
         unit=unit,
-        device=_device_name(device),
+        device=device_name(device)
+        + (f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""),
         seconds=time.perf_counter() - began,
         precision=precisions[0],
         distances=_distances(task, batch, best.setting.micro_batch, [precisions[0], *others]),
@@ -433,10 +434,3 @@ def _least_budget(device: torch.device, memory: Budget, held: int) -> int:
     sharing = sharing_processes(device, world_size())
     free = parse_memory(memory, device=device, held=held, processes=sharing)
     return -int(largest_over_ranks(-float(free)))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    threads = torch.get_num_threads()
-    return f"{device} ({threads} thread{'' if threads == 1 else 's'})"

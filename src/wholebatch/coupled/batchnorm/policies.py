@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, final, get_args
 
 from torch import nn
@@ -94,15 +95,14 @@ class Freeze(Policy):
             )
         self._replaced = ExitStack()
         for _, module in norms:
-            replace_forward(self._replaced, module, _frozen(module, module.forward))
+            # A partial, so that in a copy of the model it runs the module of the copy.
+            frozen = partial(_frozen_forward, module, module.forward)
+            replace_forward(self._replaced, module, frozen)
 
     def detach(self) -> None:
         self._replaced.close()
 
 
-def _frozen(module: nn.Module, found: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with replaced_attributes(module, training=False):
-            return found(*args, **kwargs)
-
-    return forward
+def _frozen_forward(module: nn.Module, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with replaced_attributes(module, training=False):
+        return found(*args, **kwargs)
