@@ -38,6 +38,7 @@ FOUND = (
         way="gradient",
         mistake="total as mean",
     ),
-    # Padding that is trimmed.
+    # Padding that is trimmed, with a mask of bool.
     Program(model="lstm", windows=((Micro(3), Micro(2)),), batch="tuple", tokens=True),
+    Program(model="tokens", windows=(ONE,), tokens=True),
 )

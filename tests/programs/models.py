@@ -232,6 +232,7 @@ def data_text(program: Program) -> str:
     text = "def make_data(seed, rows, labels):"
     text += "\n    draw = torch.Generator().manual_seed(seed)"
     text += (_SEQUENCES if program.has_tokens else _ROWS).rstrip() + _LABELS.rstrip()
+    text += "\n    x[~mask] = 0" if program.tokens else ""  # padding, which may be trimmed
     text += _WEIGHT.rstrip() if "weight" in program.fields else ""
     text += _TARGET.rstrip() if "target" in program.fields else ""
     return f"{text}\n    return {', '.join(program.fields)}"
