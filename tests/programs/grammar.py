@@ -58,11 +58,12 @@ def _right(draw: Any) -> Program:
     if event == "nan":  # in a row that counts: micro-batches without units are left out
         planted = (Micro(windows[at][0].rows), *windows[at][1:])
         windows = (*windows[:at], planted, *windows[at + 1 :])
-    counts = loss == "terms" and way in WHOLE_BATCH
-    if way in WHOLE_BATCH and not counts and loss != "coupled":
+    is_whole = way in WHOLE_BATCH
+    counts = loss == "terms" and is_whole
+    if is_whole and not counts and loss != "coupled":
         counts = _pick(draw, [False, True], 3)
     batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object"])
-    if batch == "object" and way in WHOLE_BATCH:
+    if batch == "object" and is_whole:
         batch = "dict"  # refused with advice: WholeBatch cannot split an unknown class
     if event == "oom" and loss == "coupled":
         event = "none"
@@ -83,12 +84,11 @@ def _right(draw: Any) -> Program:
         scheduler=_scheduler(draw, event),
         clip=_clip(draw, way, model, optimizer),
         close=_close(draw, way, model, event),
-        memory=_pick(draw, ["none", "host"], 6) if way not in ("gradient",) else "none",
+        memory="none" if way == "gradient" or optimizer == "hooked" else _memory(draw),
         counts=counts,
         precision=_precision(draw, model),
-        tokens=way in ("step", "over", "gradient")
-        and model in TOKEN_MODELS
-        and draw(st.booleans()),
+        # The second of the terms counts padding, so trimming changes it.
+        tokens=is_whole and model in TOKEN_MODELS and loss != "terms" and draw(st.booleans()),
         event=event,
         at=at,
         seed=draw(st.integers(0, 50)),
@@ -165,7 +165,7 @@ def _loop(draw: Any, way: str, event: str, windows: Any = ()) -> str:
 
 
 def _event(draw: Any, way: str, model: str) -> str:
-    events = ["none", "rate", "freeze", "evaluate", "load", "raise", "resume"]
+    events = ["none", "rate", "freeze", "thaw", "evaluate", "load", "raise", "resume"]
     events += ["nan"] if model not in TOKEN_MODELS and model != "batchnorm" else []
     events += ["group"] if model == "frozen" else []
     events += ["oom"] if way in ("step", "over") and model != "batchnorm" else []
@@ -173,7 +173,7 @@ def _event(draw: Any, way: str, model: str) -> str:
     if way in ("announce", "gradient"):
         events = [event for event in events if event not in ("raise", "resume", "discard")]
     if model in ("tied", "lora", "tokens"):
-        events = [event for event in events if event != "freeze"]
+        events = [event for event in events if event not in ("freeze", "thaw")]
     if model == "sparse":
         events = [event for event in events if event != "nan"]
     return _pick(draw, events, 4)  # type: ignore[no-any-return]
@@ -207,6 +207,10 @@ def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:
     grouped = optimizer == "groups" and way != "gradient"
     kinds = ["none", "norm", "loose", "value"] + (["groups"] if grouped else [])
     return _pick(draw, kinds, 2)  # type: ignore[no-any-return]
+
+
+def _memory(draw: Any) -> str:
+    return _pick(draw, ["none", "host"], 6)  # type: ignore[no-any-return]
 
 
 def _close(draw: Any, way: str, model: str, event: str) -> tuple[str, ...]:
@@ -256,7 +260,7 @@ def _wrong(draw: Any) -> Program:
 
 def _way_of(draw: Any, plan: Mistake, given: str) -> str:
     """Draw a way in that the mistake can be planted in; rarely a loop that a library owns."""
-    if draw(st.integers(0, 59)) == 30 and not plan.after and given != "helper":
+    if draw(st.integers(0, 59)) == 30 and given != "helper":
         hosts = ["lightning", "trainer"] if "run" in plan.ways and given == "mean" else []
         hosts += ["accelerate", "fabric"] if "backward" in plan.ways else []
         if hosts := [way for way in hosts if way in INSTALLED]:

@@ -20,7 +20,7 @@ COUPLES = r"coupl|compar|depends? on .*(others|samples)|other samples|samples.* 
 MOVES = r"state|buffer|moves|changes .*forward|forward .*(changes|moves)|counter"
 SUMS = r"add up|adds up|\bsum\b|coupl|regularis"
 TOUCHED = r"window|gradient|between"
-UNITS = r"padd|units|add up|mean"
+UNITS = r"padd|units|add up|mean|finite"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ _UNITS = {
         r"\bmean\b",
         given=("total",),
         losses=("ce", "smooth"),
-        values={"total": "sum({unit}.flatten().unbind()) / max(1, len({unit}))"},
+        values={"total": "sum({unit}.flatten().unbind(), logits.sum() * 0) / max(1, len({unit}))"},
         listed=_listed("a mean given as a sum where the graph does not show it"),
     ),
     "divided by steps": Mistake(
@@ -196,6 +196,7 @@ def _compares(
     ways: tuple[str, ...] = TESTED,
     before: tuple[str, ...] = (),
     given: tuple[str, ...] = ("total", "mean"),
+    models: tuple[str, ...] = (),
     **values: str,
 ) -> Mistake:
     """Return a loss of all samples; without `values`, a mean with a `term` of the whole batch."""
@@ -211,6 +212,7 @@ def _compares(
         ways=ways,
         given=given,
         losses=("ce", "smooth"),
+        models=models,
         before=before,
         forward=(*_PARTS, *forward),
         values={"units": "len(z)", **values},
@@ -348,6 +350,7 @@ _MOVING = {
         ),
         MOVES,
         before=("teacher = []",),
+        models=("linear", "mlp", "lora", "frozen", "attention"),
         total="losses.sum() + (z - goal[counted]).square().sum()",
     ),
     "BatchNorm's counter": Mistake(

@@ -168,11 +168,15 @@ def _train(
     optimizer = _optimizer(program, model, scope)
     scheduler = _scheduler(program, optimizer)
     ema = torch.optim.swa_utils.AveragedModel(model) if "ema" in program.close else None
+    if program.event == "thaw":
+        thawed = next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
     record: list[Window] = []
     updates = 0
     for number, batch in enumerate(batches):
         if number == program.at and number > 0:
             _event(program, model, optimizer)
+            if program.event == "thaw":
+                thawed.requires_grad_(True)
         window: Window = {"skipped": program.event == "nan" and number == program.at}
         if not window["skipped"]:
             updates += 1

@@ -478,6 +478,9 @@ def _build(program: Program) -> list[str]:
         options = [f"steps={_steps(program)}", *options]
         made = "train = wb.Accumulator"
     lines += ["optimizer.register_step_pre_hook(limit)"] if program.optimizer == "hooked" else []
+    if program.event == "thaw":
+        lines += ["thawed = next(p for p in model.parameters() if p.requires_grad)"]
+        lines += ["thawed.requires_grad_(False)"]
     lines += mistake_of(program).start
     optimizer = "None" if program.way == "gradient" else "optimizer"
     lines += [f"{made}(model, {optimizer}, {', '.join(options)})"]
@@ -504,6 +507,7 @@ def _steps(program: Program) -> str:
 EVENTS = {
     "rate": ['for group in optimizer.param_groups:\n    group["lr"] *= 0.5'],
     "freeze": ["next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)"],
+    "thaw": ["thawed.requires_grad_(True)"],
     "evaluate": [
         "model.eval()",
         "with torch.no_grad():\n    model(*example)",
@@ -541,7 +545,8 @@ def _event(program: Program) -> str:
 
 def _loop(program: Program) -> str:
     if program.way in hosts.HOSTS:
-        return hosts.loop_text(program, forward_lines(program), given_values(program))
+        lines = forward_lines(program)
+        return hosts.loop_text(program, lines, given_values(program), _left(program))
     if program.is_whole:
         return _whole_batch_loop(program)
     if program.loop == "over":
