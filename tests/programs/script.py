@@ -238,7 +238,7 @@ def forward_lines(program: Program) -> list[str]:
         lines += [f"losses = {ROW_LOSSES[program.loss]}", "losses = losses[counted]"]
     if program.loss == "weighted":
         weight = field(program, "weight")
-        flat = "[:, None].expand(-1, 5).flatten()" if program.has_tokens else ""
+        flat = f"[:, None].expand_as({field(program, 'y')}).flatten()" if flat else ""
         lines += [
             f"weight = {weight}{flat} * counted",
             'losses = F.cross_entropy(logits, y, reduction="none") * weight',
