@@ -469,11 +469,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _page_cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of the page: how it runs is said where it is not recorded."""
-    name, _, compiled, ours, recorded, ratio, _, why = _cells(row)
-    gib = _number(row.get("wholebatch", {}).get("gib"), 1)
+    """Return the cells of the page."""
+    name, _, compiled, ours, _, ratio, _, _ = _cells(row)
+    return [name, compiled, ours, ratio, _number(row.get("wholebatch", {}).get("gib"), 1)]
+
+
+def _not_recorded(row: dict[str, Any]) -> str:
+    """Say how a model runs, and why, where it is not one recorded CUDA graph; else nothing."""
+    _, _, _, _, recorded, _, _, why = _cells(row)
     told = [recorded] if recorded and recorded != "yes" else []
-    return [name, compiled, ours, ratio, gib, "; ".join([*told, *([why] if why else [])])]
+    return "; ".join([*told, *([why] if why else [])])
 
 
 def _errors(row: dict[str, Any]) -> list[str]:
@@ -506,15 +511,22 @@ def write_page(path: Path) -> int:
         *_EXPLAINED,
         "",
     ]
+    lines += ["| | torch.compile, ms | WholeBatch, ms | distance | GiB |"]
+    lines += ["|---|---:|---:|---:|---:|"]
     for group in dict.fromkeys(row["group"] for row in rows):
-        lines += [f"## {group[0].upper()}{group[1:]}", ""]
-        lines += ["| | torch.compile, ms | WholeBatch, ms | distance | GiB | |"]
-        lines += ["|---|---:|---:|---:|---:|---|"]
-        for row in rows:
-            if row["group"] == group:
-                cells = [cell.replace("|", "\\|") for cell in _page_cells(row)]
-                lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+        lines.append(f"| **{group[0].upper()}{group[1:]}** |")
+        lines += [
+            f"| {' | '.join(_page_cells(row))} |"
+            for row in rows
+            if row["group"] == group and "error" not in row
+        ]
+    lines += ["", "## Stopped, eager or undivided", ""]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if reason := _not_recorded(row):
+            reasons.setdefault(reason, []).append(row["name"])
+    lines += [f"- {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    lines.append("")
     lines += _remarks(rows, [model.name for model in MODELS if model.name not in found])
     PAGE.write_text("\n".join(lines))
     print(f"wrote {PAGE}")
@@ -667,8 +679,7 @@ _EXPLAINED = (
     "Random weights, bf16 autocast, fused AdamW. Texts: 8 layers of 768, sequences of 512 tokens,",
     "windows of 32 in micro-batches of 4. Images: 224 pixels, windows of 128 in micro-batches of",
     '16. WholeBatch runs with `execute="graph"`. Milliseconds are medians of whole windows, the',
-    "optimizer's step included. Where micro-steps are not one recorded CUDA graph, the last column",
-    "says how they run, and why. *distance*: the gradient's relative L2 distance to float64, as a",
+    "optimizer's step included. *distance*: the gradient's relative L2 distance to float64, as a",
     "multiple of that of the undivided batch under autocast. *GiB*: reserved between windows. The",
     "loops with BatchNorm normalise each micro-batch by itself: they train another model.",
 )

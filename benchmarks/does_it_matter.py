@@ -41,6 +41,8 @@ SEEDS = range(3)
 CHOOSING_SEED = 100
 """The seed with which the learning rates are chosen."""
 POINTS = 12
+REVERSED = "undivided, other order"
+"""The way whose drift is rounding alone."""
 SAME = 0.001
 """Weights that drift less than this, as a share of the way, are those of another run."""
 TRAINERS = ("Accelerate", "Lightning", "HF Trainer", "exact(Trainer)")
@@ -121,8 +123,6 @@ def table(setting: dict[str, Any]) -> list[str]:
     """Return the lines of one setting's table."""
     tried = ", ".join(f"{float(rate):g}" for rate in setting["rates"])
     lines = [
-        f"Learning rate {setting['rate']:g}, of {tried}.",
-        "",
         f"| | held-out loss | {setting['metric']} | weights drift by | difference in loss |",
         "|---|---:|---:|---:|---|",
     ]
@@ -132,15 +132,25 @@ def table(setting: dict[str, Any]) -> list[str]:
         if "same_as" in row:
             alike.setdefault(row["same_as"], []).append(way)
             continue
+        if way == REVERSED:
+            continue
         cells = [way, spread(of_runs(row, "loss"), ".3f"), spread(of_runs(row, "metric"), ".1%")]
         if way == "undivided":
             cells += ["0", "the truth"]
         else:
-            far = max(of_runs(row, "drift"))
-            cells += [f"{far:.0%}" if far >= 0.01 else f"{far:.0e}", verdict(row, truth)]
+            cells += [largest_drift(row), verdict(row, truth)]
         lines.append(f"| {' | '.join(cells)} |")
     ends = [f"{', '.join(ways)}: as {other}." for other, ways in alike.items()]
-    return [*lines, "", " ".join(ends)]
+    facts = [f"Rate {setting['rate']:g}, of {tried}."]
+    if REVERSED in setting["ways"]:
+        facts.append(f"Rounding: {largest_drift(setting['ways'][REVERSED])}.")
+    return [*lines, "", " ".join([*ends, *facts])]
+
+
+def largest_drift(row: dict[str, Any]) -> str:
+    """Return the drift of the run that ended furthest from the undivided one."""
+    far = max(of_runs(row, "drift"))
+    return f"{far:.0%}" if far >= 0.01 else f"{far:.0e}"
 
 
 def small_batch_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -215,8 +215,8 @@ class Accumulator(LoopWindows):
                 has several backwards, give the same units with each; they are counted once.
             mean: The loss as a mean over `units`, instead of `total`.
             more: True if another backward of the same micro-batch follows.
-            last: Outside of `over`, True if this micro-batch is the last of its window and False if
-                it is not, whatever `steps` says.
+            last: Outside of `over`, True if this micro-batch is the last of its window. False says
+                that it is not: the window may then be longer than `steps`.
 
         Returns:
             The Step if the window was closed, else None.

@@ -14,6 +14,7 @@ from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Progress, State
+from wholebatch.warn_user import warn_user
 from wholebatch.window.close import Handover
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.ledger import HasLedger, Ledger
@@ -56,6 +57,7 @@ class LoopWindows(HasLedger):
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
+        self._has_warned_of_length = False
         this = proxy(self)  # no cycle: a deleted accumulator is gone at once, and so are its hooks
         self._progress = Progress(lambda: this._next_size())
         self._watch()
@@ -73,6 +75,8 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
+            if last is False and self._knows_steps and progress.items + 1 >= progress.size:
+                self._warn_of_length(progress.size)
             if progress.begin_item(last=last):
                 self._begin_window()
         elif last is not None:
@@ -89,6 +93,17 @@ class LoopWindows(HasLedger):
         self._ledger.added.refuse_broken()
         self._untouched.check()
         return progress.is_last
+
+    def _warn_of_length(self, steps: int) -> None:
+        """Warn, once, that `last=False` makes a window longer than `steps`."""
+        if not self._has_warned_of_length:
+            self._has_warned_of_length = True
+            warn_user(
+                f"last=False for micro-batch {steps} of a window of steps={steps}: the window goes "
+                "on until last=True. Where steps= closes the windows, leave last= out and call "
+                "acc.flush() after the loop, or loop with acc.over(loader); where last= closes "
+                "them, give the largest number of micro-batches as steps="
+            )
 
     def _last_of(self, last: bool | None) -> bool | None:
         """Return True if a micro-batch is the last of its window, None if `steps` says it."""

@@ -153,10 +153,26 @@ def test_a_reduction_that_no_graph_shows_is_said_once() -> None:
     model = nn.Linear(3, 4)
     checks = LoopChecks([model])
     loss = Mean.apply(model(torch.randn(6, 3)).square())  # type: ignore[no-untyped-call]
-    with pytest.warns(UserWarning, match="total comes out of mean, a custom or compiled function"):
+    with pytest.warns(UserWarning, match="total comes out of mean, and its graph does not"):
         checks.check(loss, 6)
     checks.check(loss, 6)
     other = LoopChecks([model])
     other.check(mean=loss, units=6)
     other.check(loss, 1)
     other.check(loss * 6, 6)
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda losses: sum(losses.unbind()) / 5,
+        lambda losses: losses @ torch.full((5,), 0.2),
+        lambda losses: torch.einsum("i,i->", losses, torch.ones(5)) / 5,
+        lambda losses: 2 * Mean.apply(losses),
+    ],
+)
+def test_a_reduction_by_hand_is_said(mean: Any) -> None:
+    losses = nn.Linear(3, 1)(torch.randn(5, 3))[:, 0]
+    with pytest.warns(UserWarning, match="does not show if it is the sum over units=5"):
+        LoopChecks([]).check(mean(losses), 5)
+    LoopChecks([]).check(sum(losses.unbind()), 5)  # type: ignore[arg-type]

@@ -113,6 +113,48 @@ def test_a_layer_over_time_that_gets_samples_is_told() -> None:
     acc.discard()
 
 
+def test_a_teacher_in_training_mode_is_told() -> None:
+    """A BatchNorm in no model that was given; not one that another accumulator trains."""
+    torch._dynamo.reset()  # no hook is put on all modules where torch.compile was used
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    acc, [(x, _)] = wb.Accumulator(model := net(), None, steps=2), samples(4)
+    with torch.no_grad():
+        target = norm(logits(model, x))
+    with pytest.warns(UserWarning, match="a BatchNorm1d in training mode"):
+        acc.backward((logits(model, x) - target).square().sum(), units=4)
+    acc.discard()
+    other = wb.Accumulator(norm, None, steps=2, batchnorm="allow")
+    acc = wb.Accumulator(model, None, steps=2)
+    acc.backward((logits(model, x) - norm(logits(model, x).detach())).square().sum(), units=4)
+    acc.discard()
+    del other
+
+
+class NormWithBuffers(nn.Module):
+    """A BatchNorm whose running statistics are arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.batch_norm(self.out(x), mean, var, training=True)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5])
+def test_the_test_of_a_call_leaves_its_arguments(rows: int) -> None:
+    acc, [(x, y)] = wb.Accumulator(model := NormWithBuffers(), None, steps=2), samples(rows)
+    mean, var = torch.zeros(3).double(), torch.ones(3).double()
+    right = NormWithBuffers()
+    right.load_state_dict(model.state_dict())
+    wanted = torch.zeros(3).double()
+    right(x, wanted, torch.ones(3).double())
+    with pytest.warns(UserWarning, match="changed when another row changed"):
+        acc.backward(mean=F.cross_entropy(model(x, mean, var), y), units=rows)
+    assert torch.equal(mean, wanted)
+    acc.discard()
+
+
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -112,6 +112,12 @@ WINDOW_INTERNALS = (
         ("_backward_hooks", "_post_accumulate_grad_hooks"),
     ),
     Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
+    Internal(
+        "torch._dynamo.eval_frame",
+        "cached_backends",
+        "no hook on all modules where torch.compile is used, of which torch warns",
+        _TEST,
+    ),
     Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
     Internal("torch", "_foreach_copy_", "one kernel copies all buffers", _TEST),
     Internal(
@@ -184,6 +190,12 @@ TEST_AND_MEMORY_INTERNALS = (
     Internal("torch", "Tensor._indices", "bytes of sparse gradients", _TEST, ("_values",)),
     Internal("torch", "Tensor._backward_hooks", "the test runs no hook of the user's", _TEST),
     Internal("torch", "Tensor._version", "finds a step of another model's optimizer", _TEST),
+    Internal(
+        "torch._dynamo.eval_frame",
+        "cached_backends",
+        "no hook on all modules where torch.compile is used, of which torch warns",
+        _TEST,
+    ),
     Internal("torch", "_foreach_norm", "one kernel takes the norms of all weights", _TEST),
     Internal("torch._ops", "OpOverload", "which argument is a generator", _TEST, ("_schema",)),
     Internal(

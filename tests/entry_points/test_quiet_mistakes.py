@@ -524,7 +524,7 @@ def test_what_may_be_a_weight_or_a_sample_is_warned_of_and_exact() -> None:
     step = acc.backward((model(images[1]) - images[1]).square().mean() * 1024, units=1)
     assert step is not None
     assert step.loss == pytest.approx(whole, rel=1e-12)
-    other = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=1)
+    other = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=2)
     with pytest.warns(UserWarning, match="total is a mean over 48 numbers, and units=1 takes them"):
-        other.backward((model(images[0]) - images[0]).square().mean(), units=1, last=False)
+        other.backward((model(images[0]) - images[0]).square().mean(), units=1)
     other.discard()

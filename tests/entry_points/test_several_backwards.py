@@ -105,12 +105,28 @@ def test_last_says_which_micro_batch_closes_the_window(sizes: tuple[int, ...]) -
     optimizer = sgd(whole)
     functional.cross_entropy(whole(batch["x"]), batch["y"]).backward()
     optimizer.step()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
+    acc = wb.Accumulator(model, sgd(model), steps=len(batch["x"]))
     for place, micro in enumerate(pieces(batch, sizes), 1):
         last = place == len(sizes)
         step = acc.backward(summed(model, micro), units=len(micro["y"]), last=last)
         assert (step is not None) == last
     assert distance(model.parameters(), whole.parameters()) < EXACT
+
+
+def test_last_false_warns_once_of_a_window_longer_than_steps() -> None:
+    model, batch = mlp(), samples(9)
+    acc = wb.Accumulator(model, sgd(model), steps=2)
+    first, second, *others = pieces(batch, (1, 2, 3, 1, 2))
+    assert acc.backward(summed(model, first), units=1, last=False) is None
+    with pytest.warns(
+        UserWarning, match="micro-batch 2 of a window of steps=2: the window goes on"
+    ):
+        assert acc.backward(summed(model, second), units=2, last=False) is None
+    for micro in others:
+        assert acc.backward(summed(model, micro), units=len(micro["y"]), last=False) is None
+    step = acc.flush()
+    assert step is not None
+    assert step.units == 9
 
 
 def test_last_inside_over_is_refused() -> None:

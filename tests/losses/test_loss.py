@@ -300,6 +300,16 @@ def test_causal_lm_gives_the_mask_to_a_model_with_another_name_for_its_tokens() 
     assert loss.total.item() == right.total.item()
 
 
+def test_causal_lm_of_a_model_with_another_name_for_the_tokens() -> None:
+    class Named(PositionalLm):
+        def forward(self, tokens: torch.Tensor, **others: Any) -> Any:  # type: ignore[override]
+            assert list(others) == ["attention_mask"]
+            return super().forward(tokens)
+
+    micro = {"input_ids": torch.randint(0, 7, (2, 5)), "attention_mask": torch.ones(2, 5)}
+    assert int(wb.causal_lm(Named(), micro).units) == 8
+
+
 @pytest.mark.parametrize("rows", [3, 1000])
 def test_linear_cross_entropy_is_that_of_the_layers_logits(
     monkeypatch: pytest.MonkeyPatch, rows: int

@@ -213,4 +213,4 @@ def test_times_beside_a_link_to_the_trainers_are_on_that_page() -> None:
                     times = {int(number) for number in re.findall(r"\b(\d+) ms\b", text)}
                     assert times <= known, (page.name, times - known)
                     told += len(times)
-    assert told >= 10
+    assert told >= 8

@@ -273,3 +273,35 @@ def test_a_frozen_parameter_in_the_optimizer_is_left_out() -> None:
     verdict = wb.verify(model, squared_mean, BATCH, micro_batch=3, optimizer=optimizer)
     assert not verdict.same
     assert verdict.causes
+
+
+class FixedConfig(dict[str, Any]):
+    """A mapping that refuses to be written to, as the `FrozenDict` of diffusers."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise TypeError("it cannot be changed")
+
+    __setitem__ = __delitem__ = clear = update = pop = setdefault = popitem = _refuse
+
+
+def test_a_configuration_that_cannot_be_written_is_left_alone() -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 4)
+            self.config = FixedConfig(scale=2.0)
+            self.calls = [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.append(len(x))
+            return super().forward(x) * self.config["scale"]
+
+    model = Counting()
+    config, calls = model.config, model.calls
+
+    def loss(model: nn.Module, micro: Any) -> wb.Loss:
+        return wb.cross_entropy(model(micro["x"]), micro["y"])
+
+    assert wb.verify(model, loss, BATCH, micro_batch=4).same
+    assert model.config is config
+    assert model.calls is calls
+    assert calls == [0]

@@ -252,7 +252,7 @@ def _is_padding_beyond(ends: list[int], arrays: Mapping[str, Any], width: int) -
         if leaf.ndim != 2 or leaf.shape[1] != width:
             continue
         values = _dense(leaf)
-        values = values.int() if values.dtype == torch.bool else values  # bool has no subtraction
+        values = values.int() if values.dtype is torch.bool else values
         lengths = torch.tensor(ends, device=values.device)[:, None]
         columns = torch.arange(width, device=values.device)[None]
         beyond = columns >= lengths

@@ -57,6 +57,8 @@ class MicroBatch:
     models: Sequence[nn.Module]
     first_calls: Sequence[AuditFinding | Warned]
     """What a repetition of the models' first calls showed."""
+    foreign_norms: Sequence[nn.Module] = ()
+    """BatchNorms in training mode that ran, and are in no model of an accumulator."""
     keeps_parameters: bool = True
     """False if an engine gathers the parameters for each forward."""
 

@@ -11,12 +11,12 @@ from wholebatch.coupled.coupling_layers import refused_by_type
 class CouplingLayers(Check):
     """Layers that no micro-batch can compute for the batch.
 
-    Finds: ghost BatchNorms, and embeddings that scale their gradient by the rows of the
-    micro-batch.
+    Finds: embeddings that scale their gradient by the rows of the micro-batch
+    (`scale_grad_by_freq`).
 
     Costs: one look at every module of the models, per micro-batch.
 
-    Certain: these layers are defined by the batch that they get.
+    Certain: their gradient is defined by the batch that they get.
 
     Cannot see: such a layer of your own, which `FirstCall` finds where its output shows it.
     """

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import math
+
 from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
+from wholebatch.coupled.last_reduction import Reduction
 
 
 class HiddenReduction(Check):
     """A loss whose reduction no graph shows.
 
-    Finds: over several units, `total` that comes out of a custom or compiled function, so that no
-    other check sees if it is a sum.
+    Finds: over several units, `total` whose graph shows neither a mean nor a sum: it comes out of a
+    custom or compiled function, of products (`losses @ weights`), or of numbers added in Python.
 
     Costs: the walk of `SumOrMean`.
 
-    Likely: most such losses are means.
+    Likely: many such losses are means.
 
-    Cannot see: what the function computes.
+    Cannot see: what the function computes; weights of 1 / n in a sum, `(losses * weights).sum()`;
+    terms with different scales.
     """
 
     def micro_batch(self, micro: MicroBatch) -> Answer:
-        terms = micro.reductions
-        if micro.is_mean or micro.number <= 1 or not terms:
+        terms, units = micro.reductions, micro.number
+        if micro.is_mean or units <= 1 or not terms:
             return None
-        if any(term.kind != "hidden" or term.scales for term in terms):
+        if any(term.kind in ("mean", "sum") or _is_by(term, units) for term in terms):
+            return None
+        scales = {term.scales for term in terms}
+        is_added = len(terms) >= units and not any(scales)  # in Python, sample by sample
+        if is_added or len(scales) > 1:  # or each with its own weight
             return None
         begin = f"total comes out of {terms[0].function}"
         return Warned(
-            f"{begin}, a custom or compiled function that shows no graph, so it was not tested if "
-            f"it is the sum over units={micro.number:g}. If it is their mean, pass "
-            "backward(mean=..., units=n); wb.verify compares whole updates, and acc.run tests the "
-            f"loss function itself. If it is the sum, nothing is wrong; {silenced(begin)}"
+            f"{begin}, and its graph does not show if it is the sum over units={units:g}. If it is "
+            "their mean, pass backward(mean=..., units=n); wb.verify compares whole updates, and "
+            "acc.run tests the loss function itself. If it is the sum, nothing is wrong; "
+            f"{silenced(begin)}"
         )
+
+
+def _is_by(term: Reduction, units: float) -> bool:
+    """True for a mean that was multiplied by its units."""
+    products = [scale.by for scale in term.scales if scale.operation == "multiplied"]
+    return any(math.isclose(factor, units) for factor in products)

@@ -15,6 +15,7 @@ from wholebatch.checks.compared_rows import ComparedRows
 from wholebatch.checks.coupling_layers import CouplingLayers
 from wholebatch.checks.divided_by_steps import DividedBySteps
 from wholebatch.checks.first_call import FirstCall
+from wholebatch.checks.foreign_batchnorm import ForeignBatchNorm
 from wholebatch.checks.hidden_reduction import HiddenReduction
 from wholebatch.checks.mean_as_one_unit import MeanAsOneUnit
 from wholebatch.checks.mean_units import UnitsOfMeans
@@ -34,6 +35,7 @@ LAWS: tuple[type[Check], ...] = (
     OtherModels,
     CouplingLayers,
     NewBatchNorm,
+    ForeignBatchNorm,
     SumOrMean,
     HiddenReduction,
     ScaledLoss,
@@ -139,6 +141,7 @@ class LoopChecks:
                 outputs=self._calls.outputs,
                 models=self._models,
                 first_calls=self._calls.findings,
+                foreign_norms=self._calls.foreign_norms(),
                 keeps_parameters=self._calls.tests,
             )
             try:

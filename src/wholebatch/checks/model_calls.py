@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
 from wholebatch.checks.check import Warned, silenced
 from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
+from wholebatch.coupled.normalisation_layers import BatchNorm
 from wholebatch.window.autograd_graph import transforms_active
 from wholebatch.window.forward_state import in_backward
 
@@ -27,6 +30,7 @@ _log = logging.getLogger("wholebatch")
 _MOST_OUTPUTS = 32
 
 _watching: WeakSet[ModelCalls] = WeakSet()
+_all: WeakSet[ModelCalls] = WeakSet()
 
 
 @contextmanager
@@ -60,6 +64,8 @@ class ModelCalls:
         """What the models returned in this micro-batch, with a row for each sample."""
         self.findings: list[AuditFinding | Warned] = []
         """What the tests of the first calls showed."""
+        self._norms: WeakSet[nn.Module] = WeakSet()  # that trained in calls of any module
+        _all.add(self)
 
     def watch(self, *, tests: bool = True) -> None:
         """Put hooks on the models, unless they are there; with `tests`, test the first calls."""
@@ -67,6 +73,10 @@ class ModelCalls:
             return
         self.tests = tests
         _watching.add(self)
+        if not _compiles():  # torch warns of a hook on all modules where one of them is compiled
+            everywhere = register_module_forward_pre_hook(_Hook(self._note_norm))
+            self._handles.append(everywhere)
+            finalize(self, everywhere.remove)
         for module in {m for model in self._models for m in model.modules()}:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -112,13 +122,25 @@ class ModelCalls:
         made = (one for one in tensors_of(output) if one.dim() and one.requires_grad)
         self.outputs += [one for one in made if len(one) == len(given[0])]
 
+    def _note_norm(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, BatchNorm) and module.training and not self._paused:
+            self._norms.add(module)
+
+    def foreign_norms(self) -> list[nn.Module]:
+        """Return the BatchNorms that ran in training mode and are in no model of any loop."""
+        if not self._norms:
+            return []
+        models = (model for calls in _all for model in calls._models)
+        known = {module for model in models for module in model.modules()}
+        return [norm for norm in self._norms if norm not in known]
+
     def bypassed(self) -> nn.Module | None:
         """Return a model that has a forward of its own, and of which only layers were called."""
         for model in self._models:
             inner = {*model.modules()} - {model}
             own = type(model).forward is not nn.Module.forward
             is_called = model in self._outermost or not inner & self._outermost
-            if self.tests and own and not is_called and not isinstance(model, nn.ModuleList):
+            if self.tests and own and not (is_called or isinstance(model, nn.Sequential)):
                 return model
         return None
 
@@ -163,13 +185,14 @@ def parts_of_call(
         return AdditivityResult(conclusive=False)
 
     def run(few: Any) -> dict[str, Tensor]:
-        given, named = few
         rows = len(next(tensor for tensor in tensors_of(few) if tensor.dim()))
-        leaves, _ = flatten(module(*given, **named))
+        leaves, _ = flatten(module(*few["args"].values(), **few["kwargs"]))
         made = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
         return {name: one for name, one in made.items() if one.dim() and len(one) == rows}
 
-    layout = readable_layout((tuple(args), dict(kwargs)), None, ())
+    # A tuple of two arguments would be taken for a list of two samples.
+    call = {"args": {str(place): one for place, one in enumerate(args)}, "kwargs": dict(kwargs)}
+    layout = readable_layout(call, None, ())
     try:
         made = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
         if any(found.kind in UNTESTED for found in made.findings):
@@ -240,6 +263,12 @@ def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
 def _turned_back(value: Any, rows: int) -> Any:
     is_turned = isinstance(value, Tensor) and value.dim() > 1 and len(value) == rows
     return value.transpose(0, 1) if is_turned else value
+
+
+def _compiles() -> bool:
+    """True if the program has called `torch.compile`."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and bool(dynamo.cached_backends)
 
 
 class _Hook:

@@ -44,11 +44,6 @@ _ADVICE = {
         "outputs do not depend on other samples, but the running statistics move once for every "
         'micro-batch: WholeBatch(batchnorm="exact") moves them once per window'
     ),
-    "ghost": (
-        "splits its batch and normalises the parts (Ghost BatchNorm), so it needs no statistics "
-        "of the whole batch. Use a plain BatchNorm, or plain accumulation in micro-batches of its "
-        'parts: batchnorm="allow", audit=False'
-    ),
     "frequency": (
         "scale_grad_by_freq=True divides the gradient of a row by how often it occurs in the "
         "micro-batch, not in the batch: leave it out"
@@ -76,9 +71,8 @@ def layers_by_type(model: nn.Module) -> list[AuditFinding]:
     found = [(name, m, _kind(m)) for name, m in batchnorms(model) if uses_batch_statistics(m)]
     found += [(name, m, "running") for name, m in tracked_instance_norms(model) if m.training]
     for name, module in model.named_modules():
-        if module.training and _is_ghost(module):
-            found.append((name, module, "ghost"))
-        if getattr(module, "scale_grad_by_freq", False) and module.weight.requires_grad:
+        scales = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
+        if scales and module.weight.requires_grad:
             found.append((name, module, "frequency"))
         if module.training and is_spectral_norm(module):
             found.append((name, module, "spectral"))
@@ -90,13 +84,7 @@ def layers_by_type(model: nn.Module) -> list[AuditFinding]:
 
 def refused_by_type(model: nn.Module) -> list[AuditFinding]:
     """Return the layers that no policy makes right in micro-batches."""
-    return [finding for finding in layers_by_type(model) if finding.kind in ("ghost", "frequency")]
-
-
-def _is_ghost(module: nn.Module) -> bool:
-    """True by what such layers are called, and by TabNet's name for the size of their parts."""
-    named = "ghost" in type(module).__name__.lower() or hasattr(module, "virtual_batch_size")
-    return named and any(isinstance(m, BatchNorm) for m in (module, *module.children()))
+    return [finding for finding in layers_by_type(model) if finding.kind == "frequency"]
 
 
 def _kind(module: nn.Module) -> str:

@@ -152,6 +152,10 @@ class ChosenSamples:
         self._data = [(p, p.data) for p in self.named.values()]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._generators = own_generators(model, run)
+        # All runs get the same tensors that are not split: a running mean that a forward moves.
+        whole = (leaf.value for leaf in layout.leaves if not leaf.batched)
+        tensors = [t for t in whole if isinstance(t, Tensor) and not t.requires_grad]
+        self._shared = [(tensor, tensor.clone()) for tensor in tensors]
         self.start = ForwardState(model, results=True, generators=self._generators)
         self.weights = self.weight_norms()
         self.draws = HeldDraws()
@@ -184,6 +188,9 @@ class ChosenSamples:
         for parameter, is_trained in self._trained:  # a loss function may freeze one
             if parameter.requires_grad is not is_trained:
                 parameter.requires_grad_(is_trained)
+        for tensor, value in self._shared:
+            if not tensor.equal(value):  # a BatchNorm's write counts as no new version
+                tensor.copy_(value)
         if not self._is_clean:
             self.start.restore(random=self._may_have_drawn)
             for parameter, data in self._data:

@@ -64,10 +64,13 @@ def _arguments(model: Any, micro: Mapping[str, Any]) -> tuple[list[Any], dict[st
     inputs = {name: value for name, value in micro.items() if name != "labels"}
     forward = getattr(getattr(model, "module", model), "forward", model)
     parameters = inspect.signature(forward).parameters
-    if "input_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    is_named = takes_all and kinds[0] is not inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if "input_ids" in parameters or is_named:
         return [], inputs
     tokens = inputs.pop("input_ids")
-    return [tokens], {name: value for name, value in inputs.items() if name in parameters}
+    return [tokens], {k: v for k, v in inputs.items() if takes_all or k in parameters}
 
 
 def _output_layer(model: Any, labels: Tensor) -> nn.Linear | None:

@@ -96,27 +96,33 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _shallow(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copy the attributes, and their containers one level deep: `_modules`, hooks, lists."""
+def _shallow(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return each attribute, and what it holds if it is a container: `_modules`, hooks, lists."""
+    kinds: tuple[type[Any], ...] = (dict, list, set)
     return {
-        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        name: (value, next((kind(value) for kind in kinds if isinstance(value, kind)), None))
         for name, value in attributes.items()
     }
 
 
-def _put_back(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Restore attributes; a dict is refilled in place, since handles of hooks refer to it."""
+def _put_back(attributes: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
+    """Restore attributes, and what containers hold.
+
+    A container is refilled in place, since handles of hooks refer to it, and only if it has
+    changed: some cannot be written to (a `FrozenDict`).
+    """
     for name in attributes.keys() - saved.keys():
         del attributes[name]
-    for name, value in saved.items():
-        now = attributes.get(name)
-        if isinstance(value, dict) and isinstance(now, dict):
-            now.clear()
-            now.update(value)
-        elif isinstance(value, dict | list | set):
-            attributes[name] = copy.copy(value)
-        else:
-            attributes[name] = value
+    for name, (value, content) in saved.items():
+        attributes[name] = value
+        if content is not None and _identities(value) != _identities(content):
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+
+def _identities(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any, Literal, final, get_args
 from torch import nn
 
 from wholebatch.coupled.normalisation_layers import (
+    BatchNorm,
     replace_forward,
     uses_whole_batch,
     whole_batch_norms,
@@ -71,7 +72,7 @@ class Refuse(Policy):
             return
         names = [name for name, _ in found]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        kind = "InstanceNorm" if "InstanceNorm" in type(found[0][1]).__name__ else "BatchNorm"
+        kind = "BatchNorm" if isinstance(found[0][1], BatchNorm) else "InstanceNorm"
         raise UnsupportedError(
             f"{kind} in {shown}: it would use the statistics of each micro-batch, and the update "
             'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
