@@ -69,7 +69,7 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 # -------------------------------------------- sums, means and units, given as each other
 
 _UNITS = {
-    "mean as total": Mistake(r"\bmean\b", given=("total",), values={"total": "{mean}"}),
+    "mean as total": Mistake(r"\bmean\b|finite", given=("total",), values={"total": "{mean}"}),
     "quotient as total": Mistake(
         r"\bmean\b", given=("total",), values={"total": "{total} / {units}"}
     ),
@@ -109,11 +109,12 @@ _UNITS = {
         counts=True,
     ),
     "mean by a loop": Mistake(
-        r"\bmean\b",
+        r"\bmean\b|\bsum\b",
         given=("total",),
         losses=("ce", "smooth"),
-        values={"total": "sum({unit}.flatten().unbind(), logits.sum() * 0) / max(1, len({unit}))"},
-        listed=_listed("a mean given as a sum where the graph does not show it"),
+        values={
+            "total": "sum({unit}.flatten().unbind() or [logits.sum() * 0]) / max(1, len({unit}))"
+        },
     ),
     "divided by steps": Mistake(
         r"steps|divi",
