@@ -75,7 +75,8 @@ class LoopWindows(HasLedger):
         last = self._last_of(last)
         progress, loop = self._progress, self._progress.loop
         if loop is None:
-            if last is False and self._knows_steps and progress.items + 1 >= progress.size:
+            is_own_loop = self._handover is None
+            if last is False and is_own_loop and progress.items + 1 >= progress.size:
                 self._warn_of_length(progress.size)
             if progress.begin_item(last=last):
                 self._begin_window()

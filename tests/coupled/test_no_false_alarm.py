@@ -1,6 +1,6 @@
 """Correct models and losses pass the test of the first window, and it changes no bit of the update.
 
-`tests/mistakes` has many more correct models and losses, in every interface.
+`tests/programs` has many more correct models and losses, in every interface.
 """
 
 from __future__ import annotations

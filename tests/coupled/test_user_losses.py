@@ -1,6 +1,6 @@
 """Losses as users write them that do not add up over micro-batches: each is refused.
 
-`tests/mistakes` has those that do, and many more that do not.
+`tests/programs` has those that do, and many more that do not.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,10 @@ def fit(
         enable_model_summary=False,
     )
     loader = loader or DataLoader(pieces(samples(sum(SIZES)), SIZES), batch_size=None)
-    trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
+    fit = partial(trainer.fit, module, loader, ckpt_path=ckpt_path)
+    if "weights_only" in signature(trainer.fit).parameters:  # since Lightning 2.6
+        fit = partial(fit, weights_only=False)
+    fit()
     return trainer
 
 

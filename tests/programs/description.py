@@ -15,8 +15,10 @@ WHOLE_BATCH = ("step", "over", "gradient")
 """The ways in that are given a whole batch."""
 LOOPS = ("backward", "more", "announce")
 """The ways in whose loop runs the forward pass itself."""
-TOKEN_MODELS = ("tokens", "attention", "lstm", "causal")
+TOKEN_MODELS = ("tokens", "attention", "lstm", "gru", "encoder", "causal")
 """The models that read sequences of token ids, with padding."""
+OWN_DATA = ("ce", "smooth", "classes", "weighted", "terms", "coupled")
+"""The losses without a `target`: numbers beside the labels."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Program:
         return self.way in WHOLE_BATCH
 
     @property
+    def is_random(self) -> bool:
+        """True if the model draws random numbers: no two splits give the same update."""
+        return self.model == "random" or self.mistake == "negatives drawn"
+
+    @property
     def has_tokens(self) -> bool:
         """True if a sample is a sequence of tokens."""
         return self.model in TOKEN_MODELS
@@ -101,5 +108,5 @@ class Program:
         names = ["x", "mask"] if self.has_tokens else ["x"]
         names += ["y"]
         names += ["weight"] if self.loss == "weighted" else []
-        names += ["target"] if self.loss == "mse" else []
+        names += ["target"] if self.loss not in OWN_DATA else []
         return tuple(names)

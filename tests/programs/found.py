@@ -21,6 +21,7 @@ FOUND = (
     # The number of steps was also that of the rows.
     Program(way="backward", mistake="divided by steps"),
     Program(windows=((Micro(2, "some"), *ONE),), way="run", mistake="divided by steps", seed=2),
+    Program(windows=((Micro(2, "some"),) * 2,), way="backward", mistake="divided by steps"),
     # A weighted mean over one label, as the sum over its weight.
     Program(
         windows=((*ONE, Micro(1, "some")),), loss="classes", way="backward", mistake="mean as total"
@@ -38,6 +39,7 @@ FOUND = (
         way="gradient",
         mistake="total as mean",
     ),
-    # Padding that is trimmed.
+    # Padding that is trimmed, with a mask of bool.
     Program(model="lstm", windows=((Micro(3), Micro(2)),), batch="tuple", tokens=True),
+    Program(model="tokens", windows=(ONE,), tokens=True),
 )

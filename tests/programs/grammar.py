@@ -10,22 +10,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.programs.description import LOOPS, TOKEN_MODELS, WHOLE_BATCH, Micro, Program
-from tests.programs.mistakes import MISTAKES
-from tests.programs.models import MODELS
+from tests.programs.hosts import HOSTS
+from tests.programs.mistakes import MISTAKES, Mistake
+from tests.programs.models import MODELS, ROW_LOSSES
 
-INSTALLED = [
-    way
-    for way, package in {
-        "accelerate": "accelerate",
-        "fabric": "lightning",
-        "lightning": "lightning",
-        "trainer": "transformers",
-        "keras": "keras",
-        "jax": "jax",
-    }.items()
-    if find_spec(package) is not None
-]
-VECTOR_MODELS = tuple(name for name in MODELS if name not in TOKEN_MODELS)
+PACKAGES = {"fabric": "lightning", "trainer": "transformers"}
+INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
+CONTAINERS = ["dict", "tuple", "dataclass", "namedtuple"]
+RUN_ANYWHERE = [name for name in MODELS if name not in ("batchnorm", "random")]
 
 
 @st.composite
@@ -66,17 +58,21 @@ def _right(draw: Any) -> Program:
     if event == "nan":  # in a row that counts: micro-batches without units are left out
         planted = (Micro(windows[at][0].rows), *windows[at][1:])
         windows = (*windows[:at], planted, *windows[at + 1 :])
-    counts = loss == "terms" and way in WHOLE_BATCH
-    if way in WHOLE_BATCH and not counts and loss != "coupled":
+    is_whole = way in WHOLE_BATCH
+    counts = loss == "terms" and is_whole
+    if is_whole and not counts and loss != "coupled":
         counts = _pick(draw, [False, True], 3)
     batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object"])
-    if batch == "object" and way in WHOLE_BATCH:
+    if batch == "object" and is_whole:
         batch = "dict"  # refused with advice: WholeBatch cannot split an unknown class
     if event == "oom" and loss == "coupled":
         event = "none"
     optimizer = "sgd" if model == "sparse" else _optimizer(draw, model)
+    precision = _precision(draw, model)
     if event == "group" and optimizer == "adagrad":  # torch's own fails: no state for the group
         optimizer = "sgd"
+    if optimizer == "adafactor" and (precision != "float64" or model not in ("linear", "mlp")):
+        optimizer = "nadam"  # it amplifies what is zero but for rounding
     return Program(
         model=model,
         windows=windows,
@@ -91,12 +87,11 @@ def _right(draw: Any) -> Program:
         scheduler=_scheduler(draw, event),
         clip=_clip(draw, way, model, optimizer),
         close=_close(draw, way, model, event),
-        memory=_pick(draw, ["none", "host"], 6) if way not in ("gradient",) else "none",
+        memory="none" if way == "gradient" or optimizer == "hooked" else _memory(draw),
         counts=counts,
-        precision=_precision(draw, model),
-        tokens=way in ("step", "over", "gradient")
-        and model in TOKEN_MODELS
-        and draw(st.booleans()),
+        precision=precision,
+        # The second of the terms counts padding, so trimming changes it.
+        tokens=is_whole and model in TOKEN_MODELS and loss != "terms" and draw(st.booleans()),
         event=event,
         at=at,
         seed=draw(st.integers(0, 50)),
@@ -109,6 +104,7 @@ def _loss(draw: Any, way: str, model: str) -> str:
     losses = ["ce", "smooth", "classes", "mse", "weighted"]
     if way == "more":
         return _pick(draw, losses[:3])  # type: ignore[no-any-return]
+    losses += list(ROW_LOSSES) if draw(st.integers(0, 2)) == 1 else []
     if way in WHOLE_BATCH:
         losses += ["terms"] + (["coupled"] if model not in ("batchnorm", *TOKEN_MODELS) else [])
     return _pick(draw, losses)  # type: ignore[no-any-return]
@@ -120,7 +116,7 @@ def _given(draw: Any, way: str, loss: str) -> str:
     given = ["total", "mean"]
     if loss in ("ce", "smooth", "classes") and way != "more":
         given += ["helper"]
-    if loss in ("ce", "smooth", "mse") and way in (*WHOLE_BATCH, "run"):
+    if loss in ("ce", "smooth", "mse", *ROW_LOSSES) and way in (*WHOLE_BATCH, "run"):
         given += ["unit"]
     if way == "backward":
         given += ["Loss"]
@@ -172,7 +168,7 @@ def _loop(draw: Any, way: str, event: str, windows: Any = ()) -> str:
 
 
 def _event(draw: Any, way: str, model: str) -> str:
-    events = ["none", "rate", "freeze", "evaluate", "load", "raise", "resume"]
+    events = ["none", "rate", "freeze", "thaw", "evaluate", "load", "raise", "resume"]
     events += ["nan"] if model not in TOKEN_MODELS and model != "batchnorm" else []
     events += ["group"] if model == "frozen" else []
     events += ["oom"] if way in ("step", "over") and model != "batchnorm" else []
@@ -180,7 +176,7 @@ def _event(draw: Any, way: str, model: str) -> str:
     if way in ("announce", "gradient"):
         events = [event for event in events if event not in ("raise", "resume", "discard")]
     if model in ("tied", "lora", "tokens"):
-        events = [event for event in events if event != "freeze"]
+        events = [event for event in events if event not in ("freeze", "thaw")]
     if model == "sparse":
         events = [event for event in events if event != "nan"]
     return _pick(draw, events, 4)  # type: ignore[no-any-return]
@@ -188,7 +184,8 @@ def _event(draw: Any, way: str, model: str) -> str:
 
 def _optimizer(draw: Any, model: str) -> str:
     kinds = ["sgd", "momentum", "decay", "adamw", "adamw fused", "adam foreach", "adagrad"]
-    return _pick(draw, [*kinds, "rmsprop", "groups"], 3)  # type: ignore[no-any-return]
+    kinds += ["rmsprop", "groups", "nadam", "adafactor", "own", "hooked"]
+    return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
 def _scheduler(draw: Any, event: str) -> str:
@@ -215,6 +212,10 @@ def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:
     return _pick(draw, kinds, 2)  # type: ignore[no-any-return]
 
 
+def _memory(draw: Any) -> str:
+    return _pick(draw, ["none", "host"], 6)  # type: ignore[no-any-return]
+
+
 def _close(draw: Any, way: str, model: str, event: str) -> tuple[str, ...]:
     if model == "sparse":
         return ()
@@ -228,27 +229,65 @@ def _wrong(draw: Any) -> Program:
     """Draw a plain program with a mistake in it."""
     mistake = _pick(draw, list(MISTAKES))
     plan = MISTAKES[mistake]
-    way = _pick(draw, [way for way in plan.ways if way not in ("announce", "more")])
-    model = _pick(draw, [name for name in MODELS if name not in ("batchnorm", "sparse")])
+    given = _pick(draw, list(plan.given))
+    way = _way_of(draw, plan, given)
+    model = _pick(draw, models_of(plan))
     loss = _pick(draw, list(plan.losses))
-    windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model, least=2))
+    if plan.wide:
+        windows = draw(_wide_windows(whole=way in WHOLE_BATCH))
+    else:
+        windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model, least=2))
     if mistake == "divided by steps":
         windows = tuple(window[: len(windows[0])] for window in windows)
         windows = tuple(window for window in windows if len(window) == len(windows[0]))
+    if way in HOSTS:
+        windows = _labelled(_full(draw, windows, len(windows[0])))
     return Program(
         model=model,
         windows=windows,
         loss=loss,
-        given=_pick(draw, list(plan.given)),
+        given=given,
         way=way,
-        batch=_pick(draw, ["dict", "tuple", "dataclass", "namedtuple"]),
+        batch=_pick(
+            draw, ["dict", "tuple", "dataclass", "namedtuple"] if way not in HOSTS else ["dict"]
+        ),
         loop=_loop(draw, way, "none"),
         style=_pick(draw, ["module", "main", "closure", "class"]),
         names=_pick(draw, ["short", "long"]),
         optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
+        counts=plan.counts,
         mistake=mistake,
         seed=draw(st.integers(0, 50)),
     )
+
+
+def _way_of(draw: Any, plan: Mistake, given: str) -> str:
+    """Draw a way in that the mistake can be planted in; rarely a loop that a library owns."""
+    if draw(st.integers(0, 59)) == 30 and given != "helper":
+        hosts = ["lightning", "trainer"] if "run" in plan.ways and given == "mean" else []
+        hosts += ["accelerate", "fabric"] if "backward" in plan.ways else []
+        if hosts := [way for way in hosts if way in INSTALLED]:
+            return _pick(draw, hosts)  # type: ignore[no-any-return]
+    ways = [way for way in plan.ways if way not in ("announce", "more")]
+    return _pick(draw, ways)  # type: ignore[no-any-return]
+
+
+def models_of(plan: Mistake) -> list[str]:
+    """Return the models that a mistake is planted in."""
+    never = ("batchnorm", "sparse", "random")
+    return list(plan.models) or [name for name in MODELS if name not in never]
+
+
+@st.composite
+def _wide_windows(draw: Any, whole: bool) -> Any:
+    """Draw windows whose samples can be compared: all have labels, and the first are several."""
+    size = draw(st.integers(4, 7))
+    windows = []
+    for _ in range(draw(st.integers(1, 2))):
+        further = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 2)))]
+        rows = [size, *further] if not whole else [size, size, further[0]]
+        windows.append(tuple(Micro(number) for number in rows))
+    return tuple(windows)
 
 
 def _full(draw: Any, windows: Any, many: int) -> Any:
@@ -275,7 +314,9 @@ def _on_ranks(draw: Any) -> Program:
     """Draw a program on 2 or 3 ranks, of which some have fewer micro-batches at the end."""
     ranks = draw(st.integers(2, 3))
     way = _pick(draw, ["over", "backward", "run"])
-    model = _pick(draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora")])
+    model = _pick(
+        draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random")]
+    )
     loss = _pick(draw, ["ce", "smooth", "classes", "mse"])
     whole = way == "over"
     windows = draw(_windows(whole=whole, loss=loss, model=model))
@@ -289,7 +330,7 @@ def _on_ranks(draw: Any) -> Program:
         loss=loss,
         given=_pick(draw, ["total", "mean"]),
         way=way,
-        batch=_pick(draw, ["dict", "tuple", "dataclass", "namedtuple"]),
+        batch=_pick(draw, CONTAINERS),
         names=_pick(draw, ["short", "long"]),
         optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
         scheduler=_pick(draw, ["none", "exponential"]),
@@ -304,7 +345,7 @@ def _in_host(draw: Any) -> Program:
     """Draw a program whose loop another library owns."""
     way = _pick(draw, INSTALLED)
     whole = way in ("keras", "jax")
-    model = "linear" if whole else _pick(draw, [name for name in MODELS if name != "batchnorm"])
+    model = "linear" if whole else _pick(draw, RUN_ANYWHERE)
     loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])
     windows = draw(_windows(whole=whole, loss=loss, model=model))
     windows = _labelled(_full(draw, windows, draw(st.integers(1, 3))))
@@ -334,7 +375,7 @@ def _in_host(draw: Any) -> Program:
 def _compiled(draw: Any) -> Program:
     """Draw a program whose micro-steps are compiled."""
     way = _pick(draw, ["step", "run"])
-    model = _pick(draw, [name for name in MODELS if name != "batchnorm"])
+    model = _pick(draw, RUN_ANYWHERE)
     loss = _pick(draw, ["ce", "classes", "mse"])
     return Program(
         model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import dedent, indent
 
 from tests.programs.description import Program
@@ -30,12 +31,18 @@ IMPORTS = {
 HOSTS = tuple(IMPORTS)
 
 
-def loop_text(program: Program, forward: list[str], value: dict[str, str]) -> str:
-    """Return the loop of the library; `forward` leads from `micro` to the loss."""
+def loop_text(
+    program: Program, forward: list[str], value: dict[str, str], left: Sequence[str] = ()
+) -> str:
+    """Return the loop of the library; `forward` leads from `micro` to the loss.
+
+    The lines `left` stand after each backward that is not the last of its window.
+    """
     steps = str(len(program.windows[0]))
     text = dedent(_LOOPS[program.way]).strip().replace("STEPS", steps)
     lines = {
         "FORWARD": "\n".join(forward),
+        "LEFT": "\n".join(left or ["pass"]),
         "BACKWARD": f"mean={value['mean']}, units={value['units']}"
         if program.given == "mean"
         else f"{value['total']}, units={value['units']}",
@@ -77,6 +84,8 @@ _ACCELERATE = """
             step = train.backward(BACKWARD)
             if accelerator.sync_gradients:
                 CLIP
+            else:
+                LEFT
             optimizer.step()
             optimizer.zero_grad()
             if step is not None:
@@ -90,6 +99,8 @@ _FABRIC = """
         for place, micro in enumerate(window):
             FORWARD
             step = train.backward(BACKWARD, last=place == len(window) - 1)
+            if step is None:
+                LEFT
         CLIP
         optimizer.step()
         optimizer.zero_grad()
@@ -111,6 +122,8 @@ _LIGHTNING = """
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if self.trainer.global_step > len(record):
                 note(callback.last)
+            elif (batch_idx + 1) % STEPS:
+                LEFT
 
 
     callback = ExactAccumulation()
@@ -139,6 +152,9 @@ _TRAINER = """
         def on_step_end(self, args, state, control, **rest):
             report = dict(update=state.global_step, loss=None, units=None, grad_norm=None)
             note(SimpleNamespace(**report, skipped=None))
+
+        def on_substep_end(self, *_, **__):
+            LEFT
 
 
     class Own(Trainer):

@@ -8,10 +8,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 from tests.programs.description import Program
-
-CLASSES = 3
-WORDS = 7
-LENGTH = 5
+from tests.programs.mistakes import mistake_of
 
 _LINEAR = """
 class Net(nn.Module):
@@ -177,6 +174,195 @@ class Net(nn.Module):
     def forward(self, x, mask):
         return self.out(self.lstm(self.table(x))[0])
 """
+_GRU = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, padding_idx=0)
+        self.gru = nn.GRU(4, 3, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x, mask):
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.table(x), mask.sum(1).cpu(), batch_first=True, enforce_sorted=False
+        )
+        hidden, _ = self.gru(packed)
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(
+            hidden, batch_first=True, total_length=x.shape[1]
+        )
+        return self.out(hidden)
+"""
+_ENCODER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, norm_first=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        return self.out(self.layer(self.table(x), src_key_padding_mask=~mask))
+"""
+_CAUSAL = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(7, 4), nn.RMSNorm(4)
+        self.gate, self.up, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.out = nn.Linear(4, 3)
+        self.angles = None
+
+    def turn(self, x):
+        if self.angles is None or len(self.angles) < x.shape[1]:
+            self.angles = torch.outer(torch.arange(x.shape[1]), 0.1 ** torch.arange(2)).to(x.dtype)
+        a, b = x.chunk(2, -1)
+        cos, sin = self.angles[: x.shape[1]].cos(), self.angles[: x.shape[1]].sin()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    def forward(self, x, mask):
+        hidden = self.table(x)
+        key = self.turn(self.norm(hidden))
+        hidden = hidden + F.scaled_dot_product_attention(key, key, hidden, is_causal=True)
+        return self.out(hidden + self.down(F.silu(self.gate(hidden)) * self.up(hidden)))
+"""
+_EXPERTS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 5) for _ in range(3))
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x):
+        share, choice = self.gate(x).softmax(1).max(1)
+        hidden = x.new_zeros(len(x), 5)
+        for number, expert in enumerate(self.experts):
+            at = (choice == number).nonzero()[:, 0]
+            rows = (expert(x[at]) * share[at, None]).to(hidden.dtype)
+            hidden = hidden.index_add(0, at, rows)
+        return self.out(hidden.tanh())
+"""
+_STRAIGHT = """
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.second(Straight.apply(self.first(x).tanh()))
+"""
+_PARAMETRIZED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+        self.second = nn.utils.parametrizations.orthogonal(nn.Linear(5, 3))
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+"""
+_PHYSICS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            y = self.out(self.body(x).tanh())
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y + slope[:, :3]
+"""
+_COMPLEX = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 2) / 2)
+        self.out = nn.Linear(3, 3)
+
+    def forward(self, x):
+        weight = torch.view_as_complex(self.weight.contiguous())
+        return self.out((torch.fft.fft(x.to(weight.real.dtype)) @ weight.T).abs())
+"""
+_HYPER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.writer = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 6))
+
+    def forward(self, x):
+        return torch.einsum("nij,nj->ni", self.writer(x[:, :2]).view(-1, 3, 2), x[:, 2:])
+"""
+_IMAGES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 2, padding=1)
+        self.norm = nn.InstanceNorm2d(4, affine=True)
+        self.out = nn.Linear(36, 3)
+
+    def forward(self, x):
+        return self.out(self.norm(self.conv(x.view(-1, 1, 2, 2))).relu().flatten(1))
+"""
+_REMEMBERS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.calls, self.last, self.sizes = 0, torch.empty(0), []
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.body.register_forward_hook(lambda m, a, out: self.sizes.append(out.detach().mean()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = self.seen + len(x)
+        hidden = self.body(x).tanh()
+        if hidden.requires_grad:  # the gradient is reversed, as in domain adaptation
+            hidden.register_hook(lambda g: -0.5 * g)
+        self.last = self.out(hidden)
+        return self.last
+"""
+_STILL = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5))
+        self.norm = nn.BatchNorm1d(5)
+        self.out = nn.Linear(5, 3)
+        self.train()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.first.eval()
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.out(self.norm(self.first(x)).tanh())
+"""
+_RANDOM = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.codes = nn.Parameter(torch.randn(5, 5) / 2)
+
+    def forward(self, x):
+        x = x * (torch.rand(len(x), 1) < 0.9).to(x.dtype) + 0.1 * torch.randn_like(x)
+        hidden = F.dropout(self.body(x), 0.3, self.training)
+        return self.out(F.gumbel_softmax(hidden, tau=0.7) @ self.codes.to(hidden.dtype))
+"""
 MODELS = {
     "linear": _LINEAR,
     "mlp": _MLP,
@@ -192,7 +378,55 @@ MODELS = {
     "tokens": _TOKENS,
     "attention": _ATTENTION,
     "lstm": _LSTM,
+    "gru": _GRU,
+    "encoder": _ENCODER,
+    "causal": _CAUSAL,
+    "experts": _EXPERTS,
+    "straight": _STRAIGHT,
+    "parametrized": _PARAMETRIZED,
+    "physics": _PHYSICS,
+    "complex": _COMPLEX,
+    "hyper": _HYPER,
+    "images": _IMAGES,
+    "remembers": _REMEMBERS,
+    "still": _STILL,
+    "random": _RANDOM,
 }
+ROW_LOSSES = {
+    "labels": "F.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype), "
+    "pos_weight=torch.tensor([1.0, 2.0, 3.0]).to(logits), reduction='none').mean(1)",
+    "poisson": "F.poisson_nll_loss(logits, target.abs().round(), reduction='none').sum(1)",
+    "gaussian": "F.gaussian_nll_loss(logits[:, :1], target[:, :1], logits[:, 1:2].exp() + 0.1, "
+    "reduction='none').sum(1)",
+    "distilled": "F.kl_div(logits.log_softmax(1), target.softmax(1), reduction='none').sum(1)",
+    "preferred": "-F.logsigmoid(2.0 * logits[:, 0] - 2.0 * logits[:, 1] - target[:, 0])",
+    "policy": "F.cross_entropy(logits, y.clamp(min=0), reduction='none') * target[:, 0]",
+    "huber": "F.huber_loss(logits, target.to(logits.dtype), reduction='none').mean(1)",
+    "triplet": "F.triplet_margin_loss(logits, target, target.roll(1, 1), reduction='none')",
+    "margin": "F.multi_margin_loss(logits, y.clamp(min=0), reduction='none')",
+}
+"""Losses of each row, from `logits`, `y` and `target`: the same text in the script and oracle."""
+OWN_OPTIMIZER = """
+class Normed(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 0.01), alpha=group["lr"])
+        return loss
+"""
+LIMIT = """
+def limit(optimizer, *_):
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None:
+            p.grad.mul_(0.02 / p.grad.norm().clamp(min=0.02))
+"""
+"""A hook before an optimizer's step, which wants the whole gradient."""
 
 _ROWS = """
     x = torch.randn(rows, 4, generator=draw, dtype=torch.float32).to(dtype)
@@ -223,8 +457,16 @@ _TARGET = """
 
 
 def model_text(program: Program) -> str:
-    """Return the class `Net`."""
-    return dedent(MODELS[program.model]).strip()
+    """Return the class `Net`, and the others that are made beside it."""
+    parts = [MODELS[program.model], mistake_of(program).behind]
+    parts += [OWN_OPTIMIZER] if program.optimizer == "own" else []
+    parts += [LIMIT] if program.optimizer == "hooked" else []
+    return "\n\n\n".join(dedent(part).strip() for part in parts if part)
+
+
+def model_call(program: Program) -> str:
+    """Return the expression that makes the model."""
+    return "nn.Sequential(Net(), Behind())" if mistake_of(program).behind else "Net()"
 
 
 def data_text(program: Program) -> str:
@@ -232,6 +474,7 @@ def data_text(program: Program) -> str:
     text = "def make_data(seed, rows, labels):"
     text += "\n    draw = torch.Generator().manual_seed(seed)"
     text += (_SEQUENCES if program.has_tokens else _ROWS).rstrip() + _LABELS.rstrip()
+    text += "\n    x[~mask] = 0" if program.tokens else ""  # padding, which may be trimmed
     text += _WEIGHT.rstrip() if "weight" in program.fields else ""
     text += _TARGET.rstrip() if "target" in program.fields else ""
     return f"{text}\n    return {', '.join(program.fields)}"

@@ -6,7 +6,9 @@ normalisation, clipping and the order of events are written here a second time.
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.programs.description import Program
-from tests.programs.models import data_seed, data_text, model_text
+from tests.programs.mistakes import mistake_of
+from tests.programs.models import ROW_LOSSES, data_seed, data_text, model_call, model_text
+from tests.programs.script import forward_lines, given_values
 
 Window = dict[str, Any]
 
@@ -24,7 +28,8 @@ def truth(program: Program) -> list[Window]:
     scope = _scope(program)
     with torch.random.fork_rng(devices=[]):  # a fork of a process with CUDA has none
         torch.manual_seed(3)
-        return _train(program, scope["Net"]().double(), _batches(program, scope["make_data"]))
+        model = eval(model_call(program), scope).double()
+        return _train(program, model, _batches(program, scope["make_data"]), scope)
 
 
 def _scope(program: Program) -> dict[str, Any]:
@@ -32,7 +37,9 @@ def _scope(program: Program) -> dict[str, Any]:
     from torch.utils.checkpoint import checkpoint
 
     scope = {"torch": torch, "nn": nn, "F": F, "dtype": torch.float64, "checkpoint": checkpoint}
-    exec(model_text(program) + "\n\n" + data_text(program), scope)
+    scope["copy"] = copy
+    before = "\n".join(mistake_of(program).before)
+    exec("\n\n".join([model_text(program), data_text(program), before]), scope)
     return scope
 
 
@@ -49,8 +56,22 @@ def _batches(program: Program, make_data: Any) -> list[dict[str, Tensor]]:
     return batches
 
 
-def _mean_and_units(program: Program, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+def _loss_of_its_own(program: Program, model: nn.Module, batch: Any, scope: Any) -> Any:
+    """Return the loss of a batch and its units, by the lines of the script."""
+    plain = replace(program, batch="dict", names="short")
+    scope.update(model=model, micro=batch)
+    exec("\n".join(forward_lines(plain)), scope)
+    value = given_values(plain)
+    units = float(eval(value["units"], scope))
+    if program.given == "total":
+        return eval(value["total"], scope) / units, units
+    return eval(value["mean"], scope), units
+
+
+def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) -> Any:
     """Return the loss of a batch and its units."""
+    if mistake_of(program).own_truth:
+        return _loss_of_its_own(program, model, batch, scope)
     inputs = [batch["x"], batch["mask"]] if program.has_tokens else [batch["x"]]
     logits = model(*inputs).reshape(-1, 3)
     y = batch["y"].reshape(-1)
@@ -68,6 +89,9 @@ def _mean_and_units(program: Program, model: nn.Module, batch: dict[str, Tensor]
     if program.loss == "mse":
         losses = (logits - batch["target"].reshape(-1, 3)).square().mean(1)
         weights = counts * 3
+    if program.loss in ROW_LOSSES:
+        given = {"torch": torch, "F": F, "logits": logits, "y": y}
+        losses = eval(ROW_LOSSES[program.loss], {**given, "target": batch["target"].reshape(-1, 3)})
     if program.loss == "weighted":
         per_row = batch["weight"][:, None].expand(len(batch["weight"]), batch["y"][0].numel())
         weights = counts * per_row.reshape(-1)
@@ -91,15 +115,23 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"eps": 0.01}),
     "rmsprop": (torch.optim.RMSprop, {"eps": 0.01}),
     "groups": (torch.optim.SGD, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "nadam": (torch.optim.NAdam, {"eps": 0.01}),
+    "hooked": (torch.optim.SGD, {}),
 }
 
 
-def _optimizer(program: Program, model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(program: Program, model: nn.Module, scope: Any) -> torch.optim.Optimizer:
     trained: Any = [p for p in model.parameters() if p.requires_grad]
     if program.optimizer == "groups":
         trained = [{"params": trained[:1], "lr": 0.05}, {"params": trained[1:]}]
+    if program.optimizer == "own":
+        return scope["Normed"](trained, lr=0.1)  # type: ignore[no-any-return]
     kind, options = _OPTIMIZERS[program.optimizer]
-    return kind(trained, lr=0.1, **options)
+    made = kind(trained, lr=0.1, **options)
+    if program.optimizer == "hooked":
+        made.register_step_pre_hook(scope["limit"])
+    return made
 
 
 def _scheduler(program: Program, optimizer: torch.optim.Optimizer) -> Any:
@@ -128,21 +160,27 @@ def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:
             p.grad.clamp_(-0.01, 0.01)
 
 
-def _train(program: Program, model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Window]:
+def _train(
+    program: Program, model: nn.Module, batches: list[dict[str, Tensor]], scope: Any
+) -> list[Window]:
     if program.model == "batchnorm" and not program.is_whole:
         model.eval()  # batchnorm="freeze"
-    optimizer = _optimizer(program, model)
+    optimizer = _optimizer(program, model, scope)
     scheduler = _scheduler(program, optimizer)
     ema = torch.optim.swa_utils.AveragedModel(model) if "ema" in program.close else None
+    if program.event == "thaw":
+        thawed = next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
     record: list[Window] = []
     updates = 0
     for number, batch in enumerate(batches):
         if number == program.at and number > 0:
             _event(program, model, optimizer)
+            if program.event == "thaw":
+                thawed.requires_grad_(True)
         window: Window = {"skipped": program.event == "nan" and number == program.at}
         if not window["skipped"]:
             updates += 1
-            window.update(_update(program, model, optimizer, batch))
+            window.update(_update(program, model, optimizer, batch, scope))
             if ema is not None:
                 ema.update_parameters(model)
             if scheduler is not None:
@@ -157,10 +195,14 @@ def _train(program: Program, model: nn.Module, batches: list[dict[str, Tensor]])
 
 
 def _update(
-    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+    program: Program,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Tensor],
+    scope: Any,
 ) -> Window:
     optimizer.zero_grad()
-    mean, units = _mean_and_units(program, model, batch)
+    mean, units = _mean_and_units(program, model, batch, scope)
     mean.backward()
     groups = [group["params"] for group in optimizer.param_groups]
     trained = [p for group in groups for p in group if p.grad is not None]

@@ -143,5 +143,6 @@ def _execute(text: str) -> Outcome:
     path.unlink()
     said = [*logged.lines, *(str(warning.message) for warning in caught)]
     lines = printed.getvalue().strip().splitlines()
-    windows = json.loads(lines[-1]) if lines and error is None else []
+    noted = module.__dict__.get("record", [])  # of the windows before the error
+    windows = json.loads(lines[-1]) if lines and error is None else noted
     return Outcome(windows, said, error, refused, where)

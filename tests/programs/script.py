@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from textwrap import indent
 
-from tests.programs import hosts, mistakes
+from tests.programs import hosts
 from tests.programs.description import Program
-from tests.programs.models import data_seed, data_text, model_text
+from tests.programs.mistakes import in_values, lines_of, mistake_of
+from tests.programs.models import ROW_LOSSES, data_seed, data_text, model_call, model_text
 
 LONG = {
     "x": "input_ids",
@@ -49,6 +50,10 @@ _OPTIMIZERS = {
     "adagrad": "torch.optim.Adagrad(PARAMETERS, lr=0.1, eps=0.01)",
     "rmsprop": "torch.optim.RMSprop(PARAMETERS, lr=0.1, eps=0.01)",
     "groups": "torch.optim.SGD(GROUPS, lr=0.1)",
+    "adafactor": "torch.optim.Adafactor(PARAMETERS, lr=0.1)",
+    "nadam": "torch.optim.NAdam(PARAMETERS, lr=0.1, eps=0.01)",
+    "own": "Normed(PARAMETERS, lr=0.1)",
+    "hooked": "torch.optim.SGD(PARAMETERS, lr=0.1, fused=True)",
 }
 GROUPS = "[{'params': PARAMETERS[:1], 'lr': 0.05}, {'params': PARAMETERS[1:]}]"
 SCHEDULERS = {
@@ -188,7 +193,7 @@ def _data(program: Program) -> str:
     ]
     rows = ",\n    ".join(f"[{', '.join(window)}]" for window in drawn)
     text = f"drawn = [\n    {rows},\n]\n"
-    for line in mistakes.DATA.get(program.mistake, ()):
+    for line in mistake_of(program).data:
         text += line + "\n"
     if program.event == "nan":
         text += f"drawn[{program.at}][0][0][0, 0] = float('nan')\n"
@@ -211,6 +216,7 @@ def _globals(program: Program) -> list[str]:
         lines += [f"class_weights = torch.tensor([0.5, 1.0, 2.0], dtype=dtype{on})"]
     if program.event in ("raise", "oom"):
         lines += ["failing = [True]"]
+    lines += mistake_of(program).before
     return ["\n".join(lines)] if lines else []
 
 
@@ -224,17 +230,20 @@ def forward_lines(program: Program) -> list[str]:
     if program.has_tokens:
         lines = [lines[0] + ".flatten(0, 1)", lines[1] + ".flatten()"]
     lines += ["counted = y != -100"]
+    flat = ".flatten(0, 1)" if program.has_tokens else ""
     if program.loss == "mse":
-        flat = ".flatten(0, 1)" if program.has_tokens else ""
         lines += [f"errors = (logits - {field(program, 'target')}{flat}).square()[counted]"]
+    if program.loss in ROW_LOSSES:
+        lines += [f"target = {field(program, 'target')}{flat}"]
+        lines += [f"losses = {ROW_LOSSES[program.loss]}", "losses = losses[counted]"]
     if program.loss == "weighted":
         weight = field(program, "weight")
-        flat = "[:, None].expand(-1, 5).flatten()" if program.has_tokens else ""
+        flat = f"[:, None].expand_as({field(program, 'y')}).flatten()" if flat else ""
         lines += [
             f"weight = {weight}{flat} * counted",
             'losses = F.cross_entropy(logits, y, reduction="none") * weight',
         ]
-    return [*lines, *mistakes.FORWARD.get(program.mistake, ())]
+    return [*lines, *lines_of(mistake_of(program).forward, values(program), lines[0])]
 
 
 def _cross_entropy(program: Program, reduction: str) -> str:
@@ -252,6 +261,13 @@ def values(program: Program) -> dict[str, str]:
             "mean": "errors.mean()",
             "unit": "errors",
             "units": "errors.numel()",
+        }
+    if program.loss in ROW_LOSSES:
+        return {
+            "total": "losses.sum()",
+            "mean": "losses.mean()",
+            "unit": "losses",
+            "units": "len(losses)",
         }
     if program.loss == "weighted":
         units = "weight.sum()"
@@ -271,7 +287,7 @@ def values(program: Program) -> dict[str, str]:
 
 def given_values(program: Program) -> dict[str, str]:
     """Return the same expressions, with a planted mistake in them."""
-    return mistakes.in_values(program, values(program))
+    return in_values(program, values(program))
 
 
 def loss_value(program: Program) -> str:
@@ -308,7 +324,9 @@ def _loss(program: Program) -> list[str]:
         ]
     if program.is_whole or program.way == "run":
         arguments = "model, micro" if program.is_whole else "micro"
-        lines = [*_failing(program), *forward_lines(program), f"return {loss_value(program)}"]
+        lines = [*_failing(program), *forward_lines(program)]
+        lines += _left(program) if program.is_whole else []
+        lines += [f"return {loss_value(program)}"]
         parts += _in_style(program, f"def loss({arguments}):", lines)
     if program.counts:
         lines = [f"y = {field(program, 'y')}", "counted = y != -100"]
@@ -318,10 +336,18 @@ def _loss(program: Program) -> list[str]:
         if program.loss == "weighted":
             weight = field(program, "weight") + ("[:, None]" if program.has_tokens else "")
             units = f"({weight} * counted).sum()"
+        if program.loss in ROW_LOSSES:
+            units = "counted.sum()"
         if program.loss == "terms":
             units = f'{{"ce": {units}, "size": y.numel()}}'
+        units = in_values(program, {**values(program), "count": units})["count"]
         parts += [_function("def count(micro):", [*lines, f"return {units}"])]
     return parts
+
+
+def _left(program: Program) -> list[str]:
+    """Return lines that somebody has left after the backward of a micro-batch."""
+    return lines_of(mistake_of(program).after, values(program), forward_lines(program)[0])
 
 
 def _failing(program: Program) -> list[str]:
@@ -419,10 +445,11 @@ def _build(program: Program) -> list[str]:
     place = f', "{program.device}"' if program.device != "cpu" else ""
     lines = [
         "torch.manual_seed(3)",
-        f"model = Net().to(dtype=dtype{place.replace(', ', ', device=')})",
+        f"model = {model_call(program)}.to(dtype=dtype{place.replace(', ', ', device=')})",
     ]
     if program.way in hosts.HOSTS:
-        return ["\n".join([*lines, f"optimizer = {optimizer_text(program)}"])]
+        made = [f"optimizer = {optimizer_text(program)}", *mistake_of(program).start]
+        return ["\n".join([*lines, *made])]
     if program.ranks > 1:
         lines += ["model = DistributedDataParallel(model)"]
     lines += [f"optimizer = {optimizer_text(program)}"]
@@ -450,6 +477,11 @@ def _build(program: Program) -> list[str]:
     else:
         options = [f"steps={_steps(program)}", *options]
         made = "train = wb.Accumulator"
+    lines += ["optimizer.register_step_pre_hook(limit)"] if program.optimizer == "hooked" else []
+    if program.event == "thaw":
+        lines += ["thawed = next(p for p in model.parameters() if p.requires_grad)"]
+        lines += ["thawed.requires_grad_(False)"]
+    lines += mistake_of(program).start
     optimizer = "None" if program.way == "gradient" else "optimizer"
     lines += [f"{made}(model, {optimizer}, {', '.join(options)})"]
     if program.event != "resume":
@@ -475,6 +507,7 @@ def _steps(program: Program) -> str:
 EVENTS = {
     "rate": ['for group in optimizer.param_groups:\n    group["lr"] *= 0.5'],
     "freeze": ["next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)"],
+    "thaw": ["thawed.requires_grad_(True)"],
     "evaluate": [
         "model.eval()",
         "with torch.no_grad():\n    model(*example)",
@@ -512,7 +545,8 @@ def _event(program: Program) -> str:
 
 def _loop(program: Program) -> str:
     if program.way in hosts.HOSTS:
-        return hosts.loop_text(program, forward_lines(program), given_values(program))
+        lines = forward_lines(program)
+        return hosts.loop_text(program, lines, given_values(program), _left(program))
     if program.is_whole:
         return _whole_batch_loop(program)
     if program.loop == "over":
@@ -553,8 +587,8 @@ def body_lines(program: Program, last: str = "") -> list[str]:
     if program.precision in ("bf16", "fp16"):
         kind = {"bf16": "bfloat16", "fp16": "float16"}[program.precision]
         lines = [f'with torch.autocast("{program.device}", dtype=torch.{kind}):', *_inner(lines)]
-    left = mistakes.AFTER.get(program.mistake, ())
-    return [*lines, *(line.replace("FORWARD", forward_lines(program)[0]) for line in left)]
+    left = _left(program)
+    return [*lines, *(["if step is None:", *_inner(left)] if left else [])]
 
 
 def _backward(program: Program, last: str) -> list[str]:

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.processes import worker
-from tests.programs.description import Micro, Program
+from tests.programs.description import TOKEN_MODELS, WHOLE_BATCH, Micro, Program
 from tests.programs.found import FOUND
-from tests.programs.grammar import programs
+from tests.programs.grammar import models_of, programs
 from tests.programs.hosts import HOSTS
 from tests.programs.judge import Verdict, judge, verdict
-from tests.programs.mistakes import MISTAKES
+from tests.programs.mistakes import MISTAKES, TESTED
+from tests.programs.models import MODELS, ROW_LOSSES
 from tests.programs.run import Outcome, run
 from tests.programs.script import script
 
@@ -115,6 +116,85 @@ def test_a_slice_of_programs(machine: Worker, number: int) -> None:
 
     judged()
     assert not failures
+
+
+def planted(name: str, way: str, given: str) -> Program:
+    """Return a program with a mistake, and with enough samples to see it."""
+    plan = MISTAKES[name]
+    whole = way in WHOLE_BATCH
+    models = [model for model in models_of(plan) if model not in TOKEN_MODELS] or plan.models
+    return Program(
+        model=models[len(name + way) % len(models)],
+        windows=((Micro(5), Micro(5 if whole else 2), Micro(2 if whole else 3)),) * 2,
+        loss=plan.losses[0],
+        given=given,
+        way=way,
+        counts=plan.counts,
+        mistake=name,
+    )
+
+
+WAYS = ("step", "gradient", "backward", "run")
+
+
+@pytest.mark.parametrize(
+    "name, way",
+    [(name, way) for name, plan in MISTAKES.items() for way in WAYS if way in plan.ways],
+)
+def test_no_mistake_passes_unseen(machine: Worker, name: str, way: str) -> None:
+    """It is named in time, or the update is exact."""
+    for given_as in MISTAKES[name].given:
+        found = machine.judge(planted(name, way, given_as))
+        assert not found.failed, found
+
+
+@pytest.mark.parametrize(
+    "name, way, given",
+    [
+        ("contrastive", "accelerate", "total"),
+        ("running mean", "accelerate", "mean"),
+        ("zero_grad", "accelerate", "total"),
+        ("mean as total", "fabric", "total"),
+        ("optimizer step", "fabric", "mean"),
+        ("contrastive", "lightning", "mean"),
+        ("softmax over samples", "lightning", "mean"),
+        ("clipping", "lightning", "mean"),
+        ("growing weight", "trainer", "mean"),
+        ("divided by steps", "trainer", "mean"),
+        ("zero_grad", "trainer", "mean"),
+    ],
+)
+def test_no_mistake_passes_a_library_unseen(
+    machine: Worker, name: str, way: str, given: str
+) -> None:
+    found = machine.judge(planted(name, way, given))
+    assert not found.failed, found
+
+
+@pytest.mark.parametrize("name", [n for n, plan in MISTAKES.items() if plan.ways == TESTED])
+def test_verify_finds_what_a_loop_of_your_own_may_not(machine: Worker, name: str) -> None:
+    text = script(planted(name, "step", MISTAKES[name].given[0])).split("train = wb.WholeBatch")[0]
+    verified = "wb.verify(model, loss, batches[0], micro_batch=5).same"
+    outcome = machine.run(f"{text}\nprint(json.dumps([{{'same': {verified}}}]))")
+    assert outcome.windows == [{"same": False}], outcome
+
+
+UNEVEN = ((Micro(3), Micro(3), Micro(2, "one")), (Micro(3), Micro(3, "none"), Micro(1)))
+
+
+@pytest.mark.parametrize("way", ["step", "backward", "run"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_right(machine: Worker, model: str, way: str) -> None:
+    found = machine.judge(Program(model=model, windows=UNEVEN, way=way))
+    assert found.kind == "exact" or "BatchNorm" in found.detail, found
+
+
+@pytest.mark.parametrize("way", ["step", "backward", "run"])
+@pytest.mark.parametrize("loss", ROW_LOSSES)
+def test_every_loss_is_right(machine: Worker, loss: str, way: str) -> None:
+    for model in ("mlp", "attention"):
+        found = machine.judge(Program(model=model, windows=UNEVEN, loss=loss, way=way))
+        assert found.kind == "exact", found
 
 
 @pytest.mark.parametrize("program", FOUND, ids=repr)

@@ -190,9 +190,11 @@ def _scale_by(
         if term.kind == "mean" or (term.kind == "sum" and divided_below):
             return "of a mean"
         divided_above = any(one.operation == "divided" for one in term.scales[:place])
-        # The sum of a vector over its own length, which is also its units: a mean, for one.
-        is_vector = term.node.startswith("NllLoss") or len(term.sizes) == 1
-        if units is not None and is_vector and place == 0 and _close(number, float(units)):
+        # A sum over labels has no features that it may be divided by. Any other vector over its
+        # own length, which is also its units, is a mean, for one.
+        is_label = term.node.startswith("NllLoss")
+        is_vector = is_label or (len(term.sizes) == 1 and _close(number, float(units or 0)))
+        if units is not None and is_vector and place == 0:
             found = "of a sum"
             continue
         is_a_size = any(_close(number, size) for size in (*term.sizes, term.count))

@@ -27,7 +27,7 @@ from wholebatch.coupled.normalisation_layers import (
     fixed_statistics,
     uses_batch_statistics,
 )
-from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
+from wholebatch.losses.loss import OfTheBatch, Units, as_loss, is_nothing, terms_of
 from wholebatch.window.autograd_graph import graph_nodes, refuse_reentrant
 from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState, Key, own_generators
@@ -67,6 +67,8 @@ class SampledTerm:
     size: float = 0.0
     weight: float = 1.0
     dtype: torch.dtype = torch.float32
+    units_rounding: float = 0.0
+    """The rounding step of the units, if they are floating point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +329,16 @@ def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
     for name, term in terms_of(loss).items():
         total = float(term.total.detach())
         summed = abs(total) if size is None else size
-        made = SampledTerm(total, float(term.units), summed, term.weight, _narrowest(term.total))
+        units, dtype = float(term.units), _narrowest(term.total)
+        made = SampledTerm(total, units, summed, term.weight, dtype, _rounding(term.units))
         terms[name] = (made, term.total)
     return terms
+
+
+def _rounding(units: Units) -> float:
+    if isinstance(units, Tensor) and units.is_floating_point():
+        return torch.finfo(units.dtype).eps
+    return 0.0
 
 
 def _narrowest(total: Tensor) -> torch.dtype:
@@ -569,7 +578,8 @@ class Tolerance:
         """True if the units of each term are the sum of those of the parts."""
         relative = max(1e-5, self.relative / 100)
         return all(
-            abs(a.units - b.units) <= relative * max(abs(a.units), abs(b.units))
+            abs(a.units - b.units)
+            <= max(relative, 2 * a.units_rounding) * max(abs(a.units), abs(b.units))
             for a, b in _by_term(whole, parts)
         )
 

@@ -33,7 +33,7 @@ from wholebatch.options import Close, close_options
 from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.window import Step
 
-require("lightning", at_least="2.6", extra="lightning", purpose="wholebatch in Lightning")
+require("lightning", at_least="2.4", extra="lightning", purpose="wholebatch in Lightning")
 
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric import wrappers as fabric_wrappers  # noqa: E402
