@@ -8,7 +8,8 @@ None of their code is in this repository. FOLDER has `scripts.json`, a list of e
      "original": "nanoGPT/train.py", "port": "nanoGPT/train_port.py",
      "arguments": ["--device=cpu"], "why_not_run": ""}
 
-with paths inside FOLDER. A script that cannot run here has `why_not_run`, and is linted only.
+with paths inside FOLDER. A file that does not train by itself has a script of ours that runs it
+(`original_run`, `port_run`). A script that cannot run here has `why_not_run`, and is linted only.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def row(entry: dict[str, Any], folder: Path) -> str:
         if not path or entry.get("why_not_run"):
             cells.append(f"not run: {entry['why_not_run']}" if path else "")
         else:
-            cells.append(verified(folder / path, entry.get("arguments", [])))
+            run = entry.get(f"{which}_run", path)
+            cells.append(verified(folder / run, entry.get("arguments", [])))
         print(entry["name"], which, *cells[-2:], sep=" | ", flush=True)
     return f"| {' | '.join(cells)} |"
 

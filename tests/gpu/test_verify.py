@@ -155,7 +155,7 @@ def test_every_batchnorm_policy_that_is_exact() -> None:
         assert verdict.same, f"{policy}: {verdict}"
     verdict = wb.verify(cnn(), loss, images(48), micro_batch=11, batchnorm="allow")
     assert not verdict.same
-    assert verdict.causes[0].kind == "BatchNorm", str(verdict)
+    assert verdict.causes[0].name == "BatchNorm", str(verdict)
 
 
 def test_a_batch_that_does_not_fit_is_cut_down() -> None:

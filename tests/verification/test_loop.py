@@ -312,7 +312,7 @@ def test_dropout_is_off() -> None:
 
     verdict = verify_loop(training, case=Case("dropping", model, loss, ZOO["mlp"].window))
     assert verdict.same, str(verdict)
-    assert any("dropout is off" in note for trial in verdict.trials for note in trial.notes)
+    assert any("dropout in 1 is off" in note for trial in verdict.trials for note in trial.notes)
 
 
 def _half_frozen() -> nn.Module:

@@ -157,7 +157,7 @@ KINDS: dict[str, Kind] = {
         weighted_by_samples,
         lambda: BATCH,
         {},
-        ["a mean of means"],
+        ["weighed by other units"],
     ),
     "two tasks": (lambda: network(5), two_tasks, tasks, {"units": counted}, []),
     "contrastive": (
@@ -182,7 +182,7 @@ def encoder() -> nn.Module:
 def test_the_usual_kinds(name: str) -> None:
     make, loss, batch, options, kinds = KINDS[name]
     verdict = wb.verify(make(), loss, batch(), micro_batch=4, **options)
-    assert [cause.kind for cause in verdict.causes] == kinds, verdict
+    assert [cause.name for cause in verdict.causes] == kinds, verdict
     assert verdict.same is not bool(kinds)
     if not kinds and verdict.float64 is not None:
         assert verdict.float64.distance <= 1e-12
@@ -224,7 +224,7 @@ def test_a_detector(draws: bool) -> None:
     batch = {"images": images, "targets": targets}
     verdict = wb.verify(Detector(draws=draws), loss, batch, micro_batch=4)
     assert verdict.same is not draws
-    assert [cause.kind for cause in verdict.causes] == (["randomness"] if draws else [])
+    assert [cause.name for cause in verdict.causes] == (["randomness"] if draws else [])
 
 
 def by_class(model: nn.Module, micro: Any) -> wb.Loss:
@@ -239,7 +239,7 @@ def test_power_iterations_are_a_state(features: int) -> None:
     batch = samples(37, features, dtype=F32)
     verdict = wb.verify(model, by_class, batch, micro_batch=5)
     assert not verdict.same
-    assert verdict.causes[0].kind == "a stateful module", verdict
+    assert verdict.causes[0].name == "a stateful module", verdict
     assert verdict.causes[0].where == ("0.parametrizations.weight.0",)
 
 

@@ -71,12 +71,12 @@ def test_noise_is_the_only_cause(drops: bool) -> None:
     model = nn.Sequential(network(5), nn.Dropout(0.2)) if drops else network(5)
     verdict = wb.verify(model, denoising, BATCH, micro_batch=4)
     assert not verdict.same
-    assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict
-    evidence = verdict.causes[0].evidence
+    assert [cause.name for cause in verdict.causes] == ["randomness"], verdict
+    evidence = verdict.causes[0].variant
     assert "randn_like (test_noise.py:" in evidence
     assert "rand (test_noise.py:" in evidence
     assert not verdict.notes
-    assert "pass them in it" in verdict.causes[0].advice
+    assert "pass them in it" in verdict.causes[0].instead
 
 
 def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
@@ -105,8 +105,8 @@ def test_noise_that_comes_with_the_batch_is_the_same_update() -> None:
 def test_noise_is_named_first(loss: Any, make: Any) -> None:
     """Another cause may be behind it, which a proof with the noise in the batch names."""
     verdict = wb.verify(make(), loss, BATCH, micro_batch=4)
-    assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict
-    assert "another cause may be hidden behind this one" in verdict.causes[0].advice
+    assert [cause.name for cause in verdict.causes] == ["randomness"], verdict
+    assert "another cause may be hidden behind this one" in verdict.causes[0].instead
 
 
 def test_noise_in_a_coupled_loss() -> None:
@@ -118,7 +118,7 @@ def test_noise_in_a_coupled_loss() -> None:
         return wb.losses.info_nce(*views)
 
     verdict = wb.verify(network(4), wb.Coupled(encode, loss), BATCH, micro_batch=4)
-    assert [cause.kind for cause in verdict.causes] == ["randomness"], verdict
+    assert [cause.name for cause in verdict.causes] == ["randomness"], verdict
 
 
 def test_numbers_drawn_in_the_order_of_the_batch_are_the_same() -> None:

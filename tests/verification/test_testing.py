@@ -70,5 +70,5 @@ def test_pytest_shows_the_message_and_the_users_own_line(tmp_path: Path) -> None
     )
     assert done.returncode == 1, done.stderr
     assert re.search(r"^E +AssertionError: DIFFERENT update: ", done.stdout, re.M), done.stdout
-    assert "a mean of means" in done.stdout
+    assert "mean of means" in done.stdout
     assert "testing.py" not in done.stdout.split("short test summary")[0]

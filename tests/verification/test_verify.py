@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import loss, mlp, samples
-from wholebatch.verification.observed_window import StartingState
+from wholebatch.verification.starting_state import StartingState
 
 F32 = torch.float32
 
@@ -294,8 +294,8 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], str, tuple
     "hand-made": (lambda: small(nn.Tanh(), HandMade()), loss, {}, "coupled samples", ("2",)),
     "buffer": (lambda: small(Counting()), loss, {}, "a stateful module", ("1.seen",)),
     "sum and mean": (small, sum_and_mean, {}, "a loss that does not decompose", ()),
-    "mean of means": (small, mean_of_means, {}, "a mean of means", ()),
-    "mean as sum": (small, mean_as_sum, {}, "a mean of means", ()),
+    "mean of means": (small, mean_of_means, {}, "mean of means", ()),
+    "mean as sum": (small, mean_as_sum, {}, "mean of means", ()),
     "contrastive": (small, contrastive, {}, "a loss that does not decompose", ()),
     "noise": (small, noisy, {}, "randomness", ()),
     "unseeded": (small, unseeded, {}, "non-determinism", ()),
@@ -310,7 +310,7 @@ def test_the_cause_is_named(name: str) -> None:
     assert not verdict.same
     assert verdict.exit_status == 1
     assert verdict.line.startswith("DIFFERENT update: ")
-    assert verdict.causes[0].kind == kind, verdict
+    assert verdict.causes[0].name == kind, verdict
     assert verdict.causes[0].where == where
     assert kind in str(verdict)
     assert verdict.gradient.worst(1)[0].distance > 0.01
@@ -318,7 +318,7 @@ def test_the_cause_is_named(name: str) -> None:
 
 def test_a_counter_that_is_no_buffer() -> None:
     verdict = wb.verify(small(CountingQuietly()), loss, samples(37, dtype=F32), micro_batch=5)
-    assert verdict.causes[0].kind == "a stateful module", verdict
+    assert verdict.causes[0].name == "a stateful module", verdict
     assert verdict.causes[0].where == ("1.calls",)
 
 

@@ -114,6 +114,9 @@ def joined(
                 return None
             values.append(leaf.value)
             continue
+        if all(isinstance(value, list) for value in column):
+            values.append([sample for value in column for sample in value])
+            continue
         if not all(
             isinstance(value, Tensor) and value.dtype is column[0].dtype for value in column
         ):

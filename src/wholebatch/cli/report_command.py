@@ -194,10 +194,7 @@ def _read_verdict(path: Path) -> dict[str, Any]:
             for one in compared
         ],
         "table": found.get("table", ()),
-        "advice": [
-            *found.get("advice", ()),
-            *((one["kind"], one["evidence"], one["advice"]) for one in found.get("causes", ())),
-        ],
+        "advice": found.get("advice", ()),
         "notes": found.get("notes", ()),
         "rows": [
             (label, _shown(found[key]))

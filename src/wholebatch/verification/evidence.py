@@ -32,8 +32,10 @@ class Backward:
     """Learning rates and weight decays of the optimizer; empty if it was not known yet."""
     moved: bool = False
     """True if the weights have changed since the backward before."""
-    operations: frozenset[object] = frozenset()
+    operations: frozenset[str] = frozenset()
     """The operations of its loss: backwards of another purpose differ in it."""
+    targets: frozenset[float] = frozenset()
+    """The numbers that are the target of all samples of a term: a GAN's 1 and 0."""
     is_repeated: bool = False
     """True if there was a backward of the same loss before."""
     batchnorms: tuple[str, ...] = ()

@@ -13,17 +13,11 @@ from itertools import combinations
 import torch
 
 from wholebatch.readable_sizes import percent
+from wholebatch.verification.distances import TIMES_THE_FLOOR, apart, fit_of, parallel
 from wholebatch.verification.evidence import WindowEvidence
+from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_factors import LOSS_SCALE, is_loss_scale
-from wholebatch.verification.mistakes import Finding
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, fit_of
-from wholebatch.verification.weights import (
-    SAME_WEIGHT,
-    apart,
-    before_clip,
-    floor_of,
-    parallel,
-)
+from wholebatch.verification.weights import SAME_WEIGHT, before_clip, floor_of
 
 Ranks = Sequence[WindowEvidence]
 """The evidence of one window on every rank."""
@@ -98,7 +92,7 @@ def _never_cleared(ranks: Ranks) -> Finding | None:
         first = window.backwards[0].before
         if first.any():
             flow = torch.stack([micro.contribution for micro in window.backwards]).sum(0)
-            if fit_of([[flow], [first]], [before_clip(ranks[0])])[1] <= 1e-4:
+            if fit_of([flow, first], before_clip(ranks[0]))[1] <= 1e-4:
                 variant = "there are gradients before the first backward of the window"
                 return Finding("never-cleared", variant)
     return None

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
 from wholebatch.verification.explanations import BESIDE, LOST, SEEN, is_lost, same_twice
+from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_factors import Reading
-from wholebatch.verification.mistakes import Finding
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
 from wholebatch.verification.weights import SAME_WEIGHT, Unknown, Weights, weights_of
 from wholebatch.verification.wrong_weights import explain
@@ -76,9 +76,20 @@ def _not_one_window(ranks: Sequence[WindowEvidence]) -> str:
     """Return the reason why the backwards are not the micro-batches of one window."""
     if ranks[0].known is not None or ranks[0].ledger is not None:
         return ""
-    if len({micro.operations for window in ranks for micro in window.backwards}) > 1:
+    if are_of_two_losses([micro for window in ranks for micro in window.backwards]):
         return _TWO_LOSSES
     return _TWO_PASSES if any(_begins_again(window.backwards) for window in ranks) else ""
+
+
+def are_of_two_losses(micros: Sequence[Backward]) -> bool:
+    """True if backwards differ in their operations, or in the one target of all their samples.
+
+    A few labels of a classifier may be the same one by chance, but not those of every micro-batch.
+    """
+    targets = {micro.targets for micro in micros}
+    return len({micro.operations for micro in micros}) > 1 or (
+        len(targets) > 1 and frozenset() not in targets
+    )
 
 
 def _begins_again(micros: Sequence[Backward]) -> bool:

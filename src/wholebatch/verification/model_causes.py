@@ -1,14 +1,15 @@
-"""Name the causes of a difference between accumulation and the undivided batch.
+"""Why accumulation differs from the undivided batch: evidence, then weights, then explanations.
 
-Each question is put to the model itself, in an order in which an answer excludes what comes after:
-does it repeat itself, does the order of the samples matter, does the test of the entry points find
-a cause (by type, and by halves), does any weighting of the micro-batches give the undivided batch.
+`ModelEvidence` is what a proof has measured. The weights are those that the undivided batch gives
+to the totals of its micro-batches, by the loss function itself. `_EXPLANATIONS` is the table: the
+first that finds a cause ends the search, since each excludes what comes after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,161 +19,237 @@ from wholebatch.batch import to_device
 from wholebatch.coupled.adds_up import audit
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import layers_by_type
-from wholebatch.coupled.normalisation_layers import batchnorms as batchnorms_of
-from wholebatch.coupled.normalisation_layers import uses_batch_statistics
+from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.readable_sizes import percent
-from wholebatch.verification.model_runs import DividedBatch, ModelRuns
-from wholebatch.verification.observed_window import WindowRun
-from wholebatch.verification.run_comparison import Comparison, distance, fit_of
-from wholebatch.verification.verdicts import Cause, cause
+from wholebatch.verification.distances import TIMES_THE_FLOOR, Comparison, fit_of
+from wholebatch.verification.divided_batch import DividedBatch, other_counts
+from wholebatch.verification.evidence import Counts
+from wholebatch.verification.findings import Finding
+from wholebatch.verification.known_terms import gradient_rows
+from wholebatch.verification.loss_factors import Reading
+from wholebatch.verification.model_runs import ModelRuns
+from wholebatch.verification.parameter_rows import ParameterRows
+from wholebatch.verification.weights import SAME_WEIGHT, Weights
+from wholebatch.verification.wrong_weights import explain
+
+_MOST_PARTS = 64
+"""Micro-batches whose weights are fitted."""
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """The measurements of a proof, and the runs to measure more."""
+@dataclass(frozen=True, eq=False)
+class TotalWeights:
+    """The weights that the undivided batch gives to its micro-batches' totals, in least squares."""
+
+    values: tuple[float, ...]
+    left: float
+    """The share of the undivided batch's gradient that no weights explain."""
+    units: tuple[float, ...]
+    units_of_all: float
+    counts: Counts
+
+    def wrong(self) -> list[Finding]:
+        """Return what explains that units of the loss are not the weights, by the loop's tables."""
+        true = [
+            w * unit / self.units_of_all for w, unit in zip(self.values, self.units, strict=True)
+        ]
+        by_units = tuple(unit / self.units_of_all for unit in self.units)
+        reading = Reading(by_units, tuple(true))
+        sizes = (len(self.units),)
+        weights = Weights(((reading,),), sizes, reading.off, SAME_WEIGHT, 0.0, "gradients")
+        return explain(weights, self.counts)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelEvidence:
+    """What a proof has measured of a model, and the runs to measure more when it is asked for."""
 
     runs: ModelRuns
     batch: DividedBatch
-    whole: WindowRun
-    again: WindowRun
-    permuted: Sequence[WindowRun]
     gradient: Comparison
-    float64: Comparison | None = None
+    float64: Comparison | None
+    drawn: str
+    """The random numbers that could not be switched off, in words."""
+    again_off: float
+    """The distance of the undivided batch from itself when it is run again."""
+    reordered_off: float
+    """Its distance from itself with the samples in other orders."""
+
+    @property
+    def may_run_alone(self) -> bool:
+        """False for shards: a forward alone is a collective that all ranks must join."""
+        return not self.runs.is_sharded
+
+    @cached_property
+    def audited(self) -> list[AuditFinding]:
+        """What the test of the entry points finds: by type, by changing a sample, by halves."""
+        runs, batch = self.runs, self.batch
+        if not self.may_run_alone:
+            return []
+        runs.begin()
+        few = to_device(batch.first(min(8, batch.samples)).whole, runs.device)
+
+        def run(batch: Any) -> Any:
+            with torch.enable_grad():  # a loss checks that it has a gradient
+                return runs.loss(runs.inner, batch)
+
+        try:
+            return audit(runs.inner, few, run)
+        except Exception:  # a loss that needs the whole batch: what the types tell is left
+            return layers_by_type(runs.inner)
+        finally:
+            runs.begin()
+
+    @cached_property
+    def weights(self) -> TotalWeights | None:
+        """The weights of the micro-batches; BatchNorms, which couple samples, are frozen for it."""
+        runs = self.runs
+        runs.begin()
+        _freeze_norms(runs.model)
+        norms = [module for _, module in batchnorms(runs.model)]
+        if not self.may_run_alone or any(map(uses_batch_statistics, norms)):
+            return None
+        rows = ParameterRows()
+        rows.adopt(runs.model)
+        micros = self.batch.micro_batches()[:_MOST_PARTS]
+        runs.silences.append(_freeze_norms)
+        try:
+            parts = [gradient_rows(runs, rows, (), part) for part in (*micros, self.batch.whole)]
+        finally:
+            runs.silences.pop()
+        *added, whole = [_added([row for row, _ in terms.values()]) for terms in parts]
+        *units, of_all = [next(iter(terms.values()))[1] for terms in parts]
+        values, left = fit_of(added, whole)
+        counts = Counts(len(micros), len(micros), others=other_counts([micros]))
+        return TotalWeights(tuple(values), left, tuple(units), of_all, counts)
 
 
-def diagnose(evidence: Measurements) -> list[Cause]:
-    """Return the causes that were found, the one to begin with first."""
-    questions = [_repeats, _order, _audited, _weights, _audited_loss]
-    if evidence.float64 is not None and evidence.float64.same:  # only rounding can be the cause
-        questions = [_repeats]
-    elif evidence.runs.is_sharded:  # a forward alone is a collective that all must join
-        questions = [_repeats, _order]
-    for question in questions:
-        causes = list(question(evidence))
-        if causes:
-            return causes
-    return [_unexplained(evidence)]
+def _added(rows: Sequence[Tensor]) -> Tensor:
+    return torch.stack([*rows]).sum(0)
 
 
-def _repeats(evidence: Measurements) -> Iterator[Cause]:
-    """Ask if the same start and the same random numbers give the same gradient twice."""
-    apart = distance(evidence.again.gradients, evidence.whole.gradients, evidence.runs.devices)
-    if not apart <= evidence.gradient.tolerance / 2:
-        yield cause("repeats", apart=percent(apart))
+def _freeze_norms(model: nn.Module) -> None:
+    for _, module in batchnorms(model):
+        module.training = False
 
 
-def _order(evidence: Measurements) -> Iterator[Cause]:
-    """Ask if another order of the samples matters."""
-    whole, devices = evidence.whole.gradients, evidence.runs.devices
-    apart = max(distance(run.gradients, whole, devices) for run in evidence.permuted)
-    if not apart <= evidence.gradient.tolerance:
-        yield cause("order", apart=percent(apart))
+def causes(evidence: ModelEvidence) -> list[Finding]:
+    """Return the causes of a difference, the one to begin with first."""
+    return next(filter(None, (list(explain(evidence)) for explain in _EXPLANATIONS)), [])
+
+
+# ------------------------------------------------------------------- the table of explanations
+
+
+def _randomness(evidence: ModelEvidence) -> Iterator[Finding]:
+    if evidence.drawn:
+        yield Finding("randomness", f"{evidence.drawn} for the batch that it gets")
+
+
+def _repeats(evidence: ModelEvidence) -> Iterator[Finding]:
+    off = evidence.again_off
+    if not off <= evidence.gradient.tolerance / 2:
+        variant = (
+            f"the undivided batch, run twice from the same start, is {percent(off)} from itself"
+        )
+        yield Finding("not-deterministic", variant)
+
+
+def _rounding(evidence: ModelEvidence) -> Iterator[Finding]:
+    if evidence.float64 is not None and evidence.float64.same:
+        off = percent(evidence.float64.distance)
+        yield Finding("rounding", f"in float64 the two are the same ({off})")
+
+
+def _order(evidence: ModelEvidence) -> Iterator[Finding]:
+    off = evidence.reordered_off
+    if not off <= evidence.gradient.tolerance:
+        seen = (
+            f"the undivided batch with its samples in another order is {percent(off)} from itself"
+        )
+        yield Finding("order-of-samples", seen)
         yield from _audited(evidence)
 
 
 _OF_THE_LOSS = ("loss", "gradient")
-_KINDS = {
-    **dict.fromkeys(("mean", "sum", "units", "added"), "a mean of means"),
-    **dict.fromkeys(_OF_THE_LOSS, "a loss that does not decompose"),
-    **dict.fromkeys(("state", "outside", "spectral", "running"), "a stateful module"),
-    "custom": "BatchNorm of its own kind",
+_KEYS = {
+    **dict.fromkeys(("mean", "sum", "units", "added"), "mean-of-means"),
+    **dict.fromkeys(_OF_THE_LOSS, "not-decomposed"),
+    **dict.fromkeys(("state", "outside", "spectral", "running"), "stateful-module"),
+    "custom": "batchnorm",
 }
-"""The name of each kind of finding in a verdict; kinds that are not here are coupled samples."""
+"""The mistake that each kind of finding of the test is; kinds that are not here are coupled."""
 
 
-def _findings(evidence: Measurements) -> list[AuditFinding]:
-    """Return what the test of the entry points finds: by type, by changing a sample, by halves."""
-    runs, batch = evidence.runs, evidence.batch
-    runs.begin()
-    few = to_device(batch.first(min(8, batch.samples)).whole, runs.parameters[0].device)
+def _audited(evidence: ModelEvidence) -> Iterator[Finding]:
+    """Find layers that couple samples, state that moves, and means that are given as sums.
 
-    def run(batch: Any) -> Any:
-        with torch.enable_grad():  # a loss checks that it has a gradient
-            return runs.loss(runs.inner, batch)
-
-    try:
-        return audit(runs.inner, few, run)
-    except Exception:  # a loss that needs the whole batch: what the types tell is left
-        return layers_by_type(runs.inner)
-    finally:
-        runs.begin()
-
-
-def _audited(evidence: Measurements) -> Iterator[Cause]:
-    """Ask for layers that couple samples, state that moves, and means that are given as sums.
-
-    A loss that does not add up is asked by least squares first, which tell its weights.
+    The weights tell more of a loss that does not add up, so they come first.
     """
-    policy, findings = evidence.runs.batchnorm, _findings(evidence)
-    norms = [f.name for f in findings if f.kind in ("batchnorm", "custom", "sync")]
+    policy = evidence.runs.batchnorm
+    norms = [f.name for f in evidence.audited if f.kind in ("batchnorm", "custom", "sync")]
     if norms and policy == "allow":
-        yield cause("batchnorm", norms, policy=policy)
+        yield Finding("batchnorm", f'batchnorm="{policy}" lets it', tuple(norms))
     others = {"batchnorm", "sync", *_OF_THE_LOSS} | (set() if policy == "exact" else {"custom"})
-    yield from _named([finding for finding in findings if finding.kind not in others])
+    yield from _named([one for one in evidence.audited if one.kind not in others])
 
 
-def _audited_loss(evidence: Measurements) -> Iterator[Cause]:
-    """Ask if the loss of some samples is that of their parts."""
-    yield from _named([one for one in _findings(evidence) if one.kind in _OF_THE_LOSS])
+def _audited_loss(evidence: ModelEvidence) -> Iterator[Finding]:
+    yield from _named([one for one in evidence.audited if one.kind in _OF_THE_LOSS])
 
 
-def _named(findings: Sequence[AuditFinding]) -> Iterator[Cause]:
-    by_kind: dict[str, list[AuditFinding]] = {}
-    for finding in findings:
-        by_kind.setdefault(_KINDS.get(finding.kind, "coupled samples"), []).append(finding)
-    for kind, found in by_kind.items():
-        # "the loss function" is no module.
-        where = tuple(one.name for one in found if " " not in one.name)
-        yield Cause(kind, where, found[0].advice, "")
+def _named(audited: Sequence[AuditFinding]) -> Iterator[Finding]:
+    by_key: dict[str, list[AuditFinding]] = {}
+    for one in audited:
+        by_key.setdefault(_KEYS.get(one.kind, "coupled"), []).append(one)
+    for key, same in by_key.items():
+        where = tuple(one.name for one in same if " " not in one.name)  # "the loss" is no module
+        yield Finding(key, "", where, advice=same[0].advice)
 
 
-def _freeze_norms(model: nn.Module) -> None:
-    for _, module in batchnorms_of(model):
-        module.training = False
+_RETURN_UNITS = (
+    "return the sum and its units, wb.Loss(total, units), or a mean through wb.mean_loss(mean, "
+    "units). If it does, the units may count something else than the mean is over: "
+    "units=(labels != -100).sum(), or return wb.cross_entropy(logits, labels)"
+)
 
 
-def _weights(evidence: Measurements) -> Iterator[Cause]:
-    """Ask about the loss; BatchNorms are frozen for it, since they couple samples themselves."""
-    runs = evidence.runs
-    runs.begin()
-    _freeze_norms(runs.model)
-    if any(uses_batch_statistics(module) for _, module in batchnorms_of(runs.model)):
+def _weighed(evidence: ModelEvidence) -> Iterator[Finding]:
+    weights = evidence.weights
+    if weights is None:
         return
-    runs.silences.append(_freeze_norms)
-    try:
-        yield from _weighing(evidence)
-    finally:
-        runs.silences.pop()
+    total = sum(weights.units)
+    # A fit of few rows to many numbers leaves nothing only where it is the truth.
+    limit = max(1e3 * evidence.runs.scale.unit, TIMES_THE_FLOOR * evidence.gradient.tolerance)
+    if weights.left > limit:
+        yield Finding(
+            "not-decomposed",
+            "no weighting of the micro-batches' gradients gives the undivided batch's: "
+            f"{percent(weights.left)} of it remains",
+        )
+    elif abs(total - weights.units_of_all) > 1e-6 * max(total, 1.0):
+        variant = (
+            f"the micro-batches have {total:g} units together, the undivided batch "
+            f"{weights.units_of_all:g}: the loss does not return a sum and its units"
+        )
+        yield Finding("mean-of-means", variant, advice=_RETURN_UNITS)
+    elif max(abs(weight - 1.0) for weight in weights.values) > SAME_WEIGHT:
+        shown = ", ".join(f"{weight:.3g}" for weight in weights.values[:6])
+        shown += ", ..." * (len(weights.values) > 6)
+        variant = (
+            f"the undivided batch weighs its micro-batches' totals by {shown}, and sums would all "
+            "have weight 1"
+        )
+        known = weights.wrong()[:1] or [Finding("mean-of-means", "")]
+        for one in known:
+            words = ": ".join(filter(None, (one.variant, variant)))
+            yield replace(one, variant=words, advice=_RETURN_UNITS)
 
 
-def _weighing(evidence: Measurements) -> Iterator[Cause]:
-    """Ask which weights of the micro-batches' gradients make that of the undivided batch."""
-    runs = evidence.runs
-    parts = [*evidence.batch.micro_batches()[:64], evidence.batch.whole]
-    terms = [list(runs.gradients_of_terms(part).values()) for part in parts]
-    *micros, whole = [
-        [_added(column) for column in zip(*(row for row, _ in one), strict=True)] for one in terms
-    ]
-    weights, left = fit_of(micros, whole)
-    *counts, whole_units = [one[0][1] for one in terms]
-    total = sum(counts)
-    # A fit of few vectors to many numbers leaves nothing only where it is the truth.
-    if left > max(1e3 * runs.unit, 10 * evidence.gradient.tolerance):
-        yield cause("decompose", left=percent(left))
-    elif abs(total - whole_units) > 1e-6 * max(total, 1.0):
-        yield cause("units", total=total, whole=whole_units)
-    elif max(abs(weight - 1.0) for weight in weights) > 1e-3:
-        shown = ", ".join(f"{weight:.3g}" for weight in weights[:6])
-        yield cause("weights", weights=shown + ", ..." * (len(weights) > 6))
+def _unexplained(evidence: ModelEvidence) -> Iterator[Finding]:
+    yield Finding("unexplained", "", tuple(line.name for line in evidence.gradient.differing[:4]))
 
 
-def _added(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of one parameter's gradients of all terms."""
-    parts = [one for one in gradients if one is not None]
-    return torch.stack(parts).sum(0) if parts else None
-
-
-def _unexplained(evidence: Measurements) -> Cause:
-    if evidence.float64 is not None and evidence.float64.same:
-        return cause("rounding", apart=percent(evidence.float64.distance))
-    return cause("unexplained", [line.name for line in evidence.gradient.differing[:4]])
+_EXPLANATIONS: tuple[Callable[[ModelEvidence], Iterator[Finding]], ...] = (
+    *(_randomness, _repeats, _rounding, _order),
+    *(_audited, _weighed, _audited_loss, _unexplained),
+)

@@ -9,61 +9,44 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from wholebatch.batch import batch_size_of, split, to_device
-from wholebatch.batch.samples import flatten, layout_of
+from wholebatch.batch import to_device
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import needs_whole_batch, uses_batch_statistics
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
-from wholebatch.errors import NonFiniteError, WholebatchError
-from wholebatch.losses.loss import as_loss, terms_of, wide
+from wholebatch.errors import NonFiniteError
+from wholebatch.losses.loss import Term, as_loss, terms_of, wide
 from wholebatch.options import grouped
-from wholebatch.verification.observed_window import StartingState, StepObserver, WindowRun
+from wholebatch.verification.distances import Scale
+from wholebatch.verification.divided_batch import DividedBatch, whole_of
+from wholebatch.verification.starting_state import StartingState, dense
 from wholebatch.whole_batch import WholeBatch
-from wholebatch.window.autocast import Precision
 from wholebatch.window.close import power_of_two_near
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.forward_state import capture_random, same_random
 from wholebatch.window.precision import choose
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 _TF32 = 2.0**-11
 """The error of one rounding to TensorFloat-32, which CUDA devices may multiply float32 in."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The number formats of a run: its precision, and the loss scale that fp16 needs."""
-
-    precision: str = "full"
-    loss_scale: float = 1.0
-
-    def unit(self, model: nn.Module) -> float:
-        """Return the relative error of one rounding in the coarsest format that takes part."""
-        formats = [p.dtype.to_real() for p in model.parameters()]
-        if self.precision != "full":
-            formats.append(AUTOCAST.get(self.precision, torch.bfloat16))
-        unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
-        return max(unit, _TF32) if torch.float32 in formats and _uses_tf32(model) else unit
-
-    def forward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._chosen(model).forward()
-
-    def window(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of a forward and its backward, which checkpointing computes in."""
-        return self._chosen(model).window()
-
-    def _chosen(self, model: nn.Module) -> Precision:
-        return choose(self.precision, next(model.parameters()).device.type)
+def rounding_unit(model: nn.Module, precision: str) -> float:
+    """Return the relative error of one rounding in the coarsest format that takes part."""
+    formats = [parameter.dtype.to_real() for parameter in model.parameters()]
+    if precision != "full":
+        formats.append(AUTOCAST.get(precision, torch.bfloat16))
+    unit = max(torch.finfo(dtype).eps / 2 for dtype in formats)
+    return max(unit, _TF32) if torch.float32 in formats and _uses_tf32(model) else unit
 
 
 def _uses_tf32(model: nn.Module) -> bool:
@@ -82,137 +65,44 @@ def _uses_tf32(model: nn.Module) -> bool:
             return True
 
 
-@dataclass(frozen=True)
-class Objective:
-    """The sums of one batch, the units of each, and the weight of its mean."""
-
-    names: tuple[str, ...]
-    totals: tuple[Tensor, ...]
-    units: tuple[float, ...]
-    weights: tuple[float, ...]
-
-    def mean(self, units: Sequence[float] | None = None) -> Tensor:
-        """Return the sum of weight × total / units over the terms; `units` replaces their own."""
-        over = self.units if units is None else units
-        parts = [
-            total * (weight / count if count else 0.0)
-            for total, count, weight in zip(self.totals, over, self.weights, strict=True)
-        ]
-        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-
-
-def objective(
-    model: nn.Module, loss: Callable[[Any, Any], Any], batch: Any, numbers: Numbers
-) -> Objective:
-    """Run one forward of the batch as it is."""
-    device = next(model.parameters()).device
-    with numbers.forward(model):
-        result = as_loss(loss(model, to_device(batch, device)))
-    by_name = terms_of(result)
-    terms = by_name.values()
-    return Objective(
-        tuple(by_name),
-        tuple(wide(term.total) for term in terms),  # its division adds no rounding of its own
-        tuple(float(term.units) for term in terms),
-        tuple(term.weight for term in terms),
-    )
+def _mean(terms: Mapping[str, Term], units: Sequence[float] | None = None) -> Tensor:
+    """Return the sum of weight × total / units over the terms; `units` replaces their own."""
+    over = [float(term.units) for term in terms.values()] if units is None else units
+    parts = [  # a wide total: its division adds no rounding of its own
+        wide(term.total) * (term.weight / count if count else 0.0)
+        for term, count in zip(terms.values(), over, strict=True)
+    ]
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
 @torch.no_grad()
-def clip(optimizer: torch.optim.Optimizer, clip_norm: ClipNorm, clip_value: float | None) -> None:
+def _clip(optimizer: torch.optim.Optimizer, norm: ClipNorm, value: float | None) -> None:
     """Clip the gradients with torch's own functions."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     together = [parameter for group in groups for parameter in group]
-    if clip_value is not None:
-        nn.utils.clip_grad_value_(together, clip_value)
-    if clip_norm is None:
+    if value is not None:
+        nn.utils.clip_grad_value_(together, value)
+    if norm is None:
         return
-    by_group = isinstance(clip_norm, Sequence)
-    limits = clip_norm if isinstance(clip_norm, Sequence) else [clip_norm]
-    for group, limit in zip(groups if by_group else [together], limits, strict=True):
+    limits, groups = (norm, groups) if isinstance(norm, Sequence) else ([norm], [together])
+    for group, limit in zip(groups, limits, strict=True):
         if limit is not None:
-            norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+            total = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
             # The norm of shards is a partial one, to which torch would add its 1e-6 on each rank.
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            nn.utils.clip_grads_with_norm_(group, limit, norm)
+            total = total.full_tensor() if hasattr(total, "full_tensor") else total
+            nn.utils.clip_grads_with_norm_(group, limit, total)
 
 
 @dataclass(frozen=True)
-class DividedBatch:
-    """A whole batch, the size of its micro-batches, and how its samples are found."""
+class WindowRun:
+    """One window, observed: the gradients at its step and the change of every parameter."""
 
-    whole: Any
-    micro_batch: Any = None
-    batch_size: int | Callable[[Any], int] | None = None
-    static: str | Sequence[str] = ()
-
-    @property
-    def samples(self) -> int:
-        return batch_size_of(self.whole, batch_size=self.batch_size, static=self.static)
-
-    def micro_batches(self) -> list[Any]:
-        return split(self.whole, self.micro_batch, batch_size=self.batch_size, static=self.static)
-
-    def first(self, samples: int) -> DividedBatch:
-        """Return the first samples; a micro-batch as large as all of them is made smaller."""
-        layout = layout_of(self.whole, batch_size=self.batch_size, static=self.static)
-        part = layout.take(slice(samples))
-        size = samples if isinstance(self.batch_size, int) else self.batch_size
-        is_whole = isinstance(self.micro_batch, int) and self.micro_batch >= samples
-        micro_batch = uneven(samples) if is_whole else self.micro_batch
-        return replace(self, whole=part, micro_batch=micro_batch, batch_size=size)
-
-    def in_other_orders(self) -> list[tuple[Any, list[int]]]:
-        """Return the whole batch with its samples reversed, and shuffled; and which is where."""
-        generator = torch.Generator().manual_seed(0)
-        layout = layout_of(self.whole, batch_size=self.batch_size, static=self.static)
-        shuffled = torch.randperm(self.samples, generator=generator).tolist()
-        orders = (list(reversed(range(self.samples))), shuffled)
-        return [(layout.take(order), order) for order in orders]
-
-    def in_float64(self) -> DividedBatch:
-        """Return the batch with its floating-point tensors in float64."""
-        leaves, structure = flatten(self.whole)
-        floats = [isinstance(x.value, Tensor) and x.value.is_floating_point() for x in leaves]
-        pairs = zip(leaves, floats, strict=True)
-        wide = [leaf.value.double() if is_float else leaf.value for leaf, is_float in pairs]
-        return replace(self, whole=structure.build(wide))
-
-
-def uneven(samples: int) -> int:
-    """Return a size that makes about four micro-batches, of which the last is smaller."""
-    size = -(-samples // 4)
-    return size if samples % size or size == 1 else max(1, size - 1)
-
-
-def joined(micros: Sequence[Any], sizes: Sequence[int] | None = None) -> Any | None:
-    """Return the batch that micro-batches are parts of; None if they do not fit together.
-
-    `sizes` are their numbers of samples, where those are known.
-
-    >>> joined([{"x": torch.ones(2, 3), "t": 0.5}, {"x": torch.zeros(1, 3), "t": 0.5}])["x"].shape
-    torch.Size([3, 3])
-    """
-    try:
-        known = [None] * len(micros) if sizes is None else sizes
-        pairs = zip(micros, known, strict=True)
-        layouts = [layout_of(micro, batch_size=size) for micro, size in pairs]
-        leaves = []
-        for index, leaf in enumerate(layouts[0].leaves):
-            values = [layout.leaves[index].value for layout in layouts]
-            if not leaf.batched:
-                if isinstance(leaf.value, Tensor) and not all(map(leaf.value.equal, values)):
-                    return None  # such as the edges of a graph, which count its own nodes
-                leaves.append(leaf.value)
-            elif isinstance(leaf.value, Tensor):
-                leaves.append(torch.cat(values))
-            elif isinstance(leaf.value, list):
-                leaves.append([item for value in values for item in value])
-            else:
-                return None
-        return layouts[0].structure.build(leaves)
-    except (WholebatchError, RuntimeError, IndexError, TypeError):  # such as other paddings
-        return None
+    gradients: tuple[Tensor | None, ...]
+    update: tuple[Tensor, ...]
+    loss: float | None = None
+    skipped: bool = False
+    micro_batches: int = 1
+    is_undivided: bool = False
 
 
 @dataclass(eq=False)
@@ -222,7 +112,9 @@ class ModelRuns:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], Any]
-    numbers: Numbers
+    precision: str = "full"
+    loss_scale: float = 1.0
+    """That of fp16."""
     clip_norm: ClipNorm = None
     clip_value: float | None = None
     batchnorm: str = "exact"
@@ -237,7 +129,7 @@ class ModelRuns:
         named = [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.devices = [parameter.device for parameter in self.parameters]
+        self.device = next(self.model.parameters()).device
 
     @property
     def inner(self) -> nn.Module:
@@ -248,9 +140,10 @@ class ModelRuns:
         return self.model
 
     @property
-    def unit(self) -> float:
-        """Return the relative error of one rounding in the coarsest format that takes part."""
-        return self.numbers.unit(self.model)
+    def scale(self) -> Scale:
+        """Return what distances of these runs are measured by."""
+        devices = [parameter.device for parameter in self.parameters]
+        return Scale(self.names, devices, rounding_unit(self.model, self.precision))
 
     def begin(self) -> None:
         """Go back to the start, with randomness off where that was asked for."""
@@ -265,45 +158,78 @@ class ModelRuns:
         model.double()
         optimizer.load_state_dict(optimizer.state_dict())  # casts its state like the parameters
         options = {k: v for k, v in self.options.items() if k != "scaler"}
-        wide = replace(self, model=model, optimizer=optimizer, numbers=Numbers(), options=options)
+        wide = replace(
+            self,
+            model=model,
+            optimizer=optimizer,
+            precision="full",
+            loss_scale=1.0,
+            options=options,
+        )
         wide.start.random = self.start.random
         return wide
 
+    @contextmanager
+    def _observed(self) -> Iterator[list[Tensor | None]]:
+        """Yield the gradients at a step on these parameters, or at steps on a few at a time."""
+        gradients: list[Tensor | None] = [None] * len(self.parameters)
+
+        def see(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+            over = 1.0 if scale is None else float(scale)
+            its_own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for place, parameter in enumerate(self.parameters):
+                if id(parameter) in its_own:
+                    grad = parameter.grad
+                    seen = None if grad is None else dense(grad).to("cpu", copy=True).div_(over)
+                    gradients[place] = seen
+
+        hook = register_optimizer_step_pre_hook(see)
+        try:
+            yield gradients
+        finally:
+            hook.remove()
+
+    def _run(self, gradients: Sequence[Tensor | None], **more: Any) -> WindowRun:
+        return WindowRun(tuple(gradients), self.start.update(self.parameters), **more)
+
     # -------------------------------------------------------- the undivided batch
 
-    def whole(self, batch: Any, order: Sequence[int] | None = None) -> WindowRun:
-        """Make the update of the undivided batch, whose samples are in this order."""
+    def whole(self, batch: Any) -> WindowRun:
+        """Make the update of the undivided batch."""
         self.begin()
         if self.batchnorm == "freeze":  # its undivided batch is that of the changed model
             choose_batchnorm(self.batchnorm, self.model)
-        with StepObserver(self.parameters) as observer:
-            with self.numbers.window(self.inner):
-                loss = self._backward(batch, order)
-            clip(self.optimizer, self.clip_norm, self.clip_value)
+        with self._observed() as gradients:
+            with choose(self.precision, self.device.type).window():
+                loss = self._backward(batch)
+            _clip(self.optimizer, self.clip_norm, self.clip_value)
             self.optimizer.step()
-            return observer.run(self.start, loss)
+            return self._run(gradients, loss=loss)
 
-    def in_other_orders(self, batch: DividedBatch) -> list[WindowRun]:
-        """Make the update of the undivided batch in other orders: they differ by rounding."""
-        return [self.whole(one, order) for one, order in batch.in_other_orders()]
+    def terms(self, model: nn.Module, batch: Any) -> dict[str, Term]:
+        """Run one forward of the batch as it is; return the terms of its loss."""
+        with choose(self.precision, self.device.type).forward():
+            return terms_of(as_loss(self.loss(model, to_device(batch, self.device))))
 
-    def _backward(self, batch: Any, order: Sequence[int] | None) -> float:
+    def _backward(self, batch: Any) -> float:
         """Leave the gradient of the undivided (global) batch's mean in the parameters."""
         model = self.model if self.is_sharded else self.inner
-        scale = self.numbers.loss_scale
+        scale = self.loss_scale
         everyone = self._global_batch(batch)
         if everyone is not None:  # every rank has the whole of it: nothing is to be added
-            mean = objective(model, self.loss, everyone, self.numbers).mean()
+            mean = _mean(self.terms(model, everyone))
             (mean * scale).backward()
             value = mean.detach().double()
         else:
-            found = objective(model, self.loss, batch, self.numbers)
-            units = sum_over_ranks(torch.tensor(found.units, dtype=torch.float64))
-            mean = found.mean(units.tolist())
+            terms = self.terms(model, batch)
+            own = [float(term.units) for term in terms.values()]
+            units = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+            mean = _mean(terms, units)
             if "units" not in self.options:
                 # A window that does not know its units begins with a power of two. 8-bit
                 # gradients depend on the factor that is in them, unless that is one.
-                scale *= float(units[0]) * power_of_two_near(1.0 / float(units[0]))
+                scale *= units[0] * power_of_two_near(1.0 / units[0])
             # Shards are averaged over the ranks by their own backward; that is undone here.
             (mean * (scale * world_size() if self.is_sharded else scale)).backward()
             if world_size() > 1 and not self.is_sharded:
@@ -321,36 +247,39 @@ class ModelRuns:
 
     def _global_batch(self, batch: Any) -> Any | None:
         """Return the batches of all ranks together, if BatchNorm wants the statistics of all."""
-        if world_size() == 1 or not any(
-            uses_batch_statistics(m) for _, m in batchnorms(self.model)
-        ):
+        norms = [module for _, module in batchnorms(self.model)]
+        if world_size() == 1 or not any(map(uses_batch_statistics, norms)):
             return None
         gathered: list[Any] = [None] * world_size()
         torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
-        return joined(gathered)
+        return whole_of(gathered)
 
-    def gradients_of_terms(self, batch: Any) -> dict[str, tuple[list[Tensor | None], float]]:
+    def gradients_of_terms(self, batch: Any) -> dict[str, tuple[dict[str, Tensor | None], float]]:
         """Return, by term of the loss, the gradient of its weighted sum, and its units.
 
         The gradients are not divided. None is that of a parameter that is frozen or not used.
         """
         self.begin()
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        scale, by_name = self.numbers.loss_scale, {}
-        with self.numbers.window(self.inner):
-            found = objective(self.inner, self.loss, batch, self.numbers)
-            terms = zip(found.names, found.totals, found.units, found.weights, strict=True)
-            for name, total, units, weight in terms:
-                made: dict[int, Tensor | None] = {}
-                if total.requires_grad:  # else the term has no unit in this batch
-                    again = name != found.names[-1]
+        trained = {
+            n: p for n, p in zip(self.names, self.parameters, strict=True) if p.requires_grad
+        }
+        by_name = {}
+        with choose(self.precision, self.device.type).window():
+            terms = self.terms(self.inner, batch)
+            for name, term in terms.items():
+                made: dict[str, Tensor | None] = {}
+                if term.total.requires_grad:  # else the term has no unit in this batch
                     gradients = torch.autograd.grad(
-                        total * (weight * scale), trained, retain_graph=again, allow_unused=True
+                        wide(term.total) * (term.weight * self.loss_scale),
+                        [*trained.values()],
+                        retain_graph=name != [*terms][-1],
+                        allow_unused=True,
                     )
-                    made = dict(zip(map(id, trained), gradients, strict=True))
-                row = [made.get(id(parameter)) for parameter in self.parameters]
-                row = [None if g is None else g.to_dense().cpu().div_(scale) for g in row]
-                by_name[name] = (row, units)
+                    made = {
+                        name: None if g is None else g.to_dense().cpu().div_(self.loss_scale)
+                        for name, g in zip(trained, gradients, strict=True)
+                    }
+                by_name[name] = (made, float(term.units))
         return by_name
 
     def draws_random_numbers(self, batch: Any) -> bool:
@@ -360,14 +289,10 @@ class ModelRuns:
         what it has detected) has not been silenced: it counts as drawing.
         """
         self.begin()
-        try:
-            with torch.enable_grad():
-                found = objective(self.inner, self.loss, batch, self.numbers)
-        except Exception:
-            if not self.silences:
-                raise
-            return True
-        if self.silences and not any(total.requires_grad for total in found.totals):
+        terms: dict[str, Term] = {}
+        with suppress(Exception) if self.silences else torch.enable_grad(), torch.enable_grad():
+            terms = self.terms(self.inner, batch)
+        if self.silences and not any(term.total.requires_grad for term in terms.values()):
             return True
         return not same_random(capture_random(), self.start.random)
 
@@ -385,15 +310,13 @@ class ModelRuns:
             "clip_value": self.clip_value,
             "batchnorm": self.batchnorm,
         }
-        if self.numbers.precision == "fp16":
-            options["scaler"] = torch.amp.GradScaler(
-                self.parameters[0].device.type, init_scale=self.numbers.loss_scale
-            )
+        if self.precision == "fp16":
+            options["scaler"] = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale)
         train = WholeBatch(
             self.model,
             self.optimizer,
             loss=self.loss,
-            precision=self.numbers.precision,  # type: ignore[arg-type]
+            precision=self.precision,  # type: ignore[arg-type]
             clip_norm=self.clip_norm,
             audit=False,  # what couples samples is to be shown here, not refused
             **grouped(options),
@@ -401,12 +324,15 @@ class ModelRuns:
         if options.get("execute") in ("compile", "graph"):
             train.step(batch.whole)  # the first window makes the graphs, the second runs on them
             self.begin()
-        with StepObserver(self.parameters) as observer:
+        with self._observed() as gradients:
             step = train.step(batch.whole)
-            run = observer.run(self.start, step.loss)
-        notes = (step.skipped,) if step.skipped else ()
-        count = step.micro_batches
-        return replace(run, notes=notes, micro_batches=count, is_undivided=is_undivided)
+            return self._run(
+                gradients,
+                loss=step.loss,
+                skipped=bool(step.skipped),
+                micro_batches=step.micro_batches,
+                is_undivided=is_undivided,
+            )
 
     def replayed(self, run: WindowRun) -> WindowRun:
         """Make the update that the optimizer makes of the gradients this run saw."""
@@ -414,21 +340,20 @@ class ModelRuns:
         for parameter, gradient in zip(self.parameters, run.gradients, strict=True):
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
-        with StepObserver(self.parameters) as observer:
+        with self._observed() as gradients:
             self.optimizer.step()
-            return observer.run(self.start)
+            return self._run(gradients)
 
     def find_loss_scale(self, batch: DividedBatch) -> None:
         """Set fp16's loss scale: the largest power of two up to 2^16 that overflows nothing."""
-        scale = 2.0**16
-        while scale >= 1.0:
-            self.numbers = replace(self.numbers, loss_scale=scale)
-            if not self.accumulated(batch).notes and all(
+        self.loss_scale = 2.0**16
+        while self.loss_scale >= 1.0:
+            if not self.accumulated(batch).skipped and all(
                 g is None or bool(torch.isfinite(g).all())
                 for g in self.whole(batch.whole).gradients
             ):
                 return
-            scale /= 2.0
+            self.loss_scale /= 2.0
         raise NonFiniteError(
             "precision='fp16': the gradients are not finite at any loss scale down to 1, so there "
             "is no update to prove: verify in 'full' or 'bf16'"

@@ -19,6 +19,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wholebatch.verification.findings import listed
+from wholebatch.verification.model_runs import ModelRuns
+
 
 class DrawnLines(TorchDispatchMode):
     """Notes `operation (file:line)` of every draw that is made within it, in their order."""
@@ -48,11 +51,6 @@ def _line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def dropouts(model: nn.Module) -> list[str]:
-    """Return the names of the modules that drop something now."""
-    return [name for name, module in model.named_modules() if _drops(module)]
-
-
 def _drops(module: nn.Module) -> bool:
     if not module.training:
         return False
@@ -79,5 +77,23 @@ def _evaluating(model: nn.Module) -> None:
             module.training = False
 
 
-SILENCES: tuple[Callable[[nn.Module], None], ...] = (_no_dropout, _evaluating)
+_SILENCES: tuple[Callable[[nn.Module], None], ...] = (_no_dropout, _evaluating)
 """Ways to switch randomness off, the gentlest first; each includes the ones before it."""
+
+
+def silenced(runs: ModelRuns, batch: Any) -> tuple[str, str]:
+    """Switch randomness off as gently as it goes; return a note, and what draws all the same."""
+    if not runs.draws_random_numbers(batch):
+        return "", ""
+    names = [name for name, module in runs.model.named_modules() if _drops(module)]
+    where = f"dropout in {listed(names)}" if names else "functional dropout"
+    for silence in _SILENCES:
+        runs.silences.append(silence)
+        if not runs.draws_random_numbers(batch):
+            depends = "its masks depend on the split, which is not a mistake"
+            return f"{where} is off in this proof: {depends}", ""
+    runs.silences.clear()
+    with DrawnLines() as lines:
+        runs.draws_random_numbers(batch)
+    places = f" ({lines})" if lines.lines else ""
+    return "", f"the loss or the model's forward draws random numbers{places}"

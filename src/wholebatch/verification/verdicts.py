@@ -10,32 +10,9 @@ from typing import Any
 
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import percent
-from wholebatch.verification.mistakes import MISTAKES, Finding, Mistake, texts_in
-from wholebatch.verification.run_comparison import Comparison, listed
+from wholebatch.verification.distances import Comparison
+from wholebatch.verification.findings import MISTAKES, Finding, Mistake, listed
 from wholebatch.verification.weights import Weights
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One reason why two updates differ: its kind, the place, the evidence, and what to do."""
-
-    kind: str
-    where: tuple[str, ...]
-    evidence: str
-    advice: str
-
-    def __str__(self) -> str:
-        where = f" in {listed(self.where)}" if self.where else ""
-        return f"{self.kind}{where}: {'. '.join(filter(None, (self.evidence, self.advice)))}"
-
-
-_CAUSES = texts_in("causes.md")
-
-
-def cause(key: str, where: Sequence[str] = (), **found: Any) -> Cause:
-    """Return the cause of this key, with what was found put into its words."""
-    kind, evidence, advice = _CAUSES[key]
-    return Cause(kind, tuple(where), evidence.format(**found), advice.format(**found))
 
 
 class _Answer:
@@ -76,7 +53,8 @@ class Verdict(_Answer):
     update: Comparison
     float64: Comparison | None
     to_float64: tuple[float, float] | None
-    losses: tuple[float, float]
+    losses: tuple[float, ...]
+    """Of the undivided batch, and of the window."""
     samples: int
     of_samples: int
     micro_batches: int
@@ -85,9 +63,14 @@ class Verdict(_Answer):
     precision: str
     device: str
     ranks: int
-    causes: tuple[Cause, ...]
+    causes: tuple[Finding, ...]
     notes: tuple[str, ...]
-    seconds: float
+    seconds: float = 0.0
+
+    @property
+    def advice(self) -> list[tuple[str, str, str]]:
+        """Return, for each cause, its name, what shows it and what to do instead."""
+        return [(one.name, one.variant, one.instead) for one in self.causes]
 
     @property
     def line(self) -> str:
@@ -105,7 +88,7 @@ class Verdict(_Answer):
         )
         if self.same:
             return f"same update: {measured}; {size}"
-        because = f"; {self.causes[0].kind}" if self.causes else ""
+        because = f"; {self.causes[0].name}" if self.causes else ""
         if self.causes and self.causes[0].where:
             because += f" in {listed(self.causes[0].where)}"
         return f"DIFFERENT update: {measured}; {size}{because}"

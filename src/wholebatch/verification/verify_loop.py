@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.batch import to_device
-from wholebatch.batch.samples import tensors_of
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import OptionError
 from wholebatch.readable_sizes import percent
+from wholebatch.verification.divided_batch import other_counts
 from wholebatch.verification.evidence import Counts, KnownTerms, WindowEvidence
 from wholebatch.verification.example_models import ZOO, Case
+from wholebatch.verification.findings import STEPPED_TWICE, Finding
 from wholebatch.verification.judge import judge
-from wholebatch.verification.mistakes import STEPPED_TWICE, Finding
-from wholebatch.verification.model_runs import AUTOCAST, DividedBatch, ModelRuns, Numbers, joined
-from wholebatch.verification.observed_window import StartingState
-from wholebatch.verification.random_numbers import SILENCES
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR
+from wholebatch.verification.known_terms import known_terms
+from wholebatch.verification.model_runs import AUTOCAST, ModelRuns
+from wholebatch.verification.random_numbers import silenced
+from wholebatch.verification.starting_state import StartingState
 from wholebatch.verification.verdicts import (
     DIFFERENT,
     EQUAL_UNITS,
@@ -40,7 +39,6 @@ from wholebatch.verification.verdicts import (
     LoopVerdict,
     consistent,
 )
-from wholebatch.verification.weights import apart
 from wholebatch.verification.window_recorder import WindowRecorder
 
 Loop = Callable[[Any, Any, Any], object]
@@ -96,7 +94,7 @@ def verify_loop(
         try:
             found = _CaseTrials(loop, one, steps, optimizer or _sgd, ddp, torch.device(device))
             trials += found.all(uneven=uneven)
-            precision = found.numbers.precision if precision == "full" else precision
+            precision = found.precision if precision == "full" else precision
         except Exception as error:
             if case is not None or world_size() > 1:
                 raise
@@ -153,30 +151,26 @@ class _CaseTrials:
     make_optimizer: MakeOptimizer
     ddp: bool
     device: torch.device
-    numbers: Numbers = field(default_factory=Numbers)
+    precision: str = "full"
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = self.case.model().to(self.device)
         self.rank = torch.distributed.get_rank() if world_size() > 1 else 0
-        self._silence()
+        self.drawn = self._silence()
 
-    def _silence(self) -> None:
-        """Switch dropout off: its masks would rightly differ from those of the reference."""
-        runs = ModelRuns(
-            self.model, self.make_optimizer(self.model), self.case.loss, numbers=self.numbers
-        )
-        micro = self.case.window(self.steps, True, self.rank)[0]
-        silences: list[Callable[[nn.Module], None]] = []
-        if runs.draws_random_numbers(micro):
-            runs.silences = [SILENCES[0]]
-            silences = list(SILENCES[: 2 if runs.draws_random_numbers(micro) else 1])
-            self.notes.append(
-                "dropout is off: its masks depend on the split, which is not a mistake"
-            )
+    def _silence(self) -> str:
+        """Switch dropout off: its masks would rightly differ from those of the reference.
+
+        Return what draws random numbers all the same.
+        """
+        runs = ModelRuns(self.model, self.make_optimizer(self.model), self.case.loss)
+        note, drawn = silenced(runs, self.case.window(self.steps, True, self.rank)[0])
         runs.start.leave()
-        for silence in silences:
+        for silence in runs.silences:
             silence(self.model)
+        self.notes += filter(None, [note])
+        return drawn
 
     def all(self, *, uneven: bool) -> list[LoopTrial]:
         """Return the trials of full and short windows, with equal and uneven micro-batches."""
@@ -218,16 +212,18 @@ class _CaseTrials:
         ended = _without_one_update(ranks, steps)
         if isinstance(ended, Finding):
             trial = trial.with_answer(DIFFERENT, findings=[ended])
-        elif ended:
-            trial = trial.with_answer(NOT_JUDGED, ended)
+        elif ended or self.drawn:
+            reason = ended or f"{self.drawn}, so that no window can be compared"
+            trial = trial.with_answer(NOT_JUDGED, reason)
         else:
             windows = [replace(one.windows[0], known=one.known) for one in ranks]
-            first = next(iter(units[0]))
+            counted = [list(next(iter(one.values()))) for one in units]
+            others = other_counts([one.known.micro_batches for one in ranks])
             counts = Counts(
                 micro_batches=count,
                 usual=self.steps,
                 ranks=len(ranks),
-                others=_other_counts(ranks, [list(one[first]) for one in units]),
+                others={name: row for name, row in others.items() if row != counted},
             )
             trial = judge(windows, counts, name, case=self.case.name, notes=notes)
         off = max(one.moved_beside for one in ranks)
@@ -258,13 +254,16 @@ class _CaseTrials:
         if recorder.after_step is not None and recorder.after_step.numel():
             moved = rows.weights() - recorder.after_step
             beside = float(moved.norm() / (update - moved).norm().clamp_min(1e-30))
-        if recorder.autocast and self.numbers.precision == "full":
+        if recorder.autocast and self.precision == "full":
             names = {dtype: name for name, dtype in AUTOCAST.items()}
-            name = names.get(next(iter(recorder.autocast)), "full")
-            self.numbers = Numbers(name, 1024.0 if name == "fp16" else 1.0)
+            self.precision = names.get(next(iter(recorder.autocast)), "full")
+        own = copy.deepcopy(self.model)
+        scale = 1024.0 if self.precision == "fp16" else 1.0
+        runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, self.precision, scale)
+        indices = recorder.windows[0].indices if recorder.windows else ()
         mine = _Recorded(
             windows=recorder.windows,
-            known=self._known(recorder, micros),
+            known=known_terms(runs, rows, indices, micros),
             moved=bool(update.any()),
             moved_beside=beside,
             keeps_gradients=any(
@@ -278,48 +277,6 @@ class _CaseTrials:
         gathered: list[Any] = [None] * world_size()
         torch.distributed.all_gather_object(gathered, mine)
         return gathered
-
-    def _known(self, recorder: WindowRecorder, micros: Sequence[Any]) -> KnownTerms:
-        """Return the gradient and the units of each micro-batch's means, and of the whole batch.
-
-        The floor is how far the undivided batch is from itself in another order.
-        """
-        own = copy.deepcopy(self.model)
-        runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, numbers=self.numbers)
-        indices = recorder.windows[0].indices if recorder.windows else ()
-
-        def terms_of(batch: Any) -> dict[str, tuple[Tensor, float]]:
-            terms = runs.gradients_of_terms(batch)
-            return {
-                name: (
-                    recorder.rows.sample_named(
-                        dict(zip(runs.names, gradient, strict=True)), indices
-                    ),
-                    units,
-                )
-                for name, (gradient, units) in terms.items()
-            }
-
-        rows = [terms_of(micro) for micro in micros]
-        units = {name: tuple(row[name][1] for row in rows) for name in rows[0]}
-        means = {
-            name: torch.stack([row[name][0] / (row[name][1] or 1.0) for row in rows])
-            for name in rows[0]
-        }
-
-        def added(terms: Sequence[Mapping[str, tuple[Tensor, float]]]) -> Tensor:
-            parts = [one[name][0] / (sum(units[name]) or 1.0) for one in terms for name in one]
-            return torch.stack(parts).sum(0)
-
-        off, floor, whole = 0.0, runs.unit, joined(micros)
-        if whole is not None:
-            right = added([terms_of(whole)])
-            again = added([terms_of(DividedBatch(whole).in_other_orders()[0][0])])
-            off, floor = apart(added(rows), right), max(runs.unit, apart(again, right))
-        limit = math.sqrt(runs.unit) / TIMES_THE_FLOOR
-        is_coupled = off > limit
-        floor = min(max(floor, 0.0 if is_coupled else off), limit)
-        return KnownTerms(means, units, floor, is_coupled, tuple(micros))
 
 
 def _without_one_update(ranks: Sequence[_Recorded], steps: set[int]) -> Finding | str:
@@ -345,23 +302,3 @@ def _without_one_update(ranks: Sequence[_Recorded], steps: set[int]) -> Finding 
     if max(steps) > 1:
         return Finding("stepped-every-micro-batch", f"{max(steps)} steps in the window")
     return ""
-
-
-def _other_counts(
-    ranks: Sequence[_Recorded], units: list[list[float]]
-) -> dict[str, list[list[float]]]:
-    """Return what a loop may count instead of the units: samples, or tokens with their padding."""
-    inputs = [one.known.micro_batches for one in ranks]
-    tensors = [[[v for v in tensors_of(one) if v.dim() > 0] for one in row] for row in inputs]
-    counts = {}
-    if all(one for row in tensors for one in row):
-        counts["samples"] = [[float(len(one[0])) for one in row] for row in tensors]
-    tokens = [
-        [[v for v in one if v.dim() > 1 and not v.is_floating_point()] for one in row]
-        for row in tensors
-    ]
-    if all(one for row in tokens for one in row):
-        counts["tokens, with padding"] = [
-            [float(one[-1].shape[:2].numel()) for one in row] for row in tokens
-        ]
-    return {name: counted for name, counted in counts.items() if counted != units}

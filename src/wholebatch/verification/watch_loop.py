@@ -22,8 +22,8 @@ from torch import nn
 from wholebatch.distributed.process_group import all_meet, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.evidence import Counts, WindowEvidence
-from wholebatch.verification.judge import judge
-from wholebatch.verification.mistakes import STEPPED_TWICE, Finding
+from wholebatch.verification.findings import STEPPED_TWICE, Finding
+from wholebatch.verification.judge import are_of_two_losses, judge
 from wholebatch.verification.verdicts import (
     DIFFERENT,
     NOT_JUDGED,
@@ -148,10 +148,14 @@ class Watch:
     def _records(self, *, is_over: bool) -> _Records:
         recorder = self._recorder
         # Backwards that are made in another way are of another purpose: a Hessian's estimate.
-        made = [{micro.operations for micro in window.backwards} for window in recorder.windows]
-        known = set().union(*(row for row in made if len(row) == 1))
-        left = recorder.pending if is_over or not made else []
-        left = [micro for micro in left if not known or micro.operations in known]
+        windows = [window.backwards for window in recorder.windows]
+        known = [micro for row in windows if not are_of_two_losses(row) for micro in row[:1]]
+        left = recorder.pending if is_over or not windows else []
+        left = [
+            micro
+            for micro in left
+            if not known or not all(are_of_two_losses([micro, other]) for other in known)
+        ]
         return _Records(
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from wholebatch.readable_sizes import percent
+from wholebatch.verification.distances import TIMES_THE_FLOOR, apart, fit_of, parallel
 from wholebatch.verification.evidence import Counts, WindowEvidence
 from wholebatch.verification.loss_factors import Reading, Unreadable, read_terms
-from wholebatch.verification.run_comparison import TIMES_THE_FLOOR, distance, fit_of
 
 SAME_WEIGHT = 1e-3
 """Weights of losses that differ by less are the same."""
@@ -120,7 +120,7 @@ def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
         if apart(added, right) <= tolerance and parallel(gradient, right, tolerance):
             gradient = added  # the loop itself shrinks a right gradient: it clips
     every = torch.cat(list(means.values()))
-    fitted, _ = fit_of([[row] for row in every], [gradient])
+    fitted, _ = fit_of([*every], gradient)
     split = torch.tensor(fitted, dtype=torch.float64).split([*map(len, means.values())])
     made = dict(zip(means, split, strict=True))
     others = {
@@ -180,7 +180,7 @@ def factors_of(ranks: Sequence[WindowEvidence]) -> Factors | Unknown:
     if parallel(gradient, flow, tolerance):
         factor = float(gradient @ flow / (flow @ flow))
         return Factors((factor / count,) * len(brought), floor)
-    factors, left = fit_of([[one] for one in brought], [gradient])
+    factors, left = fit_of(brought, gradient)
     if left <= max(1e-4, tolerance) and len(brought) <= 64:
         return Factors(tuple(factors), floor)
     if count == 1 and apart(window.backwards[-1].after, flow) <= tolerance:
@@ -204,15 +204,3 @@ def before_clip(window: WindowEvidence) -> Tensor:
     if clips and parallel(window.gradient, clips[-1].after, 1e-4):
         return clips[0].before
     return window.gradient
-
-
-def apart(ours: Tensor, right: Tensor) -> float:
-    """Return the relative distance of two rows."""
-    return distance([ours], [right])
-
-
-def parallel(ours: Tensor, other: Tensor, tolerance: float) -> bool:
-    """True if one gradient is the other times a positive number."""
-    size = float(other @ other)
-    factor = float(ours @ other) / size if size else 0.0
-    return factor > 0 and apart(ours, other * factor) <= tolerance

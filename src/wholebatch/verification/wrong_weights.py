@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from wholebatch.verification.evidence import Counts
-from wholebatch.verification.mistakes import Finding
+from wholebatch.verification.findings import Finding
 from wholebatch.verification.weights import SAME_WEIGHT, Weights
 
 _Rows = Sequence[Sequence[float]]
@@ -172,7 +172,8 @@ def _one_more_or_less(row: Sequence[float], total: float) -> _Variants:
         for which, place in (("last", -1), ("first", 0)):
             for over in ("units", "means"):
                 made = [u / total if over == "units" else 1 / len(row) for u in row]
-                made[place] *= times
+                # Without units it has no part in the update: nothing tells if it was left out.
+                made[place] *= times if row[place] else math.nan
                 yield key, f"the {which}, over all {over}", made
                 scaled = [weight / (sum(made) or 1.0) for weight in made]
                 yield key, f"the {which}, over the {rest} {over}", scaled

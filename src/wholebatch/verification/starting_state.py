@@ -1,4 +1,4 @@
-"""One observed window of training, from a starting state that every run is reset to.
+"""A moment of a model and its optimizer, to come back to.
 
 All runs of a proof use the model itself, one after the other, and each starts by restoring the
 initial state. So wrapped and sharded models, which cannot be copied, are proven too.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholebatch.window.forward_state import capture_random, restore_random
 
@@ -125,60 +123,15 @@ def _identities(container: Any) -> list[int]:
     return [*map(id, container), *map(id, values)]
 
 
-@dataclass(frozen=True)
-class WindowRun:
-    """One window, observed: the gradients at its step and the change of every parameter."""
-
-    gradients: tuple[Tensor | None, ...]
-    update: tuple[Tensor, ...]
-    loss: float | None = None
-    notes: tuple[str, ...] = ()
-    micro_batches: int = 1
-    is_undivided: bool = False
-
-
-class StepObserver:
-    """Sees the gradients of a step on these parameters, or of steps on a few of them at a time."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.gradients: list[Tensor | None] = [None] * len(parameters)
-
-    def __enter__(self) -> StepObserver:
-        self._hook = register_optimizer_step_pre_hook(self._see)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-    def run(self, start: StartingState, loss: float | None = None) -> WindowRun:
-        """Return what was seen, with the update since `start`."""
-        return WindowRun(tuple(self.gradients), start.update(self.parameters), loss)
-
-    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
-        over = 1.0 if scale is None else float(scale)
-        for place in places_of(optimizer, self.parameters):
-            grad = self.parameters[place].grad
-            seen = None if grad is None else _dense(grad).to("cpu", copy=True).div_(over)
-            self.gradients[place] = seen
-
-
-def places_of(optimizer: Any, parameters: Sequence[Tensor]) -> frozenset[int]:
-    """Return the places of the parameters that an optimizer steps on."""
-    its_own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return frozenset(i for i, p in enumerate(parameters) if id(p) in its_own)
-
-
 @torch.no_grad()
 def _change(parameter: Tensor, before: Tensor) -> Tensor:
     """Return what was added to a parameter, on the host; computed on its device, for speed."""
-    now = _dense(parameter)
-    return (now - _dense(before).to(now.device)).cpu()
+    now = dense(parameter)
+    return (now - dense(before).to(now.device)).cpu()
 
 
 @torch.no_grad()
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded or sparse tensor, in float32 or better."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):

@@ -1,0 +1,60 @@
+"""The known mistakes, one row of mistakes.md each, and what a verdict finds of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake: its name, what it does, and what to do instead."""
+
+    name: str
+    does: str
+    instead: str
+
+
+def _mistakes() -> dict[str, Mistake]:
+    """Read the table in mistakes.md, below its head."""
+    lines = Path(__file__).with_name("mistakes.md").read_text(encoding="utf-8").splitlines()[4:]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+    return {key: Mistake(*texts) for key, *texts in rows}
+
+
+MISTAKES = _mistakes()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mistake that explains a difference: its key in `MISTAKES`, how it shows, and where."""
+
+    key: str
+    variant: str
+    where: tuple[str, ...] = ()
+    """The modules or parameters that it is in."""
+    is_beside: bool = False
+    """True if it goes wrong beside the weights, which may be wrong as well."""
+    advice: str = ""
+    """What to do here, if that is more special than what `MISTAKES` says."""
+
+    @property
+    def name(self) -> str:
+        return MISTAKES[self.key].name
+
+    @property
+    def instead(self) -> str:
+        return self.advice or MISTAKES[self.key].instead
+
+    def __str__(self) -> str:
+        where = f" in {listed(self.where)}" if self.where else ""
+        return f"{self.name}{where}: {'. '.join(filter(None, (self.variant, self.instead)))}"
+
+
+def listed(names: tuple[str, ...] | list[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    shown = ", ".join(name or "the model itself" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+STEPPED_TWICE = Finding("two-owners", "two optimizers step on the same gradients")
