@@ -7,8 +7,8 @@ test that the loss adds up, and run forward, backward and addition as one record
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import CellType, FunctionType
 from typing import Any
 from weakref import proxy
@@ -173,6 +173,21 @@ class RunLoss:
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
+        self._replicas = [
+            one for m in models for one in m.modules() if isinstance(one, DistributedDataParallel)
+        ]
+        self.executor.guard(lambda _, micro: loss(micro["micro"]), lambda: this.as_read())
+
+    @contextmanager
+    def as_read(self) -> Iterator[None]:
+        """Be in the state in which the user's function is traced."""
+        dtype = self._micro["autocast"]
+        with ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast(self._kind, dtype=dtype))
+            for one in self._replicas:  # call the module inside of DDP directly
+                stack.enter_context(replaced_attributes(one, forward=one.module))
+            yield
 
     def __call__(self, micro: Any, place: Place) -> Loss:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""

@@ -6,6 +6,7 @@ import array
 import contextvars
 import functools
 import os
+import re
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -81,13 +82,18 @@ def both_ways(make: Callable[[], nn.Module], loss_of: Callable[[], Any]) -> tupl
     found = []
     said: list[str] = []
     mode = ""
+
+    def noted(text: Any, kind: Any = None, *_: Any, **__: Any) -> None:
+        if kind is ExecuteWarning:
+            said.append(str(text))
+
     for execute in ("eager", "compile"):
         COUNTED["calls"] = 0
         numpy.random.seed(0)
         model = make().double()
         train = traced(model, loss=loss_of(), execute=execute, audit=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("warnings.warn", lambda text, *_, **__: said.append(str(text)))
+            patch.setattr("warnings.warn", noted)
             losses = [train.step(samples(8 + seed)).loss for seed in range(5)]
         mode = mode_of(train)
         found.append((losses, [p.detach() for p in model.parameters()], list(model.buffers())))
@@ -105,7 +111,8 @@ def test_constants_and_moved_buffers_are_part_of_the_graph(more: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "what"), [(appends, "kept"), (counts_globally, "COUNTED"), (draws, "numpy's random")]
+    ("more", "what"),
+    [(appends, "kept"), (counts_globally, "COUNTED"), (draws, "numpy.random.rand()")],
 )
 def test_a_forward_that_leaves_something_behind(more: Any, what: str) -> None:
     mode, said = both_ways(lambda: Net(more), lambda: loss)
@@ -212,7 +219,8 @@ def test_what_changes_at_every_window_is_for_eager_code() -> None:
         for _ in range(12):
             weight *= 0.99
             train.step(samples(8))
-    assert ["the loss function changes often" in str(one.message) for one in said] == [True]
+    [text] = [str(one.message) for one in said]
+    assert re.search(r"weight \(.*test_reach.py:\d+\) changes often", text)
     assert mode_of(train) == "eager"
 
 
@@ -389,14 +397,20 @@ ELSEWHERE: dict[str, Place] = {
     "a context": (lambda: CONTEXT.get(), lambda b: CONTEXT.set(b)),
     "an array": (lambda: BYTES[0], lambda b: BYTES.__setitem__(0, b)),
     "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b)),
-    "environ": (lambda: os.environ["BETA"], lambda b: os.environ.update(BETA=str(b))),
     "getenv": (lambda: os.getenv("BETA"), lambda b: os.environ.update(BETA=str(b))),
+    "environ": (lambda: os.environ["BETA"], lambda b: os.environ.update(BETA=str(b))),
     "a rate": (
         lambda: RATED.param_groups[0]["lr"],
         lambda b: RATED.param_groups[0].update(lr=b),
     ),
     "a schedule": (lambda: RATES.get_last_lr()[0], lambda b: setattr(RATES, "_last_lr", [b])),
 }
+
+NOT_FOLLOWED = {
+    *("a global", "a global with a made name", "a global in a text"),  # by `globals()` and `eval`
+    *("a context", "an array", "a schedule"),
+}
+"""What Dynamo cannot follow, or does not guard: these losses run eagerly."""
 
 
 def reads(read: Callable[[], Any]) -> Callable[[Any, Any], Tensor]:
@@ -416,12 +430,12 @@ def test_a_changed_value_in_sight_is_noticed_at_the_next_window(name: str) -> No
     assert fingerprint.changed() is not None
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_changed_value_from_elsewhere_is_noticed_at_the_next_comparison(
+@pytest.mark.parametrize("name", [*IN_SIGHT, *ELSEWHERE])
+def test_a_changed_value_is_noticed_at_the_next_micro_batch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs are compared with eager code in windows 2, 4, 8, ..."""
-    read, write = ELSEWHERE[name]
+    """Or the code runs eagerly, and it is said why."""
+    read, write = {**IN_SIGHT, **ELSEWHERE}[name]
     monkeypatch.setenv("BETA", "1.0")
     write(1.0)
     model, reference = mlp(), mlp()
@@ -430,14 +444,14 @@ def test_a_changed_value_from_elsewhere_is_noticed_at_the_next_comparison(
         reference, sgd(reference), loss=reads(read), micro_batch=4, execute="eager", audit=False
     )
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for window in range(1, 7):
+        warnings.simplefilter("always", ExecuteWarning)
+        for window in range(1, 6):
             if window == 4:
                 write(3.0)
             found, wanted = train.step(samples(8)), eager.step(samples(8))
             assert found.loss == pytest.approx(wanted.loss, rel=1e-12), window
-    assert mode_of(train) == "operations"
-    assert ["was out of date at update 4" in str(one.message) for one in said] == [True]
+    assert mode_of(train) == ("eager" if name in NOT_FOLLOWED else "operations")
+    assert len(said) == (name in NOT_FOLLOWED)
 
 
 def test_a_module_whose_function_or_part_is_another_one() -> None:

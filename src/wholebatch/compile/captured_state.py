@@ -541,26 +541,18 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def only_reads(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
-    """Run the model's Python without side effects; raise CannotTrace if it had any.
-
-    Its changes (a counter, a tensor kept for later) are undone.
-    """
-    reach = Reach(model, loss)
+def only_our_draws(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """Refuse code that draws from a generator that a graph does not know; put them all back."""
     random = capture_python_random()
     own = [(one, state_of(one)) for one in own_generators(model, loss)]
     try:
         yield
     finally:
-        written = reach.written()
-        reach.restore()
         now = capture_python_random()
         restore_random(random)
         drawn = [one for one, state in own if not same_random(state, state_of(one))]
         for one, state in own:
             set_state_of(one, state)
-    if written is not None:
-        raise CannotTrace(f"it changes {written}, which a graph would do only once")
     for name, library in (("python", "Python"), ("numpy", "numpy")):
         if name in random and not same_random(random[name], now[name]):
             raise CannotTrace(f"its forward draws from {library}'s random module")
