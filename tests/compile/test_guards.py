@@ -6,6 +6,7 @@ function reads. Where Dynamo cannot say what is read, the code must be refused.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextvars
 import dataclasses
@@ -314,6 +315,12 @@ def a_layer_put_in() -> Iterator[Loss]:
     net.append(nn.Tanh())
 
 
+def a_forward_put_in_its_place() -> Iterator[Loss]:
+    net, other = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+    yield lambda model, x: (model(x) + net(x)).sum()
+    net[0].forward = other.forward  # type: ignore[method-assign]
+
+
 def a_hook_put_in() -> Iterator[Loss]:
     net = nn.Sequential(nn.Linear(4, 4))
     yield lambda model, x: (model(x) + net(x)).sum()
@@ -354,6 +361,12 @@ def a_number_of_an_array() -> Iterator[Loss]:
     weights = np.ones(4, dtype=np.float32)
     yield lambda model, x: model(x).sum() * float(weights[1])
     weights[1] = 3.0
+
+
+def a_number_of_an_array_of_python() -> Iterator[Loss]:
+    numbers = array.array("d", [1.0])
+    yield lambda model, x: model(x).sum() * numbers[0]
+    numbers[0] = 2.0
 
 
 def a_number_of_numpy() -> Iterator[Loss]:
@@ -720,6 +733,7 @@ _CASES: list[Case] = [
 
 _REFUSED = {
     "the_dictionary_of_globals": "line .*globals",
+    "a_number_of_an_array_of_python": "line .*numbers",
     "a_file": "line .*read_text",
     "a_file_that_is_there": "Dynamo cannot follow",
     "the_time": "line .*time.time",

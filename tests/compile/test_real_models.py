@@ -17,8 +17,8 @@ import wholebatch as wb
 from tests.compile.nets import loss, mode_of, steps_of, traced
 from tests.support import EXACT, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
-from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.execute_mode import CannotTrace
+from wholebatch.compile.guards import Guards
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.value_reads import draws
@@ -454,11 +454,12 @@ def test_host_constants_are_computed_once() -> None:
     assert distance([module(x)], [function(x)]) <= EXACT
     (found,) = sources  # Larger than what is compared by value.
     assert found is table
-    watched = Fingerprint(mlp(), wb_loss)
-    watched.watch(sources)
-    assert watched.holds()
+    model = mlp()
+    guards = Guards(lambda model, x: model(x).sum(), model, samples(4)["x"])
+    guards.watch(sources)
+    assert guards.hold(model, samples(4)["x"])
     table.add_(1.0)
-    assert watched.changed() == "a tensor on the host"
+    assert guards.broken_by(model, samples(4)["x"]) == "a tensor on the host"
 
 
 def test_backwards_of_attention_have_the_seed_of_their_forward() -> None:

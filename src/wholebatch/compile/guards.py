@@ -26,11 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholebatch.compile.captured_state import version_of
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.value_reads import SMALL
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.forward_state import replaced_attributes, version_of
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
 """How Dynamo's messages name a decision by the value of a tensor."""

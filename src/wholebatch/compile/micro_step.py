@@ -15,7 +15,7 @@ other kinds keep their graphs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile.captured_state import refuse_hooks
 from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
@@ -44,11 +43,11 @@ from wholebatch.compile.gradient_buffers import (
     empty_cache,
     take_workspace,
 )
-from wholebatch.compile.graph_check import EagerResult, hold_against
+from wholebatch.compile.graph_check import EagerResult, gradients_of, hold_against, weights_moved
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.guards import Guards
 from wholebatch.compile.joint_graph import JointStep, Prepared
-from wholebatch.compile.patched_calls import refuse_recurrent_layers
+from wholebatch.compile.refused_code import refuse_hooks, refuse_recurrent_layers
 from wholebatch.compile.shared_graphs import SharedGraphs
 from wholebatch.compile.symbolic_sizes import Place, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, trace
@@ -415,10 +414,8 @@ class Executor:
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
-    def changed(self) -> bool | None:
-        """True if what the code reads has changed since this was asked; None if no graph knows."""
-        if not self._readings:
-            return None
+    def changed(self) -> bool:
+        """True if a graph has noticed another value that the code reads, since this was asked."""
         changed, self._changes_told = self.changes > self._changes_told, self.changes
         return changed
 
@@ -701,9 +698,24 @@ class Executor:
                 hold_against(found, done.results, "loss", **how)
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
-                    hold_against(self._gradients.of(joint.used), wanted, "gradient", **how)
+                    buffers = self._gradients.of(joint.used)
+                    moved = partial(self._with_moved_weights, joint, done, seeds)
+                    hold_against(buffers, wanted, "gradient", moved=moved, **how)
         finally:
             self._gradients.put_in_place(joint.used, held)
+
+    def _with_moved_weights(
+        self, joint: JointStep, done: EagerResult, seeds: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of eager code with weights that rounding has moved."""
+        used = [self._gradients.parameters[index] for index in joint.used]
+        done.before.restore()
+        try:
+            with weights_moved(self._model):
+                micro = done.inputs.micro
+                return gradients_of(self._model, self._loss, micro, used, seeds, self._precision)
+        finally:
+            self._precision.let_go()  # It may have kept casts of the moved weights.
 
     def _captured_later(self, prepared: Prepared, inputs: Inputs) -> Prepared:
         """Capture a step whose kernels were launched one by one so far."""

@@ -94,15 +94,6 @@ def _grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     return made
 
 
-def refuse_recurrent_layers(model: nn.Module) -> None:
-    """Raise CannotTrace for nn.LSTM, nn.GRU and nn.RNN: cuDNN runs each as one kernel already."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.RNNBase):
-            raise CannotTrace(
-                f"{name or 'the model'} is an nn.{type(layer).__name__}, which runs eagerly only"
-            )
-
-
 class _Uniform:
     """A random number between 0 and 1 that answers only what is the same for all of them."""
 

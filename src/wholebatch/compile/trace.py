@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.compile.captured_state import only_our_draws
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.patched_calls import traceable_calls
+from wholebatch.compile.refused_code import only_our_draws
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws

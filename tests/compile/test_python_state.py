@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import array
 import contextvars
-import functools
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -22,7 +19,6 @@ from tests.compile import nets
 from tests.compile.nets import Micro, loss, mode_of, tagged, traced
 from tests.support import Whole, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
-from wholebatch.compile.captured_state import Fingerprint, Reach
 
 COUNTED = {"calls": 0}
 
@@ -220,7 +216,7 @@ def test_what_changes_at_every_window_is_for_eager_code() -> None:
             weight *= 0.99
             train.step(samples(8))
     [text] = [str(one.message) for one in said]
-    assert re.search(r"weight \(.*test_reach.py:\d+\) changes often", text)
+    assert re.search(r"weight \(.*test_python_state.py:\d+\) changes often", text)
     assert mode_of(train) == "eager"
 
 
@@ -259,189 +255,52 @@ def test_sparse_gradients() -> None:
         whole.assert_same(model)
 
 
-def test_what_can_be_reached() -> None:
-    inner = {"deep": [{"number": 1}]}
-    weights = torch.ones(3)
-
-    def helper(x: Tensor) -> Tensor:
-        return x * inner["deep"][0]["number"] * weights  # type: ignore[index]
-
-    def outer(model: nn.Module, micro: Tensor, *, given: list[int] = [2]) -> Tensor:  # noqa: B006
-        return helper(micro) * given[0]
-
-    reach = Reach(mlp(), outer)
-    assert reach.changed() is None
-    inner["deep"][0]["number"] = 2
-    assert reach.changed() == "inner['deep'][0]"
-    reach.restore()
-    assert inner["deep"][0]["number"] == 1
-    weights += 1.0
-    assert reach.changed() == "weights"
-    reach.restore()
-    assert torch.equal(weights, torch.ones(3))
-    outer.__kwdefaults__["given"].append(3)
-    assert reach.written() == "given"
-
-
-class Base:
-    """A trainer: a base with a loss, counters that do not matter, and a schedule."""
-
-    depth = 2.0
-
-    def __init__(self) -> None:
-        self.updates, self.smoothing, self.hidden, self._rate = 0, 0.1, 1.0, 1.0
-        self.schedule = Schedule()
-
-    def compute(self, model: nn.Module, micro: Micro) -> Tensor:
-        out: Tensor = model(micro["x"]).sum() * self.smoothing
-        return out
-
-
-class Schedule:
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def value(self) -> float:
-        return self.at
-
-
-class Derived(Base):
-    @property
-    def rate(self) -> float:
-        return 2 * self._rate
-
-    def compute(self, model: nn.Module, micro: Micro) -> Tensor:
-        weight = self.rate * self.depth * getattr(self, "hidden") + self.schedule.value()  # noqa: B009
-        return weight * super().compute(model, micro)
-
-
-def test_a_method_reads_the_attributes_that_its_code_names_and_no_others() -> None:
-    """By a partial of a library's function, a base's method, a property or by getattr."""
-    trainer = Derived()
-    reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, trainer.compute))
-    trainer.updates += 1
-    assert reach.changed() is None
-    for change in (
-        lambda: setattr(trainer, "smoothing", 0.2),
-        lambda: setattr(trainer, "hidden", 2.0),
-        lambda: setattr(trainer, "_rate", 3.0),
-        lambda: setattr(trainer, "depth", 3.0),
-        lambda: setattr(trainer.schedule, "at", 1.0),
-    ):
-        reach = Reach(nn.Linear(1, 1), functools.partial(wb.mean_loss, trainer.compute))
-        assert reach.changed() is None
-        change()
-        assert reach.changed() is not None
-
-
-class Slotted:
-    __slots__ = ("beta",)
-    beta: float
-
-
 class Fixed:
-    """Values on the class: read by name, by a static method, or in a dict of the class."""
+    """A value on the class, read by a static method."""
 
     beta = 1.0
-    table = {"beta": 1.0}  # noqa: RUF012
 
     @staticmethod
     def value() -> float:
         return Fixed.beta
 
 
-def own_attribute() -> float:
-    return own_attribute.beta  # type: ignore[attr-defined, no-any-return]
-
-
-def nested(levels: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Return a chain of namespaces, linked by `a`: the first and the last one."""
-    first = last = SimpleNamespace()
-    for _ in range(levels):
-        last.a = SimpleNamespace()
-        last = last.a
-    last.beta = 1.0
-    return first, last
-
-
-SLOTTED, NUMBERS, BYTES = Slotted(), numpy.ones(3), array.array("d", [1.0])
-CONTEXT = contextvars.ContextVar("beta", default=1.0)
-FIRST, LAST = nested(6)
-MANY = dict.fromkeys(range(2000), 1.0)
+NUMBERS = numpy.ones(3)
 RATED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-RATES = torch.optim.lr_scheduler.LambdaLR(RATED, lambda _: 1.0)
-Place = tuple[Callable[[], Any], Callable[[float], Any]]
-"""How a value is read, and how it is changed."""
-IN_SIGHT: dict[str, Place] = {
-    "a global": (lambda: globals()["BETA"], lambda b: globals().update(BETA=b)),
+CONTEXT = contextvars.ContextVar("beta", default=1.0)
+PLACES: dict[str, tuple[Callable[[], Any], Callable[[float], Any], str]] = {
     "a global of an inner function": (
         lambda: (lambda x: x * BETA)(1.0),  # type: ignore[name-defined]  # noqa: F821
         lambda b: globals().update(BETA=b),
+        "operations",
     ),
-    "slots": (lambda: SLOTTED.beta, lambda b: setattr(SLOTTED, "beta", b)),
-    "a function's attribute": (own_attribute, lambda b: setattr(own_attribute, "beta", b)),
-    "six levels": (lambda: FIRST.a.a.a.a.a.a.beta, lambda b: setattr(LAST, "beta", b)),
-    "a large dict": (lambda: MANY[7], lambda b: MANY.update({7: b})),
-}
-ELSEWHERE: dict[str, Place] = {
-    "an imported module": (lambda: nets.BETA, lambda b: setattr(nets, "BETA", b)),
-    "its function": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b)),
-    "a class": (lambda: Fixed.beta, lambda b: setattr(Fixed, "beta", b)),
-    "its method": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b)),
-    "its dict": (lambda: Fixed.table["beta"], lambda b: Fixed.table.update(beta=b)),
-    "a global with a made name": (
-        lambda: globals()["".join(["BE", "TA"])],
-        lambda b: globals().update(BETA=b),
-    ),
-    "a global in a text": (lambda: eval("BETA * 2"), lambda b: globals().update(BETA=b)),
-    "a context": (lambda: CONTEXT.get(), lambda b: CONTEXT.set(b)),
-    "an array": (lambda: BYTES[0], lambda b: BYTES.__setitem__(0, b)),
-    "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b)),
-    "getenv": (lambda: os.getenv("BETA"), lambda b: os.environ.update(BETA=str(b))),
-    "environ": (lambda: os.environ["BETA"], lambda b: os.environ.update(BETA=str(b))),
+    "another module": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b), "operations"),
+    "a class": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b), "operations"),
+    "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b), "operations"),
     "a rate": (
         lambda: RATED.param_groups[0]["lr"],
         lambda b: RATED.param_groups[0].update(lr=b),
+        "operations",
     ),
-    "a schedule": (lambda: RATES.get_last_lr()[0], lambda b: setattr(RATES, "_last_lr", [b])),
+    "a global in a text": (lambda: eval("BETA * 2"), lambda b: globals().update(BETA=b), "eager"),
+    "a context": (lambda: CONTEXT.get(), lambda b: CONTEXT.set(b), "eager"),
 }
-
-NOT_FOLLOWED = {
-    *("a global", "a global with a made name", "a global in a text"),  # by `globals()` and `eval`
-    *("a context", "an array", "a schedule"),
-}
-"""What Dynamo cannot follow, or does not guard: these losses run eagerly."""
+"""How a value is read, how it is changed, and how micro-steps that read it run."""
 
 
-def reads(read: Callable[[], Any]) -> Callable[[Any, Any], Tensor]:
+@pytest.mark.parametrize("name", PLACES)
+def test_a_changed_value_is_noticed_at_the_next_micro_batch(name: str) -> None:
+    """Or the code runs eagerly, and it is said why. (`test_guards.py` knows many more places.)"""
+    read, write, mode = PLACES[name]
+
     def loss(model: nn.Module, micro: Micro) -> Tensor:
         return float(read()) * model(micro["x"]).sum(1)
 
-    return loss
-
-
-@pytest.mark.parametrize("name", IN_SIGHT)
-def test_a_changed_value_in_sight_is_noticed_at_the_next_window(name: str) -> None:
-    read, write = IN_SIGHT[name]
-    write(1.0)
-    fingerprint = Fingerprint(mlp(), reads(read))
-    assert fingerprint.holds()
-    write(3.0)
-    assert fingerprint.changed() is not None
-
-
-@pytest.mark.parametrize("name", [*IN_SIGHT, *ELSEWHERE])
-def test_a_changed_value_is_noticed_at_the_next_micro_batch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the code runs eagerly, and it is said why."""
-    read, write = {**IN_SIGHT, **ELSEWHERE}[name]
-    monkeypatch.setenv("BETA", "1.0")
     write(1.0)
     model, reference = mlp(), mlp()
-    train = traced(model, loss=reads(read), audit=False)
+    train = traced(model, loss=loss, audit=False)
     eager = wb.WholeBatch(
-        reference, sgd(reference), loss=reads(read), micro_batch=4, execute="eager", audit=False
+        reference, sgd(reference), loss=loss, micro_batch=4, execute="eager", audit=False
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ExecuteWarning)
@@ -450,38 +309,5 @@ def test_a_changed_value_is_noticed_at_the_next_micro_batch(
                 write(3.0)
             found, wanted = train.step(samples(8)), eager.step(samples(8))
             assert found.loss == pytest.approx(wanted.loss, rel=1e-12), window
-    assert mode_of(train) == ("eager" if name in NOT_FOLLOWED else "operations")
-    assert len(said) == (name in NOT_FOLLOWED)
-
-
-def test_a_module_whose_function_or_part_is_another_one() -> None:
-    """Also of a module that is not trained, and that only the loss function holds."""
-    model, teacher = Net(capped), nn.Sequential(nn.Linear(3, 3))
-
-    def loss(model: nn.Module, micro: Micro) -> Tensor:
-        out: Tensor = teacher(model(micro["x"])).sum(1)
-        return out
-
-    for change in (
-        lambda: setattr(model, "more", looks_up),
-        lambda: setattr(model.last, "forward", model.first.forward),
-        lambda: setattr(model, "last", nn.Linear(8, 3)),
-        lambda: setattr(teacher[0], "weight", nn.Parameter(torch.eye(3))),
-        lambda: teacher.__setitem__(0, nn.Tanh()),
-    ):
-        fingerprint = Fingerprint(model, loss)
-        assert fingerprint.holds()
-        change()
-        assert not fingerprint.holds()
-
-
-def test_what_a_trace_changes_in_slots_is_put_back() -> None:
-    def loss(model: nn.Module, micro: Micro) -> float:
-        return SLOTTED.beta
-
-    SLOTTED.beta = 1.0
-    reach = Reach(mlp(), loss)
-    SLOTTED.beta = 2.0
-    assert reach.written() is not None
-    reach.restore()
-    assert SLOTTED.beta == 1.0
+    assert mode_of(train) == mode
+    assert len(said) == (mode == "eager")
