@@ -773,3 +773,16 @@ def test_a_change_is_noticed_or_the_code_is_refused(case: Case) -> None:
         assert guards.broken_by(model, x)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_hooks_and_parts_of_the_model_are_compared_all_at_once() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity()), torch.randn(3, 4)
+    guards = Guards(lambda model, x: model(x).sum(), model, x)
+    assert "HOOKS" not in str(guards._manager)
+    for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        hook = getattr(model[1], f"register_{kind}")(lambda *_: None)
+        assert guards.broken_by(model, x) == "a hook, or a part, of the model"
+        hook.remove()
+        assert guards.hold(model, x)
+    model[1] = nn.Identity()
+    assert not guards.hold(model, x)

@@ -56,6 +56,7 @@ class Guards:
     def __init__(self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any) -> None:
         """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
         self._loss = loss
+        self._hooks = _Hooks(model)
         self._inputs: list[tuple[str, Tensor]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
         self._manager = self._captured(model, micro)
@@ -68,8 +69,10 @@ class Guards:
 
     def hold(self, model: nn.Module, micro: Any) -> bool:
         """True if the code reads for this micro-batch what it read for the captured one."""
-        return self._written_into() is None and bool(
-            self._manager.check(self._locals(model, micro))
+        return (
+            self._written_into() is None
+            and self._hooks.hold()
+            and bool(self._manager.check(self._locals(model, micro)))
         )
 
     def broken_by(self, model: nn.Module, micro: Any) -> str:
@@ -77,6 +80,8 @@ class Guards:
         name = self._written_into()
         if name is not None:
             return name
+        if not self._hooks.hold():
+            return "a hook, or a part, of the model"
         info = self._manager.check_verbose(self._locals(model, micro))
         parts = [str(part) for part in info.verbose_code_parts]
         return _value_and_line(parts[0] if parts else "", self._loss)
@@ -113,7 +118,7 @@ class Guards:
             backend=self._backend,
             fullgraph=True,
             dynamic=False,
-            options={"guard_filter_fn": _to_check},
+            options={"guard_filter_fn": self._to_check},
         )
         try:
             with (
@@ -172,6 +177,23 @@ class Guards:
 
         return run
 
+    def _to_check(self, guards: Any) -> list[bool]:
+        """Leave out guards on the micro-batch's tensors, on hooks, and on what is replaced.
+
+        A graph is for one shape, dtype and device of each tensor, or knows by itself for which
+        others. Arrays of NumPy are compared by `_written_into`, hooks of the model by `_Hooks`.
+        """
+        checked = []
+        for guard in guards:
+            if guard.guard_type == "TENSOR_MATCH":
+                of_batch = (_MICRO_BATCH, "args[1]", "___from_numpy(")
+                checked.append(not str(guard.name).startswith(of_batch))
+            elif guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
+                checked.append(not self._hooks.take(guard.value))
+            else:
+                checked.append(not any(guard.value is one for one in REPLACEMENTS))
+        return checked
+
     def _watch_array(self, source: Any, shared: Tensor) -> None:
         """Count a write into a NumPy array as a change: nothing else tells of one."""
         from torch._dynamo.guards import GuardBuilder, install_guard
@@ -182,6 +204,30 @@ class Guards:
         install_guard(source.make_guard(GuardBuilder.ID_MATCH))
         array = shared.numpy()
         self._arrays.append((name, array, array.tobytes()))
+
+
+class _Hooks:
+    """The hooks of a model, and its parts: more than half of the guards, checked all at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._parts = [(one._modules, list(one._modules.values())) for one in modules]
+        self._of_modules = {
+            id(held) for one in modules for name, held in vars(one).items() if "_hooks" in name
+        }
+        self._empty: list[Any] = []
+
+    def take(self, hooks: Any) -> bool:
+        """True if they are a module's of this model: then `hold` looks for new ones from now on."""
+        if id(hooks) in self._of_modules:
+            self._empty.append(hooks)
+        return id(hooks) in self._of_modules
+
+    def hold(self) -> bool:
+        """True if no module has got a hook, and all are the same ones."""
+        return not any(self._empty) and all(
+            [*parts.values()] == before for parts, before in self._parts
+        )
 
 
 def _call(function: Any, *args: Any) -> Any:
@@ -213,7 +259,8 @@ def _dynamo_settings() -> Iterator[None]:
     if not hasattr(config, "ignore_logging_functions"):
         wanted["ignore_logger_methods"] = tells
     known = {name: value for name, value in wanted.items() if hasattr(config, name)}
-    lookups = {_LOOKUP: _missing_keys_guarded(getattr(ConstDictVariable, _LOOKUP))}
+    look_up = getattr(ConstDictVariable, _LOOKUP, None)
+    lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
     with config.patch(known), replaced_attributes(ConstDictVariable, **lookups):
         yield
 
@@ -250,20 +297,6 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in held:
             parameter.grad = gradient
-
-
-def _to_check(guards: Any) -> list[bool]:
-    """Leave out guards on the micro-batch's tensors, and on what is replaced meanwhile.
-
-    A graph is for one shape, dtype and device of each tensor, or knows by itself for which others.
-    Arrays of NumPy are compared by `Guards` itself.
-    """
-    return [
-        not any(guard.value is one for one in REPLACEMENTS)
-        if guard.guard_type != "TENSOR_MATCH"
-        else not str(guard.name).startswith((_MICRO_BATCH, "args[1]", "___from_numpy("))
-        for guard in guards
-    ]
 
 
 def _written(effects: Any, loss: Any) -> str | None:
