@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.guards import Guards
 
+_getenv = os.getenv
 Loss = Callable[[nn.Module, Tensor], Tensor]
 Case = Callable[[], Iterator[Loss]]
 
@@ -390,6 +391,12 @@ def an_environment_variable() -> Iterator[Loss]:
 def getenv() -> Iterator[Loss]:
     os.environ["WHOLEBATCH_TEST_BETA"] = "1.0"
     yield lambda model, x: model(x).sum() * float(os.getenv("WHOLEBATCH_TEST_BETA", "1"))
+    os.environ["WHOLEBATCH_TEST_BETA"] = "2.0"
+
+
+def getenv_by_its_own_name() -> Iterator[Loss]:
+    os.environ.pop("WHOLEBATCH_TEST_BETA", None)
+    yield lambda model, x: model(x).sum() * float(_getenv("WHOLEBATCH_TEST_BETA", "1"))
     os.environ["WHOLEBATCH_TEST_BETA"] = "2.0"
 
 

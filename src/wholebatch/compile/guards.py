@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import os
 import re
 import sys
 import types
@@ -238,7 +239,7 @@ def _call(function: Any, *args: Any) -> Any:
 @contextmanager
 def _dynamo_settings() -> Iterator[None]:
     """Let Dynamo take numbers as constants, guard hooks too, and pass over what only tells."""
-    from torch._dynamo import config
+    from torch._dynamo import config, symbolic_convert
     from torch._dynamo.variables import ConstDictVariable
 
     tells: set[Any] = {print, warnings.warn}
@@ -261,7 +262,13 @@ def _dynamo_settings() -> Iterator[None]:
     known = {name: value for name, value in wanted.items() if hasattr(config, name)}
     look_up = getattr(ConstDictVariable, _LOOKUP, None)
     lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
-    with config.patch(known), replaced_attributes(ConstDictVariable, **lookups):
+    is_stdlib = getattr(symbolic_convert, "is_stdlib", None)
+    asked = {} if is_stdlib is None else {"is_stdlib": lambda one: one is not os and is_stdlib(one)}
+    with (
+        config.patch(known),
+        replaced_attributes(ConstDictVariable, **lookups),
+        replaced_attributes(symbolic_convert, **asked),  # os.getenv reads the environment.
+    ):
         yield
 
 

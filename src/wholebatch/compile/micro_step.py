@@ -267,9 +267,11 @@ class Executor:
     def _kind_of(self, key: Key) -> Kind:
         kind = self._slots.setdefault(key, Kind())
         if len(self._slots) > _KEPT:
-            slots = self._slots.items()
-            old = (k for k, one in slots if one is not kind and not any(one.ready()))
-            del self._slots[next(old)]
+            first, *_ = self._slots
+            unused = (
+                k for k, one in self._slots.items() if one is not kind and not any(one.ready())
+            )
+            del self._slots[next(unused, first)]
         return kind
 
     def _slot_of(self, kind: Kind, inputs: Inputs) -> Slot | None:

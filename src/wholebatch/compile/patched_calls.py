@@ -7,7 +7,6 @@ original does for a model that runs, as operations of the graph.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -113,10 +112,6 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Show nothing."""
 
 
-def _getenv(key: str, default: Any = None) -> Any:
-    return os.environ.get(key, default)
-
-
 def _grouped_in_form(
     left: Tensor, right: Tensor, *, offs: Tensor | None = None, **_: Any
 ) -> Tensor:
@@ -124,19 +119,19 @@ def _grouped_in_form(
     return left @ (right if offs is None else right[0])
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _metadata(name: str) -> Any:
     return _METADATA(name)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _version(name: str) -> str:
     return _VERSION(name)
 
 
 _RAND: Any = torch.rand
 _METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
-REPLACEMENTS = (_rand, _nothing, _getenv, _grouped_in_form, _metadata, _version, _same_module)
+REPLACEMENTS = (_rand, _nothing, _grouped_in_form, _metadata, _version, _same_module)
 """The functions that stand in for others while Dynamo looks for what is read."""
 _SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
 
@@ -147,7 +142,6 @@ def calls_for_guards() -> Iterator[None]:
 
     - LayerDrop with a probability of 0: models of transformers compare `torch.rand([])` with it.
     - Grouped products of experts, in the dtype of autocast, and `module.to()`.
-    - The environment by `os.getenv`, which would be a constant.
     - Questions for installed packages: these stay the same.
     - Progress bars, which show nothing meanwhile.
     """
@@ -157,7 +151,6 @@ def calls_for_guards() -> Iterator[None]:
         replaced_attributes(torch, rand=_rand),
         replaced_attributes(functional, **grouped),
         replaced_attributes(nn.Module, _apply=_same_module),
-        replaced_attributes(os, getenv=_getenv),
         replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
         replaced_attributes(bars or _Uniform, **dict.fromkeys(_SHOWS, _nothing)),
     ):
