@@ -70,11 +70,10 @@ class Guards:
 
     def hold(self, model: nn.Module, micro: Any) -> bool:
         """True if the code reads for this micro-batch what it read for the captured one."""
-        return (
-            self._written_into() is None
-            and self._hooks.hold()
-            and bool(self._manager.check(self._locals(model, micro)))
-        )
+        if self._written_into() is not None or not self._hooks.hold():
+            return False
+        with _disable_current_modes():  # as it was captured
+            return bool(self._manager.check(self._locals(model, micro)))
 
     def broken_by(self, model: nn.Module, micro: Any) -> str:
         """Return the name of the value that has changed, and the line that reads it."""
@@ -83,7 +82,8 @@ class Guards:
             return name
         if not self._hooks.hold():
             return "a hook, or a part, of the model"
-        info = self._manager.check_verbose(self._locals(model, micro))
+        with _disable_current_modes():
+            info = self._manager.check_verbose(self._locals(model, micro))
         parts = [str(part) for part in info.verbose_code_parts]
         return _value_and_line(parts[0] if parts else "", self._loss)
 

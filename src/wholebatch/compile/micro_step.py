@@ -696,13 +696,14 @@ class Executor:
         try:
             found = rehearse(results, self._device, captures=rehearses)
             if not joint.random:
-                how = {"sixteen_bit": joint.traced.sixteen_bit, "compiled": joint.compiled}
-                hold_against(found, done.results, "loss", **how)
+                sixteen_bit, compiled = joint.traced.sixteen_bit, joint.compiled
+                held_against = partial(hold_against, sixteen_bit=sixteen_bit, compiled=compiled)
+                held_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
                     moved = partial(self._with_moved_weights, joint, done, seeds)
-                    hold_against(buffers, wanted, "gradient", moved=moved, **how)
+                    held_against(buffers, wanted, "gradient", moved=moved)
         finally:
             self._gradients.put_in_place(joint.used, held)
 
