@@ -339,10 +339,10 @@ class Walker:
         self._inlines += 1
         self.covered.add(helper)
         is_method = helper.name in scope.methods
-        seen = {k: v for k, v in env.items() if not is_method or "." in k}
-        given = arguments(call, helper, env, _loops(path))
+        visible = {k: v for k, v in env.items() if not is_method or "." in k}
+        bound = arguments(call, helper, env, _loops(path))
         inside = replace(scope, functions=scope.functions.new_child())
-        inner = Env({**seen, **given}, frame=self._inlines)
+        inner = Env({**visible, **bound}, frame=self._inlines)
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
@@ -378,9 +378,9 @@ def arguments(
     if not any(isinstance(a, ast.Starred) for a in call.args):
         for name, argument in zip(names, call.args, strict=False):
             bound[name] = (Definition(argument, before, loops, argument),)
-    for given in call.keywords:
-        if given.arg is not None:
-            bound[given.arg] = (Definition(given.value, before, loops, given.value),)
+    for option in call.keywords:
+        if option.arg is not None:
+            bound[option.arg] = (Definition(option.value, before, loops, option.value),)
     return bound
 
 
@@ -407,10 +407,10 @@ def _is_batchnorm(item: PathItem) -> bool:
 
 
 def _load(target: ast.expr) -> ast.expr:
-    made = ast.parse(ast.unparse(target), mode="eval").body
-    for node in ast.walk(made):
+    expr = ast.parse(ast.unparse(target), mode="eval").body
+    for node in ast.walk(expr):
         ast.copy_location(node, target)  # A finding there then points at the statement.
-    return made
+    return expr
 
 
 def _loops(path: Iterable[PathItem]) -> tuple[Loop, ...]:
