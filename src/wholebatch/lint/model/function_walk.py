@@ -25,7 +25,6 @@ from .expressions import (
 from .file_facts import Facts, methods_called
 from .name_resolution import Resolver
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LoopNode = ast.For | ast.AsyncFor | ast.While
 _Path = tuple[PathItem, ...]
 
@@ -35,10 +34,8 @@ _MAX_INLINED_LINES = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*` is new in Python 3.11.
-_BACKWARD = {"backward", "manual_backward", "training_step"}
 # Helpers that log: what they are handed is logged, whatever they do with it.
 _LOGS = ("log", "print", "report")
-_COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
 @dataclass
