@@ -187,8 +187,8 @@ class Accumulator(LoopWindows):
             micro_batches, updates = len(loader), 0
         except TypeError as error:
             raise OptionError(
-                f"updates_per_epoch(loader): {error}. Give the schedule a number of updates of your "
-                "own, and count them by step.update"
+                f"updates_per_epoch(loader): {error}. Give the schedule a number of updates, "
+                "and count them by step.update"
             ) from error
         while micro_batches > 0:
             at = self._ledger.updates + updates
