@@ -16,6 +16,7 @@ from tests.programs.models import MODELS, ROW_LOSSES
 
 PACKAGES = {"fabric": "lightning", "trainer": "transformers"}
 INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
+STYLES = ["module", "main", "closure", "class", "callable", "criterion", "partial"]
 CONTAINERS = ["dict", "tuple", "dataclass", "namedtuple"]
 RUN_ANYWHERE = [name for name in MODELS if name not in ("batchnorm", "random")]
 
@@ -62,40 +63,70 @@ def _right(draw: Any) -> Program:
     counts = loss == "terms" and is_whole
     if is_whole and not counts and loss != "coupled":
         counts = _pick(draw, [False, True], 3)
-    batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object"])
+    batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object", "nested", "list"])
     if batch == "object" and is_whole:
         batch = "dict"  # refused with advice: WholeBatch cannot split an unknown class
     if event == "oom" and loss == "coupled":
         event = "none"
     optimizer = "sgd" if model == "sparse" else _optimizer(draw, model)
     precision = _precision(draw, model)
+    if event == "resume" and optimizer == "nadam":  # torch rounds its state when it is loaded
+        optimizer = "adamw"
     if event == "group" and optimizer == "adagrad":  # torch's own fails: no state for the group
         optimizer = "sgd"
     if optimizer == "adafactor" and (precision != "float64" or model not in ("linear", "mlp")):
         optimizer = "nadam"  # it amplifies what is zero but for rounding
+    call = _call(draw, model, event)
+    if event == "none" and way != "gradient" and draw(st.integers(0, 9)) == 5:
+        optimizer = "two"
+    loop = _loop(draw, way, event, windows)
+    loads = way == "over" or (loop == "over" and not is_whole)
+    # A list of micro-batches is no steps= schedule: the second epoch goes on after the first.
+    lengths = [1] if is_whole else [*map(len, windows)]
+    again = loads and event == "none" and len({*lengths[:-1], max(lengths)}) == 1
+    close = _close(draw, way, model, event)
+    if call == "pair" or optimizer == "two":
+        close = tuple(name for name in close if name != "ema")
     return Program(
         model=model,
         windows=windows,
         loss=loss,
         given=given,
         way=way,
+        call=call,
+        criterion=loss in ("ce", "smooth", "classes", "mse") and draw(st.booleans()),
+        numbers=loss != "terms" and draw(st.integers(0, 3)) == 2,
         batch=batch,
-        loop=_loop(draw, way, event, windows),
-        style=_pick(draw, ["module", "main", "closure", "class"]),
+        loader=_pick(draw, ["list", "samples", "batches"], 2) if loads else "list",
+        epochs=_pick(draw, [1, 2], 2) if again else 1,
+        loop=loop,
+        style=_pick(draw, STYLES),
         names=_pick(draw, ["short", "long", "strange", "globals"]),
         optimizer=optimizer,
-        scheduler=_scheduler(draw, event),
+        scheduler="none" if optimizer == "two" else _scheduler(draw, event),
         clip=_clip(draw, way, model, optimizer),
-        close=_close(draw, way, model, event),
-        memory="none" if way == "gradient" or optimizer == "hooked" else _memory(draw),
+        close=close,
+        memory="none" if way == "gradient" or optimizer in ("hooked", "two") else _memory(draw),
         counts=counts,
         precision=precision,
         # The second of the terms counts padding, so trimming changes it.
-        tokens=is_whole and model in TOKEN_MODELS and loss != "terms" and draw(st.booleans()),
+        tokens=is_whole
+        and model in TOKEN_MODELS
+        and loss != "terms"
+        and batch != "nested"
+        and draw(st.booleans()),
         event=event,
         at=at,
         seed=draw(st.integers(0, 50)),
     )
+
+
+def _call(draw: Any, model: str, event: str) -> str:
+    calls = ["plain", "forward", "twice"]
+    calls += ["teacher"] if event not in ("resume", "thaw") else []
+    calls += ["output"] if event != "group" else []
+    calls += ["pair"] if event not in ("group", "evaluate", "raise") else []
+    return "plain" if model == "random" else _pick(draw, calls, 6)
 
 
 def _loss(draw: Any, way: str, model: str) -> str:
@@ -189,7 +220,8 @@ def _optimizer(draw: Any, model: str) -> str:
 
 
 def _scheduler(draw: Any, event: str) -> str:
-    kinds = ["none", "exponential", "step", "lambda"]
+    kinds = ["none", "exponential", "step", "lambda", "cosine", "restarts", "one cycle", "cyclic"]
+    kinds += ["polynomial", "several", "warmup", "chained"]
     if event == "rate":
         return "none"
     if event == "group":  # torch's LambdaLR fails: no function for the new group
@@ -252,7 +284,7 @@ def _wrong(draw: Any) -> Program:
             draw, ["dict", "tuple", "dataclass", "namedtuple"] if way not in HOSTS else ["dict"]
         ),
         loop=_loop(draw, way, "none"),
-        style=_pick(draw, ["module", "main", "closure", "class"]),
+        style=_pick(draw, STYLES),
         names=_pick(draw, ["short", "long"]),
         optimizer=_pick(draw, ["sgd", "momentum", "adamw"]),
         counts=plan.counts,
@@ -384,7 +416,7 @@ def _compiled(draw: Any) -> Program:
         given=_pick(draw, ["total", "mean", "unit"] if loss == "ce" else ["total", "mean"]),
         way=way,
         batch=_pick(draw, ["dict", "tuple"]),
-        style=_pick(draw, ["module", "main", "closure", "class"]),
+        style=_pick(draw, STYLES),
         precision=_pick(draw, ["float64", "float32", "bf16"]),
         execute="compile",
         seed=draw(st.integers(0, 50)),

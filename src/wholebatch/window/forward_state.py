@@ -448,7 +448,10 @@ def _inside(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        # What a function of torch names is torch's; a wrapper of its own still holds the user's.
+        is_torch = str(value.__globals__.get("__name__")).split(".")[0] == "torch"
+        names = () if is_torch else value.__code__.co_names
+        named = (value.__globals__.get(name) for name in names)
         defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
         return [*cells, *named, *(one for some in defaults for one in some)]
     if isinstance(value, dict):
