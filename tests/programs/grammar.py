@@ -77,7 +77,8 @@ def _right(draw: Any) -> Program:
     if optimizer == "adafactor" and (precision != "float64" or model not in ("linear", "mlp")):
         optimizer = "nadam"  # it amplifies what is zero but for rounding
     call = _call(draw, model, event)
-    if event == "none" and way != "gradient" and draw(st.integers(0, 9)) == 5:
+    may_be_two = event == "none" and way != "gradient" and model not in ("tied", "sparse")
+    if may_be_two and draw(st.integers(0, 9)) == 5:
         optimizer = "two"
     loop = _loop(draw, way, event, windows)
     loads = way == "over" or (loop == "over" and not is_whole)

@@ -460,7 +460,7 @@ CALLS = {
     "plain": "model({0})",
     "forward": "model.forward({0})",
     "twice": "(model({0}) + 0.3 * model({0}).tanh())",
-    "teacher": "(model({0}) - 0.5 * teacher({0}))",
+    "teacher": "(model({0}) - 0.5 * elder({0}))",
     "output": 'model({0})["logits"]',
     "pair": "model[1](model[0]({0}))",
 }
@@ -474,11 +474,12 @@ class Output(nn.Module):
     def forward(self, *inputs):
         return {"logits": self.net(*inputs), "loss": None}
 """
-TEACHER = "teacher = copy.deepcopy(model).eval().requires_grad_(False)"
+TEACHER = "elder = copy.deepcopy(model).eval().requires_grad_(False)"
 ROW_LOSSES = {
     "labels": "F.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype), "
     "pos_weight=torch.tensor([1.0, 2.0, 3.0]).to(logits), reduction='none').mean(1)",
-    "poisson": "F.poisson_nll_loss(logits, target.abs().round(), reduction='none').sum(1)",
+    "poisson": "F.poisson_nll_loss(logits.clamp(max=2.0), target.abs().round(), "
+    "reduction='none').sum(1)",
     "gaussian": "F.gaussian_nll_loss(logits[:, :1], target[:, :1], logits[:, 1:2].exp() + 0.1, "
     "reduction='none').sum(1)",
     "distilled": "F.kl_div(logits.log_softmax(1), target.softmax(1), reduction='none').sum(1)",
@@ -493,7 +494,7 @@ ROW_LOSSES = {
     "cosine": "1 - F.cosine_similarity(logits, target, dim=1, eps=0.1)",
     "pinball": "torch.maximum(0.9 * (target - logits), -0.1 * (target - logits)).mean(1)",
     "gauss prior": "(logits - target).square().sum(1) "
-    "+ 0.1 * (logits[:, 0].square() + logits[:, 1].exp() - logits[:, 1] - 1)",
+    "+ 0.1 * (logits[:, 0].square() + logits[:, 1].sigmoid() - logits[:, 1])",
     "entropy bonus": "F.cross_entropy(logits, y.clamp(min=0), reduction='none') "
     "+ 0.01 * (logits.softmax(1) * logits.log_softmax(1)).sum(1)",
     "clipped ratio": "-torch.minimum((logits[:, 0] - target[:, 0]).exp() * target[:, 1], "

@@ -84,7 +84,7 @@ def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) 
     if mistake_of(program).own_truth:
         return _loss_of_its_own(program, model, batch, scope)
     inputs = "x, mask" if program.has_tokens else "x"
-    called = {**batch, "model": model, "teacher": scope["teacher"]}
+    called = {**batch, "model": model, "elder": scope["elder"]}
     logits = eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)
     y = batch["y"].reshape(-1)
     counts = (y != -100).double()

@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader
 import wholebatch as wb
 """
 _DTYPES = {"float64": "float64", "float32": "float32", "bf16": "float32", "fp16": "float32"}
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "sgd": "torch.optim.SGD(PARAMETERS, lr=0.1)",
     "momentum": "torch.optim.SGD(PARAMETERS, lr=0.1, momentum=0.9, nesterov=True)",
     "decay": "torch.optim.SGD(PARAMETERS, lr=0.1, weight_decay=0.1)",
@@ -115,7 +115,7 @@ def _note(program: Program) -> str:
 def optimizer_text(program: Program) -> str:
     """Return the call that makes the optimizer."""
     trained = "[p for p in model.parameters() if p.requires_grad]"
-    text = _OPTIMIZERS[program.optimizer].replace("GROUPS", GROUPS)
+    text = OPTIMIZERS[program.optimizer].replace("GROUPS", GROUPS)
     return text.replace("PARAMETERS", trained)
 
 
@@ -496,7 +496,7 @@ MEMORY = {
 
 def _mask_name(program: Program) -> str:
     """Return the argument that names the mask's leaf."""
-    if program.batch == "tuple":
+    if program.batch in ("tuple", "list"):
         return f', mask="{program.fields.index("mask")}"'
     return f', mask="{NAMES[program.names]["mask"]}"'
 
