@@ -65,6 +65,7 @@ class Program:
     """True if `units=` counts the units before the first backward."""
     precision: str = "float64"
     execute: str = "eager"
+    """"eager"; "traced", a graph without a compiler; or "compile"."""
     device: str = "cpu"
     event: str = "none"
     at: int = 0

@@ -73,7 +73,9 @@ SCHEDULERS = {
     "lambda": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))",
     "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)",
     "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
-    "one cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)",
+    "one cycle": "torch.optim.lr_scheduler.OneCycleLR(\n"
+    "    optimizer, 0.1, total_steps=20, cycle_momentum=False)",
+    "momentum cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)",
     "cyclic": "torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, cycle_momentum=False)",
     "polynomial": "torch.optim.lr_scheduler.PolynomialLR(optimizer, 20)",
     "several": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)",
@@ -85,6 +87,18 @@ SCHEDULERS = {
     "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])",
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
 }
+_TRACED = """from wholebatch.compile.execute_mode import ExecutePlan
+
+plan_of = ExecutePlan.of
+
+
+def without_compiler(*args):
+    plan = plan_of(*args)
+    plan.compiles = False  # a graph runs as it was traced: Inductor takes half a minute
+    return plan
+
+
+ExecutePlan.of = staticmethod(without_compiler)"""
 _NOTE = """def note(step):
     parameters = torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
     groups = optimizer.param_groups
@@ -123,6 +137,7 @@ def script(program: Program) -> str:
     """Return the text of the program."""
     head = _HEAD + hosts.IMPORTS.get(program.way, "") + (_RANKS_HEAD if program.ranks > 1 else "")
     parts = [head.strip() + f"\n\ndtype = torch.{_DTYPES[program.precision]}\nrecord = []"]
+    parts += [_TRACED] if program.execute == "traced" else []
     parts += [model_text(program), data_text(program), *_containers(program), _data(program)]
     parts += [*_globals(program), *_loss(program), _note(program), *_build(program), _loop(program)]
     if program.ranks > 1:
@@ -477,7 +492,8 @@ def _options(program: Program) -> list[str]:
     if program.model == "batchnorm" and not program.is_whole:
         options += ['batchnorm="freeze"']
     if program.is_whole or program.way == "run":
-        options += [f'execute="{program.execute}"']
+        execute = "compile" if program.execute == "traced" else program.execute
+        options += [f'execute="{execute}"']
     return options
 
 

@@ -113,8 +113,9 @@ def covering() -> Iterator[Program]:
     ways = itertools.cycle(("step", "backward", "run"))
     for field, some in values.items():
         for value in some:
-            given = {"optimizer": "groups"} if value == "groups" else {field: value}
-            yield replace(Program(windows=UNEVEN, way=next(ways)), **given)
+            optimizer = "momentum" if value == "momentum cycle" else "sgd"
+            plain = Program(windows=UNEVEN, way=next(ways), optimizer=optimizer)
+            yield replace(plain, **{field: value})
     mean = Program(windows=UNEVEN, loss="terms", given="mean", counts=True)
     yield from (mean, replace(mean, way="announce", loop="last"))
     yield replace(mean, model="heads", way="announce", loop="last")
