@@ -117,7 +117,7 @@ class LoopWindows(HasLedger):
             self._ledger.added.more_of_micro_batch = True
             self._progress.expect_more()
             return None
-        if self._checks.active or self._checks.tests_units:
+        if self._checks.are_asked:
             self._checks.end_micro_batch()
         if self._progress.counts:
             self._ledger.added.end_micro_batch()

@@ -67,6 +67,8 @@ class WindowRun:
     """The number of micro-batches that every rank must run; None if ranks may differ."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
+    batches: int = 0
+    """The number of batches that a trainer divides its loss by; 0 without a trainer."""
 
 
 class Place(NamedTuple):
@@ -76,8 +78,8 @@ class Place(NamedTuple):
     """The number of micro-batches of its window before it."""
     in_parts: bool
     """True if it is not the whole global batch."""
-    steps: int
-    """The number of micro-batches of the window; 0 if it is not known before its end."""
+    steps: Collection[int]
+    """What a loop may call its accumulation steps; empty if it is not known before the end."""
     last: bool
     """True if its backward is the last one of the window, which reduces the gradients."""
     counts: bool = True
@@ -99,7 +101,6 @@ class MicroStep:
         audit: Refuse a loss that cannot be split, and means over other units.
         untouched: Refuses writes by the loss function to the window.
         prepare: Returns a micro-batch as the loss function gets it, before each eager call.
-        read_loss: Called with each loss that eager code has made, before its backward.
     """
 
     def __init__(
@@ -114,12 +115,11 @@ class MicroStep:
         audit: bool,
         untouched: Untouched,
         prepare: Callable[[Any], Any],
-        read_loss: Callable[[Loss | Terms], object],
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
         self._audits, self._untouched = audit, untouched
-        self._prepare, self._read_loss = prepare, read_loss
+        self._prepare = prepare
         self._place: Place  # of the micro-batch that a graph or its eager code runs now
         self.means = MeanUnits()
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
@@ -158,8 +158,7 @@ class MicroStep:
             if type(loss) is not Loss:
                 refuse_in_parts(loss)
             if place.counts and is_tested_window(self._ledger.number):
-                self.means.add_loss(loss)
-        self._read_loss(loss)
+                self.means.add_loss(loss, place.steps)
         if self.is_eager:
             self._untouched.check(rates=True)
         self._ledger.add_loss(loss, last=place.last, counts=place.counts)
@@ -220,7 +219,6 @@ class Runner:
             audit=audit,
             untouched=self._untouched,
             prepare=lambda micro: this._on_device(micro),
-            read_loss=self._test.read,
         )
         self.executor = self._step.executor
 
@@ -242,7 +240,6 @@ class Runner:
         batch: Any,
         micros: Sequence[Any],
         layout: Mapping[str, Any],
-        steps: Collection[int] = (),
     ) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         sync = self._ledger.sync
@@ -263,7 +260,7 @@ class Runner:
 
         refuse_new_norms([self._root], self._known_norms)
         name = getattr(function, "__name__", "a function")
-        self._test.test(run, WindowData(batch, micros, layout, steps), outputs=encodes, name=name)
+        self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
 
     @property
     def is_tested(self) -> bool:
@@ -329,13 +326,14 @@ class Runner:
         self._prepare(micros)
         ledger, step = self._ledger, self._step
         places, of = how.forwards or len(micros), len(micros)
+        steps = {of, how.batches or of}
         # With several ranks, BatchNorms of an undivided batch run collectives.
         is_eager = step.is_plain or (ledger.sync.ranks > 1 and self.is_undivided())
         run = step.eager if is_eager else step.run
         with self._norms_over_ranks():
             for index in range(places):
                 counts, last = index < of, how.reduces and index == places - 1
-                place = Place(index, self._in_parts, of, last, counts)
+                place = Place(index, self._in_parts, steps, last, counts)
                 if counts:
                     extras = getattr(run(micros[index], place), "extras", None)  # terms have none
                     if extras:
@@ -356,7 +354,7 @@ class Runner:
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
             layout = {**(self._undivided or {}), "batch_size": None}
-            self.test_window(micros[0], micros, layout, steps=[len(micros)])
+            self.test_window(micros[0], micros, layout)
 
     def is_undivided(self) -> bool:
         """True if the batch must not be split: a layer trains with the statistics of the batch."""

@@ -113,6 +113,12 @@ WINDOW_INTERNALS = (
     ),
     Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
     Internal(
+        "torch.autograd",
+        "Variable._execution_engine",
+        "a backward without the checks of torch.autograd.backward: 15% of a tiny micro-step",
+        _TEST,
+    ),
+    Internal(
         "torch._dynamo.eval_frame",
         "cached_backends",
         "no hook on all modules where torch.compile is used, of which torch warns",

@@ -85,6 +85,11 @@ class LoopChecks:
         self._have_warned: set[Check] = set()
         self._has_stopped = False
 
+    @property
+    def are_asked(self) -> bool:
+        """True if checks are asked in this window."""
+        return self.active or self.tests_units
+
     def _asked(self) -> list[Check]:
         """Return the checks that are asked in this window."""
         return [

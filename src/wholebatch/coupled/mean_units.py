@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from wholebatch.coupled.last_reduction import Reduction, last_reductions
+from wholebatch.coupled.last_reduction import Reduction, last_reductions, step_division
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Loss, Terms, terms_of
 from wholebatch.warn_user import warn_user
@@ -22,7 +22,7 @@ class MeanUnits:
     """
 
     def __init__(self) -> None:
-        self._warned = False
+        self._warned = self._warned_of_steps = False
         self.begin_window()
 
     def begin_window(self) -> None:
@@ -51,12 +51,19 @@ class MeanUnits:
                 raise LossError(_text(term, (first, first_units), (over, units)))
         self._backwards += 1
 
-    def add_loss(self, loss: Loss | Terms) -> None:
-        """Compare the means among the terms of a loss; then the next micro-batch begins."""
+    def add_loss(self, loss: Loss | Terms, steps: Collection[int]) -> None:
+        """Compare the means among the terms of a loss; then the next micro-batch begins.
+
+        Warn, once, of a division by the number of steps, which may be one of these.
+        """
         for term in terms_of(loss).values():
             reductions, units = last_reductions(term.total), float(term.units)
             if is_mean_times_units(reductions, units):
                 self.add(reductions, units)
+            warning = step_division(reductions, term.units, steps)
+            if warning is not None and not self._warned_of_steps:
+                self._warned_of_steps = True
+                warn_user(warning)
         self.end_micro_batch()
 
     def _warn(self, first: float, over: float) -> None:

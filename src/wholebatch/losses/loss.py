@@ -305,7 +305,7 @@ def is_nothing(total: Tensor) -> bool:
     Its backward would divide a zero gradient by zero again, so it is left out where nothing else
     needs it.
     """
-    return type(total.grad_fn).__name__ == f"{_Nothing.__name__}Backward"
+    return type(total.grad_fn).__name__ == "_NothingBackward"
 
 
 def cross_entropy(

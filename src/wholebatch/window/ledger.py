@@ -22,8 +22,6 @@ from wholebatch.losses.loss import (
     Terms,
     Units,
     check_terms,
-    check_total,
-    check_units,
     is_nothing,
 )
 from wholebatch.window.autograd_graph import refuse_freed_graph, refuse_reentrant
@@ -52,16 +50,6 @@ from wholebatch.window.window import (
 observers: list[Any] = []
 """Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
 _SINGLE_WEIGHT = {SINGLE: 1.0}
-
-
-def _without_nothing(
-    totals: Sequence[Tensor], seeds: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Leave out the totals of means over no units: they add nothing, and may divide by zero."""
-    if not any(map(is_nothing, totals)):
-        return totals, seeds
-    pairs = [pair for pair in zip(totals, seeds, strict=True) if not is_nothing(pair[0])]
-    return [total for total, _ in pairs], [seed for _, seed in pairs]
 
 
 def _first_seed(units: Units, sync: Sync, device: torch.device) -> float | Tensor:
@@ -264,13 +252,11 @@ class Ledger:
         return seed
 
     def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:
-        """Run the backward of one total into the gradients. Nothing is read from the device.
+        """Run the backward of one checked total into the gradients; nothing is read from a device.
 
         `last`: it is the window's last backward, which reduces. One that does not count only takes
         part in the collectives of the other ranks.
         """
-        check_total(total)
-        units = check_units(units)
         window = self.begin(units) if self.open is None else self.open
         if window.has_terms:
             raise LossError(
@@ -307,15 +293,17 @@ class Ledger:
         last: bool = False,
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
-        sync, window = self.sync, self.current
+        sync, inputs = self.sync, self.current.inputs
         self.added.refuse_broken()
         try:
-            with sync.backward(window.inputs, reduces=last):
-                if sync.runs_alone:
-                    totals, seeds = _without_nothing(totals, seeds)
+            with sync.backward(inputs, reduces=last):
+                # A mean over no units adds nothing, and its backward may divide by zero.
+                if sync.runs_alone and any(map(is_nothing, totals)):
+                    pairs = [p for p in zip(totals, seeds, strict=True) if not is_nothing(p[0])]
+                    totals, seeds = [total for total, _ in pairs], [seed for _, seed in pairs]
                 if totals:
-                    sync.run_backward(totals, seeds, [*window.inputs, *also])
-            if sync.adds_to_parameters and all(p.grad is None for p in window.inputs):
+                    sync.run_backward(totals, seeds, [*inputs, *also] if also else inputs)
+            if sync.adds_to_parameters and all(p.grad is None for p in inputs):
                 refuse_reentrant(totals)  # torch finds none of the inputs in the graph
         except BaseException as error:
             self.added.broken = True  # some gradients of this micro-batch are in, others are not
