@@ -136,7 +136,7 @@ class RunLoss:
             enabled=audit,
             shares_forwards=not sync.runs_alone,
             loss=self._call,
-            given=nn.ModuleList(models),
+            owned=nn.ModuleList(models),
         )
         this = proxy(self)
         self._step = MicroStep(

@@ -132,15 +132,15 @@ class LoopChecks:
         if not checks:
             return
         if isinstance(total, Loss | Terms):
-            given = [(term.total, term.units) for term in terms_of(total).values()]
+            losses = [(term.total, term.units) for term in terms_of(total).values()]
         else:
-            given = [(one, units) for one in (total if mean is None else mean,) if one is not None]
-        for loss, of in given:
+            losses = [(one, units) for one in (total if mean is None else mean,) if one is not None]
+        for loss, count in losses:
             if loss.grad_fn is None:
                 continue  # no loss at all, which is refused elsewhere
             micro = MicroBatch(
                 loss,
-                of,
+                count,
                 is_mean=mean is not None,
                 steps=steps,
                 outputs=self._calls.outputs,
@@ -181,7 +181,7 @@ class LoopChecks:
             if answer is None or isinstance(answer, Refused | Warned | AuditFinding):
                 flat.append((check, answer))
             else:
-                flat.extend((check, one) for one in answer)
+                flat.extend((check, each) for each in answer)
         for _, answer in flat:
             if isinstance(answer, Refused):
                 raise answer.error(answer.because)

@@ -186,9 +186,9 @@ class AdditivityTest:
         shares_forwards: bool = False,
         off: str = "audit=False",
         loss: Callable[..., Any] | None = None,
-        given: nn.Module | None = None,
+        owned: nn.Module | None = None,
     ) -> None:
-        self._given = given
+        self._owned = owned
         self._model, self._sync, self._off, self._loss = model, sync, off, loss
         self._ranks = 1 if sync is None else sync.ranks
         self._enabled, self._shares_forwards = enabled, shares_forwards
@@ -284,7 +284,7 @@ class AdditivityTest:
             name=name,
             micro_sizes=sizes[:-1],
             batch=layout,
-            given=self._given,
+            owned=self._owned,
         )
         try:
             result = self._compare(check, plan, data)
@@ -294,8 +294,8 @@ class AdditivityTest:
             why = f"{most} samples ran out of memory in the test, and are not tried again"
             _log.warning(_NOT_TESTED, why)
         except Exception as error:  # most often the loss's own, and the step will raise it
-            found = self._not_testable(error, run, data, layout, outputs)
-            result = AdditivityResult(tuple(found), conclusive=False)
+            refused = self._not_testable(error, run, data, layout, outputs)
+            result = AdditivityResult(tuple(refused), conclusive=False)
         free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
         findings = self._without_doubtful(result.findings, data)
         if is_part and self._ranks == 1 and not (self._shares_forwards or outputs):
@@ -353,8 +353,8 @@ class AdditivityTest:
 
         `micro` is one of them: neighbours that belong together are found in it.
         """
-        found = self._over_micro_batches(run, gathered, readable_layout(micro, None, ()))
-        AdditivityResult(tuple(found)).refuse(self._off)
+        findings = self._over_micro_batches(run, gathered, readable_layout(micro, None, ()))
+        AdditivityResult(tuple(findings)).refuse(self._off)
 
     def _over_micro_batches(
         self, run: Callable[[Any], Any], gathered: GatheredSamples, batch: Layout | None
