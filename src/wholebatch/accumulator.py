@@ -303,7 +303,7 @@ class Accumulator(LoopWindows):
             place = Place(
                 position=progress.items,
                 in_parts=self._in_parts,
-                steps={self._planned_steps} - {0},
+                steps=self._planned_steps,
                 last=is_last and not more,
                 counts=progress.counts,
             )

@@ -129,9 +129,9 @@ class LoopWindows(HasLedger):
         return not self._progress.is_whole or self._ledger.sync.ranks > 1
 
     @property
-    def _planned_steps(self) -> int:
-        """The number of micro-batches of the window; 0 if it is not known before its end."""
-        return self._progress.size if self._knows_steps else 0
+    def _planned_steps(self) -> tuple[int, ...]:
+        """The number of micro-batches of the window; empty if it is not known before its end."""
+        return (self._progress.size,) if self._knows_steps else ()
 
     def _watch(self) -> None:
         """Check the forwards of a first window in parts; none with collectives is repeated."""

@@ -175,7 +175,7 @@ class RunLoss:
         is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
-            self._step.means.begin_window()
+            self._step.begin_window()
         elif self._unmoved is not None and place.last:
             self._unmoved.check()
         begins = is_first and place.in_parts

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
+from wholebatch.checks.divided_by_steps import DividedBySteps
+from wholebatch.checks.loop_checks import LoopChecks
+from wholebatch.checks.mean_units import UnitsOfMeans
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
-from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     refuse_new_norms,
@@ -40,13 +42,11 @@ from wholebatch.losses.loss import (
     Loss,
     Terms,
     as_loss,
-    refuse_in_parts,
 )
 from wholebatch.window.autocast import Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -118,10 +118,10 @@ class MicroStep:
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
-        self._audits, self._untouched = audit, untouched
-        self._prepare = prepare
+        self._untouched, self._prepare = untouched, prepare
+        self._has_tested = False  # a loss of a micro-batch that is not the whole batch
+        self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         self._place: Place  # of the micro-batch that a graph or its eager code runs now
-        self.means = MeanUnits()
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
         this = proxy(self)  # no cycle: a deleted WholeBatch is gone at once
@@ -142,6 +142,12 @@ class MicroStep:
         """True if autograd adds every gradient, so that writes of others can be told from it."""
         return self.is_plain or self.executor.is_eager
 
+    def begin_window(self) -> None:
+        """Begin a window, or begin it again."""
+        if self._has_tested:
+            self._laws.end_window()
+        self._laws.begin_window(self._ledger.number)
+
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
         self._place = place
@@ -154,11 +160,9 @@ class MicroStep:
         micro = self._prepare(micro)
         with self._precision.forward():
             loss = as_loss((loss_function or self._loss)(self._model, micro))
-        if place.in_parts and self._audits:
-            if type(loss) is not Loss:
-                refuse_in_parts(loss)
-            if place.counts and is_tested_window(self._ledger.number):
-                self.means.add_loss(loss, place.steps)
+        self._has_tested |= place.in_parts
+        self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)
+        self._laws.end_micro_batch()
         if self.is_eager:
             self._untouched.check(rates=True)
         self._ledger.add_loss(loss, last=place.last, counts=place.counts)
@@ -290,8 +294,7 @@ class Runner:
     def begin_window(self, before: ForwardState | None) -> None:
         """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
         self._untouched.forget()
-        if is_tested_window(self._ledger.number):
-            self._step.means.begin_window()
+        self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
         training = [norm for _, norm in self._norms if norm.training]

@@ -134,8 +134,7 @@ class WholeBatch(BatchWindows):
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
-        keeps = sync.adds_to_parameters  # else weights come and go with each micro-batch
-        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
+        self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
         self._ledger = ledger
         self._runner = choose_runner(
             model,

@@ -6,7 +6,7 @@ Your own loop passes its losses, but runs the forwards itself. So only a list of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -117,13 +117,13 @@ class LoopChecks:
         *,
         mean: Tensor | None = None,
         in_parts: bool = True,
-        steps: int = 0,
+        steps: Collection[int] = (),
     ) -> None:
         """Refuse a loss with one of the mistakes that are tested.
 
         Give what the entry point was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts`
         is False where this micro-batch is all of its window and there is one rank: any loss is
-        right. `steps` is the number of micro-batches of the window, if it is known.
+        right. `steps` are the numbers that a loop may call its accumulation steps.
         """
         if not self._audits or not in_parts:
             return
@@ -134,7 +134,8 @@ class LoopChecks:
         if isinstance(total, Loss | Terms):
             losses = [(term.total, term.units) for term in terms_of(total).values()]
         else:
-            losses = [(one, units) for one in (total if mean is None else mean,) if one is not None]
+            summed = total if mean is None else mean
+            losses = [] if summed is None else [(summed, units)]
         for loss, count in losses:
             if loss.grad_fn is None:
                 continue  # no loss at all, which is refused elsewhere

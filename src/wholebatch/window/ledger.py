@@ -145,10 +145,8 @@ class Ledger:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         scale = self.target.scale
         scaling = 1.0 if scale is None else scale.value()
-        if not self.sync.owns_hooks:
-            self.target.refuse_hooks(stepped)
-        if not self.sync.owns_step:
-            self.target.refuse_cast(stepped)
+        self.target.refuse_hooks(stepped)
+        self.target.refuse_cast(stepped)
         if not self._agreed and self.sync.ranks > 1:  # before gradients are added up
             digest, parameters = self.target.digest(self.options), self.target.all_parameters()
             self.sync.refuse_other_ranks(digest, parameters.values())
@@ -363,9 +361,8 @@ class Ledger:
         """Refuse to close what is not whole, or no longer what the window began with."""
         self.added.refuse_broken()
         self.schedules.refuse_moved(in_window=True)
-        if not self.sync.owns_step:
-            self.target.refuse_cast(self.sync.stepped(window.inputs))
-            self.target.refuse_other_parameters(window.inputs)
+        self.target.refuse_cast(self.sync.stepped(window.inputs))
+        self.target.refuse_other_parameters(window.inputs)
         if not self.sync.owns_hooks:
             self.hooks.refuse_added(window.inputs)
 

@@ -108,6 +108,8 @@ class Target:
 
     def refuse_cast(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse parameters that were cast to 16 bits since: their sums would be rounded."""
+        if self.sync.owns_step:  # the engine keeps sums of its own
+            return
         known = set(map(id, self.sixteen_bit.parameters))
         for parameter in parameters:
             if parameter.dtype in SIXTEEN_BIT and id(parameter) not in known:
@@ -119,6 +121,8 @@ class Target:
 
     def refuse_other_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse to close a window that trained `parameters`, if others are trained by now."""
+        if self.sync.owns_step:
+            return
         before = {id(parameter): parameter for parameter in parameters}
         new = [parameter for parameter in self.trained() if before.pop(id(parameter), None) is None]
         for parameter in (*new, *before.values()):
@@ -130,7 +134,7 @@ class Target:
 
     def refuse_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
-        for parameter in parameters:
+        for parameter in () if self.sync.owns_hooks else parameters:
             if parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"{self.name_of(parameter)} has a post-accumulate-grad hook: it runs in every "
@@ -202,8 +206,7 @@ def build_target(
         steps=optimizer is not None,
         sync=sync,
     )
-    if not sync.owns_hooks:
-        target.refuse_hooks(target.trained())
+    target.refuse_hooks(target.trained())
     return target
 
 

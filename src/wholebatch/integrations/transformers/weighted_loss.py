@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from wholebatch.checks.divided_by_steps import step_division
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.policies import Refuse
-from wholebatch.coupled.last_reduction import last_reductions, step_division
+from wholebatch.coupled.last_reduction import last_reductions
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
 from wholebatch.options import Close
