@@ -267,9 +267,9 @@ class Runner:
         self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
 
     @property
-    def is_tested(self) -> bool:
-        """True if the next window is not one of those that are tested."""
-        return not self._test.is_next_due
+    def tests_next_window(self) -> bool:
+        """True if the next window is one of those that are tested."""
+        return self._test.is_next_due
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""

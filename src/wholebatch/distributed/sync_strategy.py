@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from wholebatch.distributed.process_group import Group
 
 
-_torchs_backward: Any = torch.autograd.backward
-if _torchs_backward.__globals__["__name__"] != "torch.autograd":  # it was replaced before
-    _torchs_backward = None
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 OTHER_SETTINGS = (
@@ -154,8 +151,9 @@ class Sync(ABC):
         self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
         """Run the backward of totals, times their seeds, into these inputs alone."""
-        if torch.autograd.backward is not _torchs_backward:  # a recorder sees it too
-            torch.autograd.backward(totals, seeds, inputs=inputs)
+        backward: Any = torch.autograd.backward
+        if getattr(backward, "__globals__", {}).get("__name__") != "torch.autograd":
+            backward(totals, seeds, inputs=inputs)  # a recorder has replaced it, to see all
             return
         # What torch.autograd.backward calls: its checks of arguments take as long as a small layer.
         torch.autograd.Variable._execution_engine.run_backward(

@@ -89,7 +89,7 @@ class GivenWindows(WholeBatch):
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         in_parts = len(micros) > 1 or self._ledger.sync.ranks > 1
-        runs = in_parts and self._host is not None and not self._runner.is_tested
+        runs = in_parts and self._host is not None and self._runner.tests_next_window
         with attributes_restored(self._host) if runs else nullcontext():
             super()._test(batch, micros)
 
