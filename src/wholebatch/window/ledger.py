@@ -34,6 +34,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
+from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import (
     Additions,
     ClampedUnits,
@@ -170,10 +171,28 @@ class Ledger:
         return window
 
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
-        """Return the seed of a window: 1 / units if they are known, or 1 for terms."""
+        """Return the seed of a window: that of the undivided batch if its units are known."""
         if known is None:
             return self.next_seed or _first_seed(units, self.sync, self.target.device)
-        return 1.0 / (known[SINGLE] or 1.0) if known.keys() == {SINGLE} else 1.0
+        if known.keys() != {SINGLE}:  # of terms, each of which has its own
+            return 1.0
+        seed = 1.0 / (known[SINGLE] or 1.0)
+        # Other ranks do not learn of a total in 16 bits, for which the seed must not be rounded.
+        return seed if self.sync.has_whole_gradient else power_of_two_near(seed)
+
+    def _start_from_power_of_two(self) -> None:
+        """Go on from a power of two, which 16 bits do not round; what was added follows."""
+        window = self.current
+        if window.known is None or window.has_terms or not self.sync.has_whole_gradient:
+            return  # it is one already, or `rounded_least`
+        assert isinstance(window.seed, float)
+        seed = power_of_two_near(window.seed)
+        if seed == window.seed:
+            return
+        gradients = [p.grad for p in window.inputs if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, seed / window.seed)
+        self.open, self._last_seed = replace(window, seed=seed), None
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -243,6 +262,8 @@ class Ledger:
             seed = last[2]
             if seed.dtype is total.dtype and seed.device == total.device:
                 return seed
+        if counts and total.dtype in SIXTEEN_BIT:
+            self._start_from_power_of_two()
         value = self.current.seed_of(name, weight) if counts else 0.0
         seed = scalar_on(total.device, value, total.dtype)
         if counts:

@@ -2,10 +2,11 @@
 
 Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
 ranks, and adds `seed × d(total)` into the gradients. If all units were counted before (`known`), it
-is `1 / units`, as for the undivided batch, and the close has nothing to correct. Otherwise it is a
-power of two near `1 / units` of the window before, or of the first micro-batch, so that multiplying
-by it does not round; the close knows the units and corrects with one factor. A loss of several
-terms has a seed for each, `weight / units` of the term.
+is `1 / units`, as for the undivided batch, and the close has nothing to correct. On several ranks,
+for totals in 16 bits, and where the units are not known, it is a power of two near `1 / units` (of
+the window before, or of the first micro-batch), so that multiplying by it does not round; the close
+knows the units and corrects with one factor. A loss of several terms has a seed for each,
+`weight / units` of the term.
 
 The end of a window is four functions over values:
 
