@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +120,10 @@ def check_adds_up(
     if layout is None or layout.size < 2:
         return AdditivityResult(conclusive=False)
     count = min(layout.size, count or (SAMPLES if gradients else layout.size))
-    choose = partial(ChosenSamples, model, run, **options)
+
+    def choose(layout: Layout, count: int, *, graph: bool) -> ChosenSamples:
+        return ChosenSamples(model, run, layout, count, graph=graph, **options)
+
     problem: Exception | None = None
     try:
         # Without a graph, a function that takes gradients itself cannot run.
