@@ -40,6 +40,7 @@ from wholebatch.loss_functions import LossFunction
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import (
     Loss,
+    OfTheBatch,
     Terms,
     as_loss,
 )
@@ -161,7 +162,7 @@ class MicroStep:
         with self._precision.forward():
             loss = as_loss((loss_function or self._loss)(self._model, micro))
         self._has_tested |= place.in_parts
-        if type(loss) is not Loss or self._laws.are_asked:
+        if isinstance(loss, OfTheBatch | Terms) or self._laws.are_asked:
             self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)
             self._laws.end_micro_batch()
         if self.is_eager:
@@ -210,9 +211,7 @@ class Runner:
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
         shares = ledger.sync.counts_must_agree
-        self._test = AdditivityTest(
-            root, ledger.sync, enabled=audit, shares_forwards=shares, loss=read
-        )
+        self._test = AdditivityTest(root, ledger.sync, enabled=audit, shares_forwards=shares)
         this = proxy(self)
         self._step = MicroStep(
             read,
@@ -252,7 +251,7 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
             return
-        if not self._test.begin_window(None if self._step.is_plain else self.executor.changed()):
+        if not self._test.begin_window(self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None

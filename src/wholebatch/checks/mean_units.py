@@ -25,8 +25,8 @@ class UnitsOfMeans(Check):
     Certain, except for `units=1`, where a micro-batch may be one unit (one graph, one episode):
     likely.
 
-    Cannot see: equally long micro-batches; the units of a sum; a divisor that the graph does not
-    show.
+    Cannot see: equally long micro-batches without ignored labels; the units of a sum; a divisor
+    that the graph does not show.
     """
 
     windows = "1, 2, 4, 8, …"
@@ -62,7 +62,9 @@ class UnitsOfMeans(Check):
             key = (self._backwards, len(terms), place, term.node)
             first, first_units = self._first.setdefault(key, (over, units))
             proportional = math.isclose(over * first_units, first * units, rel_tol=_CLOSE)
-            if over == first or proportional:
+            # Of labels that are ignored, as many may be left by chance.
+            ignores = term.labels is not None and term.labels < term.count
+            if proportional or (over == first and not ignores):
                 continue
             if units != 1 or first_units != 1:
                 yield Refused(LossError, _text(term, (first, first_units), (over, units)))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from wholebatch.batch.micro_batches import joined
 from wholebatch.batch.samples import Layout, Leaf, readable_layout
-from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.coupled.adds_up import (
     SAMPLES,
     UNTESTED,
@@ -48,6 +47,7 @@ from wholebatch.window.window import is_tested_window
 _log = logging.getLogger("wholebatch")
 _NOT_TESTED = "the loss was not tested to add up over micro-batches: %s"
 _TRIES = 8
+_NUMBERS = (int, float, str)
 
 
 # --------------------------------------------------------------------- choose samples
@@ -162,14 +162,26 @@ class GatheredSamples:
 # --------------------------------------------------------------------- when, and on which ranks
 
 
+def _parts_and_numbers(model: nn.Module) -> list[Any]:
+    """Return what decides how a model computes, beside its weights: comparable, and held."""
+    return [
+        (
+            module,
+            [(n, value) for n, value in vars(module).items() if isinstance(value, _NUMBERS)],
+            [len(hooks) for n, hooks in vars(module).items() if n.endswith("_hooks")],
+        )
+        for module in model.modules()
+    ]
+
+
 class AdditivityTest:
     """Tests in windows 1, 2, 4, 8, ... that the loss adds up over micro-batches.
 
     Its samples are spread over the batch. The first test takes up to 8 with their gradient, but
     never more than a micro-batch has. Later ones take as many as a micro-batch, forward only:
     couplings among many samples show there, and so do mistakes that depend on later data or
-    weights. After a change of the model, or of what `loss` reads, the first test is made again. A
-    batch whose samples have no units tells nothing: the next window is tested then. A number of
+    weights. After a change of the model, or of what a graph reads, the first test is made again.
+    A batch whose samples have no units tells nothing: the next window is tested then. A number of
     samples that ran out of memory is not tried again.
 
     All ranks test the same windows; what one finds, all refuse. `sync=None`: this rank tests alone.
@@ -185,43 +197,45 @@ class AdditivityTest:
         enabled: bool,
         shares_forwards: bool = False,
         off: str = "audit=False",
-        loss: Callable[..., Any] | None = None,
         owned: nn.Module | None = None,
     ) -> None:
         self._owned = owned
-        self._model, self._sync, self._off, self._loss = model, sync, off, loss
+        self._model, self._sync, self._off = model, sync, off
         self._ranks = 1 if sync is None else sync.ranks
         self._enabled, self._shares_forwards = enabled, shares_forwards
         self._windows = self.turn = 0
         """The number of tests so far: each takes another micro-batch."""
         self._tries = _TRIES  # of the first test
-        self._fingerprint: Fingerprint | None = None  # of what the loss reads, at the first test
+        self._as_tested: list[Any] | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
         self.is_due = False
         """True if the window that has begun is to be tested, and was not yet."""
         self._says_unreadable = True
         self._most: float = math.inf  # samples that fit into memory, as far as is known
 
-    def begin_window(self, changed: bool | None = None) -> bool:
-        """Count a window that is split; return True if it is to be tested."""
+    def begin_window(self, changed: bool = False) -> bool:
+        """Count a window that is split; return True if it is to be tested.
+
+        `changed`: graphs have noticed that the code reads another value than before.
+        """
         self._windows += 1
-        if self._ranks == 1 and self._reads_another_value(changed):
+        if self._ranks == 1 and self._is_another(changed):
             self._tries = 1
         self.is_due = self._enabled and (self._tries > 0 or is_tested_window(self._windows))
         return self.is_due
 
-    def _reads_another_value(self, changed: bool | None) -> bool:
-        """True if the model or its loss reads another value than at the first test.
+    def _is_another(self, changed: bool) -> bool:
+        """True if the model or what its loss reads is another than at the first test.
 
-        Graphs know what has `changed`. A value that is another one in every window (an annealed
-        weight) is looked at after 1, 2, 4, 8, ... windows.
+        A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4,
+        8, ... windows.
         """
-        self._has_changed |= bool(changed)
-        if self._fingerprint is None or self._windows < self._next_look:
+        self._has_changed |= changed
+        if self._as_tested is None or self._windows < self._next_look:
             return False
-        if not self._has_changed and (changed is not None or self._fingerprint.holds()):
+        if not self._has_changed and self._as_tested == _parts_and_numbers(self._model):
             return False
-        self._fingerprint, self._has_changed = None, False
+        self._as_tested, self._has_changed = None, False
         self._next_look = 2 * self._windows
         return True
 
@@ -257,8 +271,8 @@ class AdditivityTest:
             result = self._result(run, data, layout, outputs=outputs, name=name)
         by_type = refused_by_type(self._model)
         self._end((*by_type, *result.findings), result.conclusive)
-        if not self._tries and self._ranks == 1 and self._loss is not None:
-            self._fingerprint = Fingerprint(self._model, self._loss)
+        if not self._tries and self._ranks == 1:
+            self._as_tested = _parts_and_numbers(self._model)
 
     def _result(
         self,
