@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +19,12 @@ from wholebatch.losses import sliced_cross_entropy
 VOCABULARY = 13
 
 
+@dataclass
+class Output:
+    last_hidden_state: Any = None
+    logits: Any = None
+
+
 class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +32,7 @@ class Body(nn.Module):
         self.mix = nn.Linear(6, 6)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        return SimpleNamespace(last_hidden_state=torch.tanh(self.mix(self.embed(input_ids))))
+        return Output(last_hidden_state=torch.tanh(self.mix(self.embed(input_ids))))
 
 
 class Model(nn.Module):
@@ -44,7 +50,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         logits = self.head(self.base_model(input_ids, attention_mask).last_hidden_state)
-        return SimpleNamespace(logits=logits if self.bend is None else self.bend(logits))
+        return Output(logits=logits if self.bend is None else self.bend(logits))
 
 
 class Plain(nn.Module):
@@ -165,6 +171,17 @@ def test_slices_within_the_traced_micro_step(joins: bool, monkeypatch: pytest.Mo
         eager.step(batch(8))
     assert mode_of(graph) == "operations"
     assert distance(models[0].parameters(), models[1].parameters()) <= EXACT
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_logits_that_are_bent_are_part_of_the_graph() -> None:
+    """As Gemma's are."""
+    train = traced(
+        Model(bias=False, bend=lambda x: 30 * torch.tanh(x / 30)).double(), loss=wb.causal_lm
+    )
+    for _ in range(3):
+        train.step(batch(8))
+    assert mode_of(train) == "operations"
 
 
 def test_slices_are_matrix_products_of_a_good_size() -> None:
