@@ -24,6 +24,7 @@ from wholebatch.cli.command_options import (
     with_commas,
 )
 from wholebatch.cli.report.terminal_output import console_of, plain_table, say
+from wholebatch.cli.run_settings import like_train
 from wholebatch.errors import OptionError
 
 _FOLLOWS = "Learning rate, warm-up, betas"
@@ -67,7 +68,7 @@ def _pair(text: str, label: str) -> tuple[float, float]:
 class ScaleOptions:
     """The options of `wholebatch scale`."""
 
-    batch_size: int | None = option(None, "N", "Samples per update, over all ranks.", check=_COUNT)
+    batch_size: int | None = like_train("batch_size")
     micro_batch: int | None = option(
         None, "N", "Samples per micro-batch, on one rank.", check=_COUNT
     )

@@ -18,7 +18,6 @@ from wholebatch.cli.command_options import (
     positive_number,
     recipe_argument,
     switch,
-    whole_number,
     with_commas,
 )
 from wholebatch.cli.report.terminal_output import (
@@ -70,7 +69,7 @@ class TuneOptions:
     """The options of `wholebatch tune`."""
 
     recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = option(None, "N", "Samples per update.", check=whole_number())
+    batch_size: int | None = like_train("batch_size", "Samples per update.")
     micro_batch: Any = option(
         None,
         "SIZES",
@@ -94,10 +93,7 @@ class TuneOptions:
         check=_names(one_of("eager", "compile", "graph")),
     )
     memory: str = like_train(
-        "memory",
-        "Memory to use: 20GiB, 0.8 or 80% of the device, or what is free now.",
-        None,
-        default="free",
+        "memory", "Memory to use: 20GiB, 0.8 or 80% of the device, or what is free.", default="free"
     )
     seconds: float = option(
         300.0,
@@ -113,7 +109,7 @@ class TuneOptions:
         typed=str | None,
         check=lambda value, label: (_rates(value, label),),
     )
-    device: str = like_train("device", "Device.", None, default="auto")
+    device: str = like_train("device", default="auto")
     as_json: bool = switch("Print the results as JSON.", flag="--json")
 
 

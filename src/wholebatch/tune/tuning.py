@@ -221,7 +221,7 @@ def tune(
         is_late = largest_over_ranks(start - began + longest) > seconds
         why = _reason_to_skip(setting, trials)
         if why is None and is_late and any(t.is_measured for t in trials.values()):
-            why = f"for lack of time ({seconds:.0f} s)"
+            why = "for lack of time"
         if why is not None:
             left_out[why] = (*left_out.get(why, ()), setting)
             continue

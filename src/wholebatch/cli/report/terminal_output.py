@@ -61,9 +61,8 @@ class Terminal:
             self.console.print(table)
 
     def note(self, text: str) -> None:
-        """Print one line, above the bar if there is one; show it at once to who follows a log."""
+        """Print one line, above the bar if there is one."""
         say(self.console, text)
-        self.console.file.flush()
 
     def begin(self, *, done: int, total: int) -> None:
         """Start the progress at `done` of `total` updates."""
@@ -129,12 +128,13 @@ def console_of(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def say(console: Console, text: str | Text, *, style: str = "", indent: int = 0) -> None:
-    """Print a paragraph: wrapped between words on a terminal, one line in a log."""
+    """Print a paragraph at once: wrapped between words on a terminal, one line in a log."""
     said = text if isinstance(text, Text) else Text(text, style)
     if console.is_terminal:
         console.print(Padding(said, (0, 0, 0, indent)), highlight=False)
     else:
         console.print(Text(" " * indent) + said, highlight=False, soft_wrap=True)
+        console.file.flush()
 
 
 def say_command(console: Console, label: str, line: str) -> None:
