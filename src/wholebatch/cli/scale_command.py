@@ -52,16 +52,15 @@ def _warmup_of(text: str, label: str) -> tuple[int, bool]:
     return int(amount[1]), amount[2] is not None
 
 
-def _pair(text: str, label: str) -> tuple[float, float]:
-    try:
-        first, second = (float(part) for part in text.split(","))
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ValueError
-    except ValueError:
-        raise OptionError(
-            f"{label} {text}: must be two numbers, at least 0 and below 1, such as 0.9,0.95"
-        ) from None
-    return first, second
+def _beta(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise ValueError(text)
+    return float(text)
+
+
+_BETAS = with_commas(
+    _beta, "two numbers, at least 0 and below 1, such as 0.9,0.95", least=2, most=2
+)
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,13 @@ class ScaleOptions:
         typed=str | None,
         check=_warmup_of,
     )
-    betas: tuple[float, float] | None = _follower(
+    betas: list[float] | None = option(
         None,
         "B1,B2",
         "Adam's betas at --base-batch, such as 0.9,0.95.",
+        _FOLLOWS,
         typed=str | None,
-        check=_pair,
+        check=_BETAS,
     )
     weight_decay: float | None = _follower(
         None, "DECAY", "AdamW's weight decay at --base-batch.", check=positive_number
@@ -199,7 +199,8 @@ def _follows(options: ScaleOptions, batch: int) -> Iterator[tuple[str, dict[str,
     if options.warmup is not None:
         yield "warmup", *_warmup(options.warmup, samples, base, batch)
     if options.betas is not None:
-        (first, second), new = options.betas, scaling.adam_betas(options.betas, **sizes)
+        first, second = options.betas
+        new = scaling.adam_betas((first, second), **sizes)
         line = (
             f"β2 {second:g} → {new[1]:.6g} (β1 {first:g} → {new[0]:.6g}), the same half-life in "
             "samples (Marek et al. 2025)"
