@@ -7,9 +7,9 @@ test that the loss adds up, and run forward, backward and addition as one record
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from types import CellType, FunctionType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import CellType, FunctionType, MethodType
 from typing import Any
 from weakref import proxy
 
@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.checks.model_calls import unwatched
 from wholebatch.compile import Execute
-from wholebatch.compile.captured_state import FUNCTIONS, reached
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
@@ -27,9 +26,11 @@ from wholebatch.losses.loss import SINGLE, Loss
 from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.forward_state import inside, replaced_attributes
 from wholebatch.window.ledger import Ledger
 
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+_LEVELS = 3  # of functions inside functions in which modules are looked for
 _MOST_FUNCTIONS = 8
 """The most loss functions that one accumulator runs."""
 
@@ -142,7 +143,7 @@ class RunLoss:
         self.loss = loss
         self._ledger = ledger
         self._kind = ledger.target.device.type
-        self._call = _on_micro_batch(loss, models, reads or loss, self._kind)
+        self._call = _on_micro_batch(loss, models, self._kind)
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
         self._number = 0  # of the last window with a micro-batch of this function
@@ -156,7 +157,6 @@ class RunLoss:
             sync if sync.counts_must_agree else None,
             enabled=audit,
             shares_forwards=not sync.runs_alone,
-            loss=self._call,
             given=nn.ModuleList(models),
         )
         this = proxy(self)
@@ -173,6 +173,21 @@ class RunLoss:
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
+        self._replicas = [
+            one for m in models for one in m.modules() if isinstance(one, DistributedDataParallel)
+        ]
+        self.executor.guard(lambda _, micro: loss(micro["micro"]), lambda: this.as_read())
+
+    @contextmanager
+    def as_read(self) -> Iterator[None]:
+        """Be in the state in which the user's function is traced."""
+        dtype = self._micro["autocast"]
+        with ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast(self._kind, dtype=dtype))
+            for one in self._replicas:  # call the module inside of DDP directly
+                stack.enter_context(replaced_attributes(one, forward=one.module))
+            yield
 
     def __call__(self, micro: Any, place: Place) -> Loss:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
@@ -238,14 +253,14 @@ class RunLoss:
 
 
 def _on_micro_batch(
-    loss: Callable[[Any], Any], models: Sequence[nn.Module], reads: Callable[..., Any], kind: str
+    loss: Callable[[Any], Any], models: Sequence[nn.Module], kind: str
 ) -> Callable[..., Any]:
     """Return the function as one of `(model, micro)`, under the autocast it was called with."""
     replicas = [
         m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
     ]
 
-    def call(_: Any, micro: Any, reads: Any = reads) -> Any:
+    def call(_: Any, micro: Any) -> Any:
         dtype = micro["autocast"]
         with ExitStack() as stack:
             if dtype is not None:
@@ -255,22 +270,22 @@ def _on_micro_batch(
                     stack.enter_context(replaced_attributes(replica, forward=replica.module))
             return loss(micro["micro"])
 
-    # What the user's function reads is looked at for changes; our own functions are not.
-    call.__module__ = getattr(reads, "__module__", None) or "__main__"
     return call
 
 
 def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
     """Return one module with all models, and with those that only the loss function knows.
 
-    Those are what the function reaches, by itself or by the functions that it names: a GAN's
+    Those are what the function holds or names, and what the functions among these do: a GAN's
     generator is trained through a judge that another window trains.
     """
     inner = [m.module if isinstance(m, DistributedDataParallel) else m for m in models]
     known = {module for model in inner for module in model.modules()}
     more = []
-    values = [value for _, value in reached(loss)]
-    values += [v for value in values if isinstance(value, FUNCTIONS) for _, v in reached(value)]
+    values = level = [loss]
+    for _ in range(_LEVELS):
+        level = [one for value in level if isinstance(value, _FUNCTIONS) for one in inside(value)]
+        values = [*values, *level]
     for module in values:
         if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):
             more.append(module)

@@ -206,9 +206,7 @@ class Runner:
         warn_of_spectral_norms(root)
         self._known_norms = {module for _, module in batchnorms(root)}
         shares = ledger.sync.counts_must_agree
-        self._test = AdditivityTest(
-            root, ledger.sync, enabled=audit, shares_forwards=shares, loss=read
-        )
+        self._test = AdditivityTest(root, ledger.sync, enabled=audit, shares_forwards=shares)
         this = proxy(self)
         self._step = MicroStep(
             read,
@@ -250,7 +248,7 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
             return
-        if not self._test.begin_window(None if self._step.is_plain else self.executor.changed()):
+        if not self._test.begin_window(self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None

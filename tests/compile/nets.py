@@ -166,8 +166,13 @@ def mode_of(train: wb.WholeBatch) -> str:
 
 def steps_of(train: wb.WholeBatch) -> dict[Key, Prepared]:
     """The graphs that are in use, by the kind of micro-batch."""
-    slots = train._runner.executor._slots
-    return {key: slot.ready for key, slot in slots.items() if slot.ready is not None}
+    kinds = train._runner.executor._slots
+    return {
+        key: slot.ready
+        for key, kind in kinds.items()
+        for slot in kind.slots
+        if slot.ready is not None
+    }
 
 
 __all__ = [

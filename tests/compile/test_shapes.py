@@ -339,5 +339,6 @@ def test_a_compiler_that_cannot_leave_sizes_open(
     assert compilations == [False, True, False, False]
     assert mode_of(train) == "compile"
     assert shared_by(train) == 0
-    assert "RuntimeError: sizes must be numbers" in train._runner.executor.notes.history[1]
+    history = train._runner.executor.notes.history
+    assert any("RuntimeError: sizes must be numbers" in line for line in history)
     whole.assert_same(model)

@@ -45,6 +45,13 @@ INTERNALS = (
     Internal("torch.utils._python_dispatch", "_disable_current_modes", "causal masks", _TRACE),
     Internal("torch.utils._pytree", "tree_leaves", "the tensors of an operation", _TRACE),
     Internal("torch._ops", "OpOverload", "what an operation writes", _TRACE, ("_schema",)),
+    Internal(
+        "torch._dynamo.eval_frame",
+        "_debug_get_cache_entry_list",
+        "the guards of what the code reads, and what it writes",
+        _TRACE,
+        ("_get_modified_vars",),
+    ),
     Internal("torch.fx._lazy_graph_module", "_LazyGraphModule", "no code is generated", _TRACE),
     Internal(
         "torch",

@@ -231,7 +231,7 @@ def test_a_graph_is_made_again_when_what_the_loss_reads_has_changed(
 
 def test_a_loss_that_reads_the_step_runs_eagerly(run: Run, traces: Traces) -> None:
     whole = run(ByStep, "whole", num_train_epochs=4)
-    with pytest.warns(ExecuteWarning, match="state changes often"):
+    with pytest.warns(ExecuteWarning, match=r"self.state.global_step \(.*:\d+\) changes often"):
         ours = run(exact(ByStep, units=labels_of, execute="compile"), "ours", num_train_epochs=4)
     assert run.distance(ours, whole) <= EXACT
     assert mode_of(ours) == "eager"

@@ -34,9 +34,6 @@ _AT_ONCE = 3
 """The most graphs that are compiled at once when compilation was asked for."""
 _COMPILED = 8
 """The most graphs that are compiled; the later ones only once the run is old enough."""
-_CHANGES = 3.0
-_FORGETS = 0.05
-"""More than one change in 20 windows is too many: a new graph each time would not pay."""
 
 
 class ExecuteWarning(UserWarning):
@@ -57,7 +54,7 @@ class Notes:
         self._asked = asked
         self.history: list[str] = []
         self.reasons: list[str] = []
-        """Why micro-steps run in a slower mode, or a graph was out of date."""
+        """Why micro-steps run in a slower mode."""
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
         """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
@@ -68,18 +65,6 @@ class Notes:
         elif text not in self.history:
             self.history.append(text)
             warn_user(text, ExecuteWarning)
-
-    def stale(self, reason: str, updates: int) -> None:
-        """Warn that a graph no longer computes what eager code does."""
-        self.reasons.append(f"the graph was out of date at update {updates + 1}: {reason}")
-        warn_user(
-            f"the recorded graph was out of date at update {updates + 1} ({reason}): the loss "
-            "function or the model reads a value that changed after the graph was traced. The "
-            "graph is traced again, but the updates since the last comparison (update "
-            f"{max(1, (updates + 1) // 2)}) may have used the old value. Pass such values in the "
-            "batch",
-            ExecuteWarning,
-        )
 
     def runs_in(self, mode: str) -> None:
         """Tell that micro-steps run in this kind of graph from now on."""
@@ -156,8 +141,6 @@ class ExecutePlan:
     """Seconds spent on preparation so far."""
     micro_batches: int = 0
     """The number of micro-batches so far."""
-    changes: float = 0.0
-    """A decaying count of changes that made graphs invalid."""
 
     @staticmethod
     def of(execute: str, device: torch.device) -> ExecutePlan:
@@ -171,18 +154,6 @@ class ExecutePlan:
             captures=execute == "graph",
             auto=False,
         )
-
-    def look_at(self, changed: str | None, *, made: int) -> None:
-        """Count a change that made graphs invalid; raise CannotTrace if there are too many.
-
-        `changed` names it, and `made` is the number of graphs. An occasional change is worth a new
-        graph; a constant one is not.
-        """
-        self.changes = max(0.0, self.changes - _FORGETS)
-        if changed is not None and made:
-            self.changes += 1.0
-            if self.changes > _CHANGES:
-                raise CannotTrace(f"{changed} changes often, and a graph is traced for one value")
 
     def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
         """True if a kind of micro-batch that was seen `seen` times should get a graph now.

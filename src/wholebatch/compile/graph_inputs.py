@@ -1,13 +1,13 @@
 """Micro-batches as inputs of a graph: copied to the device, flattened, with a key by shape.
 
-A traced graph is valid for one shape, dtype and stride of every tensor, and for the exact values of
-everything else in the micro-batch. Together these are its `Key`.
+A traced graph is valid for one shape, dtype and stride of every tensor: its `Key`. What the code
+reads of the rest of a micro-batch is guarded (`guards.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from wholebatch.batch import to_device
 from wholebatch.batch.samples import Structure, flatten
-from wholebatch.compile.captured_state import PLAIN
 from wholebatch.compile.execute_mode import CannotTrace
 
 Key: TypeAlias = tuple[Hashable, ...]
@@ -25,6 +24,8 @@ Key: TypeAlias = tuple[Hashable, ...]
 class Inputs:
     """The tensors of one micro-batch, in order, and the structure to rebuild it."""
 
+    micro: Any
+    """The micro-batch with these tensors."""
     tensors: tuple[Tensor, ...]
     key: Key
     _values: tuple[Any, ...]
@@ -39,10 +40,11 @@ class Inputs:
 
 
 def take_apart(micro: Any) -> Inputs:
-    """Return the micro-batch's tensors and key; raise CannotTrace if it holds an opaque value."""
+    """Return the micro-batch's tensors and key; raise CannotTrace if one of them is not dense."""
     leaves, structure = flatten(micro)
     parts: list[Hashable] = []
     values: list[Any] = []
+    is_copied = False
     for leaf in leaves:
         value = leaf.value
         if isinstance(value, Tensor):
@@ -53,18 +55,12 @@ def take_apart(micro: Any) -> Inputs:
                 )
             # A slice of a wider tensor: its strides are not part of the kind.
             if not is_dense(value, memory_order(value)):
-                value = value.contiguous()
+                value, is_copied = value.contiguous(), True
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
-        elif isinstance(value, PLAIN):
-            parts.append((leaf.name, type(value), value))
-        else:
-            raise CannotTrace(
-                f"{leaf.name or 'the micro-batch'} is a {type(value).__name__}, which may differ "
-                "in ways that a graph does not see"
-            )
         values.append(value)
     tensors = tuple(value for value in values if isinstance(value, Tensor))
-    return Inputs(tensors, tuple(parts), tuple(values), structure)
+    inputs = Inputs(micro, tensors, tuple(parts), tuple(values), structure)
+    return replace(inputs, micro=inputs.around(tensors)) if is_copied else inputs
 
 
 def memory_order(tensor: Tensor) -> list[int]:

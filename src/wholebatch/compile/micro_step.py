@@ -7,16 +7,17 @@ them. Each kind of micro-batch (shapes, dtypes, plain values) has a slot, which 
 
 The first micro-batch of a kind always runs eagerly. The graph made for that kind then runs on the
 same micro-batch, and must give the same gradients before it is used; so must the compiled graph. On
-a CUDA device both are captured as CUDA graphs. In windows 2, 4, 8, 16, … the graph is compared with
-eager code again, since Python that a graph was traced from may read something else by then.
+a CUDA device both are captured as CUDA graphs. A graph runs only while the guards of what its code
+reads hold; after a change, a kind gets another slot. What fails for one kind runs eagerly, and the
+other kinds keep their graphs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
 from wholebatch.compile.execute_mode import (
@@ -41,21 +41,15 @@ from wholebatch.compile.gradient_buffers import (
     Gradients,
     eager_into,
     empty_cache,
-    is_nearly_full,
-    room_for,
     take_workspace,
 )
-from wholebatch.compile.graph_check import (
-    EagerResult,
-    gradients_of,
-    hold_against,
-    weights_moved,
-    without_autocast,
-)
+from wholebatch.compile.graph_check import EagerResult, gradients_of, hold_against, weights_moved
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
+from wholebatch.compile.guards import Guards
 from wholebatch.compile.joint_graph import JointStep, Prepared
+from wholebatch.compile.refused_code import refuse_hooks, refuse_recurrent_layers
 from wholebatch.compile.shared_graphs import SharedGraphs
-from wholebatch.compile.symbolic_sizes import Sizes
+from wholebatch.compile.symbolic_sizes import Place, Sizes
 from wholebatch.compile.trace import Added, Form, State, Traced, trace
 from wholebatch.losses.loss import Loss, Terms
 from wholebatch.window.autocast import Precision
@@ -63,7 +57,6 @@ from wholebatch.window.forward_state import ForwardState
 
 if TYPE_CHECKING:
     from wholebatch.window.ledger import Ledger
-    from wholebatch.window.window import Window
 
 
 class Stage(Enum):
@@ -74,10 +67,29 @@ class Stage(Enum):
     COMPILED = "compiled"
 
 
+_STATES = 4
+"""The most states of what its code reads for which one kind of micro-batch keeps a graph."""
+_FORGETS = 0.05
+"""More than one change in 20 windows is too many: a new graph each time would not pay."""
+_KEPT = 256
+"""The most kinds of micro-batches that are remembered."""
+_FAILURES = 3
+"""So many kinds that cannot be one graph, and none that can: the run is eager from then on."""
+
+
+@dataclass(eq=False)
+class Reading:
+    """What the code reads at one time: its guards, and the graphs of open sizes traced then."""
+
+    guards: Guards
+    shapes: SharedGraphs
+
+
 @dataclass(eq=False)
 class Slot:
-    """One kind of micro-batch: its graph, and what is being made of it."""
+    """A kind of micro-batch, while its code reads the same: its graph, and what is made of it."""
 
+    reading: Reading | None = None
     seen: int = 0
     """The number of micro-batches of this kind, until its graph is captured."""
     traced: Traced | None = None
@@ -91,11 +103,29 @@ class Slot:
         return Stage.COMPILED if self.ready.joint.compiled else Stage.TRACED
 
 
+@dataclass(eq=False)
+class Kind:
+    """Micro-batches with the same tensors: a slot for each state of what the code reads."""
+
+    slots: list[Slot] = field(default_factory=list)
+    changes: float = 0.0
+    """A decaying count of changes that made graphs invalid."""
+    is_eager: bool = False
+    """True if it can be no graph, or not for long enough."""
+
+    def ready(self) -> Iterator[Prepared]:
+        """Yield its graphs."""
+        return (slot.ready for slot in self.slots if slot.ready is not None)
+
+
 class Executor:
     """Runs the micro-steps of one window after the other.
 
     `eager(micro, loss)` runs forward and backward with this loss function, records them in the
     window, and returns the loss.
+
+    A loss function of an adapter may have an attribute `reads`: the user's code inside it, for the
+    guards.
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
@@ -117,6 +147,8 @@ class Executor:
         self.mode = "eager"
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         self._loss = loss
+        self._reads = getattr(loss, "reads", loss)
+        self._as_read: Callable[[], AbstractContextManager[object]] = nullcontext
         self._window = window
         self._precision = precision
         self._device = device
@@ -124,8 +156,11 @@ class Executor:
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
-        self._begun: Window | None = None  # the window that has begun
-        self._compares = False  # True if the next micro-step of a graph is compared again
+        self._begun: Any = None  # the window that has begun
+        self._failures = 0  # kinds that could not be one graph
+        self.changes = 0
+        """How often a value that the code reads was another one."""
+        self._changes_told = 0  # when `changed` was asked
         self._pool: Any = None
         self._too_large: Stage | None = None  # of the graph that was made when memory ran out
         self._reset()
@@ -135,16 +170,15 @@ class Executor:
 
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
-        self._fingerprint: Fingerprint | None = None
-        self._found: tuple[str | None, ...] = ()  # by `changed`, for the next window
         self._parameters: list[nn.Parameter] = []
         self._gradients = Gradients([])
         self._casts = Casts([])
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        self._slots: dict[Key, Slot] = {}
-        self._shapes = SharedGraphs(self.notes)
+        self._slots: dict[Key, Kind] = {}
+        self._readings: list[Reading] = []
+        self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
 
     # ------------------------------------------------------------- micro-step
 
@@ -157,13 +191,21 @@ class Executor:
                 added = self._graph_step(micro)
                 if added is not None:
                     return added
-            except CannotTrace as reason:
-                self._give_up(str(reason))
+            except CannotTrace as reason:  # of this micro-batch, before anything ran
+                self.notes.fell_back(self.execute, "eagerly", str(reason))
         self.mode = "eager"
         with eager_into(self._gradients, self._window):
             loss = self._eager(micro, self._loss)
         self._settle()
         return Added.of(loss)
+
+    def guard(
+        self,
+        reads: Callable[[Any, Any], Any],
+        as_read: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Capture this function for the guards, in this context, instead of the loss function."""
+        self._reads, self._as_read = reads, as_read
 
     def let_go(self) -> None:
         """Drop every graph and its memory after an out-of-memory error. They are made again."""
@@ -182,9 +224,8 @@ class Executor:
             return
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
-        if self._fingerprint is None:
+        if not self._parameters:
             self._parameters = list(self._window.target.trained())
-            self._fingerprint = Fingerprint(self._model, self._loss)
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
         sparse = any(getattr(one, "sparse", False) is True for one in self._model.modules())
@@ -208,22 +249,99 @@ class Executor:
         is_open = self._window.open_early()
         self._begin_window()
         self._plan.micro_batches += 1
-        slot = self._slots.setdefault(inputs.key, Slot())
-        if slot.ready is not None and not is_open:
+        kind = self._kind_of(inputs.key)
+        slot = self._slot_of(kind, inputs)
+        if slot is None or (slot.ready is not None and not is_open):
             return None  # The seed of the first window is that of its first loss, by eager code.
         if slot.ready is None or not slot.ready.captured:
             slot.seen += 1
-        stage = self._advance(slot, inputs)
+        stage = self._advance(kind, slot, inputs)
         if stage is not slot.stage:
-            return self._prepare(slot, inputs, micro, compiled=stage is Stage.COMPILED)
+            return self._prepare(kind, slot, inputs, micro, compiled=stage is Stage.COMPILED)
         if slot.ready is None:
             return None
-        if self._compares and not slot.ready.joint.random:
-            self._compares = False
-            return self._prepare(slot, inputs, micro, compiled=stage is Stage.COMPILED, again=True)
         if not slot.ready.captured and self._captures(slot):
             slot.ready = self._captured_later(slot.ready, inputs)
         return self._run(slot.ready, inputs)
+
+    def _kind_of(self, key: Key) -> Kind:
+        kind = self._slots.setdefault(key, Kind())
+        if len(self._slots) > _KEPT:
+            first, *_ = self._slots
+            unused = (
+                k for k, one in self._slots.items() if one is not kind and not any(one.ready())
+            )
+            del self._slots[next(unused, first)]
+        return kind
+
+    def _slot_of(self, kind: Kind, inputs: Inputs) -> Slot | None:
+        """Return the slot of what the code reads now; None if this kind runs eagerly."""
+        fresh = None
+        with self._as_traced():
+            for slot in kind.slots:
+                if slot.reading is None:
+                    fresh = slot
+                elif slot.reading.guards.hold(self._model, inputs.micro):
+                    return slot
+            if kind.is_eager:
+                return None
+            if fresh is None and kind.slots:
+                fresh = self._after_change(kind, inputs)
+        if fresh is None and not kind.slots:
+            fresh = Slot()
+            kind.slots.append(fresh)
+        return fresh
+
+    def _after_change(self, kind: Kind, inputs: Inputs) -> Slot | None:
+        """Return a new slot after a change of what the code reads; None if it changes too often."""
+        last = kind.slots[0].reading
+        assert last is not None
+        self.changes += 1
+        kind.changes += 1.0
+        if kind.changes > _STATES - 1:
+            kind.is_eager = True
+            value = last.guards.broken_by(self._model, inputs.micro)
+            reason = f"{value} changes often, and a graph is traced for one value: put it in the "
+            self.notes.fell_back(self.execute, "eagerly", f"{reason}batch as a tensor")
+            return None
+        slot = Slot()
+        kind.slots.insert(0, slot)
+        del kind.slots[_STATES:]
+        used = {id(one.reading) for each in self._slots.values() for one in each.slots}
+        self._readings = [one for one in self._readings if id(one) in used]
+        return slot
+
+    @contextmanager
+    def _as_traced(self) -> Iterator[None]:
+        """Be in the state in which the code is traced, which guards look at too."""
+        with torch.enable_grad(), self._precision.forward(), self._as_read():
+            yield
+
+    def _known_reading(self, inputs: Inputs) -> Reading | None:
+        """Return what the code reads for this micro-batch, if a graph of open sizes knows it.
+
+        Such a graph admits only sizes for which the code takes the same way.
+        """
+        with self._as_traced():
+            for reading in self._readings:
+                if reading.shapes.find(inputs) is not None and reading.guards.hold(
+                    self._model, inputs.micro
+                ):
+                    return reading
+        return None
+
+    def _captured_reading(self, inputs: Inputs) -> Reading:
+        """Capture what the code reads for this micro-batch."""
+        refuse_hooks(self._model)
+        refuse_recurrent_layers(self._model)
+        with self._as_traced():
+            guards = Guards(self._reads, self._model, inputs.micro)
+            if not guards.hold(self._model, inputs.micro):
+                value = guards.broken_by(self._model, inputs.micro)
+                raise CannotTrace(f"{value} changes at every look")
+        reading = Reading(guards, SharedGraphs(self.notes, self._failed))
+        self._readings.append(reading)
+        return reading
 
     def _run(self, ready: Prepared, inputs: Inputs) -> Added:
         if not self._gradients.are_in_place(ready.joint.used):
@@ -236,7 +354,7 @@ class Executor:
         self._window.added.record(added.totals, added.units, added.weights)
         return added
 
-    def _advance(self, slot: Slot, inputs: Inputs) -> Stage:
+    def _advance(self, kind: Kind, slot: Slot, inputs: Inputs) -> Stage:
         """Return the stage that this kind of micro-batch should be in now.
 
         Where compilation was asked for, the first kinds are compiled at once. Otherwise a thread
@@ -244,12 +362,16 @@ class Executor:
         """
         plan, stage = self._plan, slot.stage
         first = not self._window.added.micro_batches  # A second loss of a micro-batch never is.
-        shared = self._shapes.find(inputs)
+        slot.reading = slot.reading or self._known_reading(inputs)
+        shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
-            own = sum(one.joint.sizes is None for one in self._ready())
-            others = None if shared is None else len(self._ready()) - own
-            if not plan.prepares(own, slot.seen, first=first, shared=others):
+            others = (one for one in self._slots.values() if one is not kind)
+            now = [ready for one in others for ready in list(one.ready())[:1]]
+            first = first or (len(kind.slots) > 1 and slot.seen > 1)
+            own = sum(ready.joint.sizes is None for ready in now)
+            by_shared = None if shared is None else len(now) - own
+            if not plan.prepares(own, slot.seen, first=first, shared=by_shared):
                 return stage
             at_once = plan.compiles_at_once(self._compiled()) or (plan.compiles and is_compiled)
             return Stage.COMPILED if at_once else Stage.TRACED
@@ -268,7 +390,10 @@ class Executor:
         return stage
 
     def _ready(self) -> list[Prepared]:
-        return [slot.ready for slot in self._slots.values() if slot.ready is not None]
+        return [slot.ready for slot in self._every_slot() if slot.ready is not None]
+
+    def _every_slot(self) -> list[Slot]:
+        return [slot for kind in self._slots.values() for slot in kind.slots]
 
     def _compiled(self) -> int:
         return len({id(one.joint) for one in self._ready() if one.joint.compiled})
@@ -291,44 +416,38 @@ class Executor:
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
-    def changed(self) -> bool | None:
-        """True if what the code reads has changed since the last window; None if nothing is known.
-
-        The window that begins next takes this answer, and does not compare once more.
-        """
-        if self._fingerprint is None:
-            return None
-        self._found = (self._fingerprint.changed(),)
-        return self._found != (None,)
+    def changed(self) -> bool:
+        """True if a graph has noticed another value that the code reads, since this was asked."""
+        changed, self._changes_told = self.changes > self._changes_told, self.changes
+        return changed
 
     def _begin_window(self) -> None:
-        """At the start of a window, check that the graphs are still valid."""
+        """At the start of a window, cast the weights and check that the graphs are still valid."""
         window = self._window
         if window.open is not None and window.open is self._begun:
             return
         self._begun = window.open  # Held, so that no other window gets its identity.
         self._casts.refresh()  # The device casts while the host checks.
         trained = window.target.trained() if window.open is None else window.inputs
-        same = [*map(id, self._parameters)] == [*map(id, trained)]
-        if not self._found:
-            self.changed()
-        changed, self._found = self._found[0] if self._found else None, ()
-        self._plan.look_at(changed, made=len(self._ready()))
-        if not same or self._fingerprint is None or changed is not None:
+        if [*map(id, self._parameters)] != [*map(id, trained)]:
             self._reset()
-            self._fingerprint = Fingerprint(self._model, self._loss)
             self._parameters = list(trained)
             return
-        self._compares = window.is_test_window
-        for slot in self._slots.values():
+        for kind in self._slots.values():
+            kind.changes = max(0.0, kind.changes - _FORGETS)
+        for slot in self._every_slot():
             ready = slot.ready
             if ready is not None and ready.captured and ready.joint.addresses() != ready.addresses:
                 slot.ready = None  # A tensor of the model has moved.
 
     @property
     def is_eager(self) -> bool:
-        """True if every micro-step will be eager code, with autograd making the gradients."""
-        return self._plan.eager and not self._gradients.lends
+        """True if micro-steps are eager code, with autograd making the gradients."""
+        if self._gradients.lends:
+            return False
+        kinds = self._slots.values()
+        is_eager = bool(kinds) and all(one.is_eager and not any(one.ready()) for one in kinds)
+        return self._plan.eager or is_eager
 
     @property
     def progress(self) -> str | None:
@@ -338,19 +457,16 @@ class Executor:
     # ---------------------------------------------------------------- prepare
 
     def _prepare(
-        self, slot: Slot, inputs: Inputs, micro: Any, *, compiled: bool, again: bool = False
+        self, kind: Kind, slot: Slot, inputs: Inputs, micro: Any, *, compiled: bool
     ) -> Added:
-        """Run this micro-batch eagerly, make its graph, and compare the two.
-
-        `again`: compare the graph that is there.
-        """
+        """Run this micro-batch eagerly, make its graph, and compare the two."""
         if slot.stage is not Stage.EAGER:
-            self._make_room(replaces=not again)
+            self._make_room()
         alone = not self._window.added.owners
         earlier = None
-        shared = self._shapes.find(inputs)
+        shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
-        if not alone and (again or not self._window.added.micro_batches or not proven):
+        if not alone and (not self._window.added.micro_batches or not proven):
             if not self._gradients.parameters:
                 self._make_buffers(State.of(self._model, self._parameters))
             earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))
@@ -367,21 +483,18 @@ class Executor:
         after = ForwardState(self._model)
         began = time.perf_counter()
         try:
-            if again:
-                self._compare(slot, done)
-                return added
+            slot.reading = slot.reading or self._captured_reading(inputs)
             step = self._made(slot, done, compiled=compiled)
             slot.ready = step
         except CannotTrace as reason:
-            self._give_up(str(reason))
+            self._fails(kind, slot, str(reason))
             return added
         except torch.OutOfMemoryError:
             self._too_large = Stage.COMPILED if compiled else Stage.TRACED
             raise
         finally:
             after.restore()
-            if self._fingerprint is not None:
-                self._fingerprint.accept_tensors()
+            self._accept_tensors()
             self._plan.spent += time.perf_counter() - began
             # The memory of eager code and of the trial run is not needed again.
             empty_cache(self._device)
@@ -393,20 +506,32 @@ class Executor:
         )
         return added
 
-    def _make_room(self, *, replaces: bool) -> None:
-        """Free the memory of captured graphs before eager code runs, if it has to.
+    def _accept_tensors(self) -> None:
+        for reading in self._readings:
+            reading.guards.accept_tensors()
 
-        It has to where the device or the limit is nearly full, and where one graph `replaces`
-        another: graphs keep their memory as long as one of them is alive. They are captured again
-        when they run.
+    def _fails(self, kind: Kind, slot: Slot, reason: str) -> None:
+        """Make no more graphs for this kind; and for none, if no kind can be a graph."""
+        kind.is_eager = True
+        kind.slots.remove(slot)
+        self._failures += 1
+        if not self._ready() and self._failures >= _FAILURES:
+            self._give_up(reason)
+        else:
+            self.notes.fell_back(self.execute, "eagerly", reason)
+
+    def _make_room(self) -> None:
+        """Free the memory of captured graphs before eager code runs and another graph is made.
+
+        Graphs keep their memory as long as one of them is alive. They are captured again when they
+        run.
         """
         if self._device.type != "cuda":
             return
-        if replaces or is_nearly_full(self._device):
-            for slot in self._slots.values():
-                if slot.ready is not None:
-                    slot.ready = replace(slot.ready, run=slot.ready.joint)
-            self._pool = None
+        for slot in self._every_slot():
+            if slot.ready is not None:
+                slot.ready = replace(slot.ready, run=slot.ready.joint)
+        self._pool = None
         empty_cache(self._device)
 
     def free_memory(self) -> bool:
@@ -431,20 +556,6 @@ class Executor:
                 self._gradients = buffers
         return True
 
-    def _compare(self, slot: Slot, done: EagerResult) -> None:
-        """Compare the graph that runs with eager code; if they differ, drop all graphs."""
-        ready = slot.ready
-        assert ready is not None
-        try:
-            if done.form != ready.form:
-                raise CannotTrace("its loss has another form")
-            self._compared(ready.joint, ready.run, done)
-            self.mode = ready.mode  # Eager code ran for the comparison only.
-        except CannotTrace as reason:
-            self.notes.stale(f"{reason}", self._window.updates)
-            self._plan.look_at("what its code reads", made=1)
-            self._drop_graphs()
-
     def _state_for(self, done: EagerResult) -> State:
         """Return the tensors of the model for a graph; raise CannotTrace if none can be made."""
         state = State.of(self._model, self._parameters)
@@ -456,13 +567,13 @@ class Executor:
         return state
 
     def _trace(
-        self, inputs: Inputs, form: Form, state: State, sizes: Sizes | None = None
+        self, slot: Slot, inputs: Inputs, form: Form, state: State, sizes: Sizes | None = None
     ) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
         made = trace(*parts, inputs, form, sizes)
         empty_cache(self._device)
-        if self._fingerprint is not None:
-            self._fingerprint.watch(made.sources)
+        assert slot.reading is not None
+        slot.reading.guards.watch(made.sources)
         return made
 
     def _joint_step(
@@ -488,31 +599,35 @@ class Executor:
             return self._joint_step(traced, state, inputs, compiled=compiled)
 
         if slot.traced is None:
-            shared = self._shapes.serving(
+            assert slot.reading is not None
+            shapes = slot.reading.shapes
+            shared = shapes.serving(
                 inputs,
                 form,
-                [key for key, one in self._slots.items() if one.ready is not None],
+                [k for k, kind in self._slots.items() if any(kind.ready())],
                 self._slots,
-                lambda sizes: self._trace(inputs, form, state, sizes),
+                lambda sizes: self._trace(slot, inputs, form, state, sizes),
             )
             if shared is not None:
                 try:
                     joint = shared.joint(joint_of, state, compiled=compiled)
                     waits = compiled in shared.proven and not self._captures(slot)
-                    step = self._proven(joint, done, captures=self._plan.captures and not waits)
+                    captures = self._plan.captures and not waits
+                    is_new = not shared.proven
+                    step = self._proven(joint, done, state, captures=captures, is_new=is_new)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as problem:  # A compiler, or the check, may raise anything.
-                    shared.usable = False
-                    self._shapes.tell(problem)
+                    shapes.drop(shared, problem)
                     compiled = compiled and beside is None  # That was the shared graph.
                 else:
                     shared.proven.add(compiled)
                     return step
-            slot.traced = self._trace(inputs, form, state)
+            slot.traced = self._trace(slot, inputs, form, state)
+        is_new = slot.ready is None
         joint = self._compiled_if_possible(joint_of, slot.traced, compiled)
         try:
-            return self._proven(joint, done, captures=self._plan.captures)
+            return self._proven(joint, done, state, captures=self._plan.captures, is_new=is_new)
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
@@ -536,15 +651,28 @@ class Executor:
             self.notes.fell_back(self.execute, "as traced", f"it cannot be compiled ({reason})")
             return self._compiled_if_possible(joint_of, traced, False)
 
-    def _proven(self, joint: JointStep, done: EagerResult, *, captures: bool) -> Prepared:
-        """Run the graph from the same state as eager code, and capture it if the results agree."""
+    def _proven(
+        self, joint: JointStep, done: EagerResult, state: State, *, captures: bool, is_new: bool
+    ) -> Prepared:
+        """Run the graph from the same state as eager code, and capture it if the results agree.
+
+        A new one that is compiled already also runs as traced: there the limit is narrow.
+        """
         run: Runnable = joint
+        if is_new and joint.compiled:
+            self._compared_as_traced(joint, done, state)
+            empty_cache(self._device)
         self._compared(joint, joint, done, rehearses=captures)
         if captures:
             run = self._captured(joint, done.inputs, self._seeds(done.form))
             if run is not joint:
                 self._compared(joint, run, done)  # What was captured is what will run.
         return Prepared(joint, run, done.form, joint.addresses())
+
+    def _compared_as_traced(self, joint: JointStep, done: EagerResult, state: State) -> None:
+        with suppress(torch.OutOfMemoryError):  # The compiled graph needs less.
+            plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
+            self._compared(plain, plain, done)
 
     def _compared(
         self, joint: JointStep, run: Runnable, done: EagerResult, *, rehearses: bool = False
@@ -568,45 +696,29 @@ class Executor:
         try:
             found = rehearse(results, self._device, captures=rehearses)
             if not joint.random:
-                held_against = partial(hold_against, sixteen_bit=joint.traced.sixteen_bit)
+                sixteen_bit, compiled = joint.traced.sixteen_bit, joint.compiled
+                held_against = partial(hold_against, sixteen_bit=sixteen_bit, compiled=compiled)
                 held_against(found, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
                     buffers = self._gradients.of(joint.used)
-                    nearness = partial(self._nearness, joint, done, wanted, seeds)
-                    held_against(buffers, wanted, "gradient", nearness=nearness)
+                    moved = partial(self._with_moved_weights, joint, done, seeds)
+                    held_against(buffers, wanted, "gradient", moved=moved)
         finally:
             self._gradients.put_in_place(joint.used, held)
 
-    def _nearness(
-        self, joint: JointStep, done: EagerResult, wanted: Sequence[Tensor], seeds: list[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return two gradients, as far from each other as rounding may bring a graph's gradient.
-
-        They are that of eager code and that in full precision. Where memory is too short for the
-        second, they are those of eager code with moved weights and with the weights as they are.
-        """
-        if done.nearness is not None:
-            return done.nearness
+    def _with_moved_weights(
+        self, joint: JointStep, done: EagerResult, seeds: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of eager code with weights that rounding has moved."""
         used = [self._gradients.parameters[index] for index in joint.used]
-
-        def gradients(precision: AbstractContextManager[object]) -> list[Tensor]:
-            done.before.restore()
-            micro = done.inputs.around(done.inputs.tensors)
-            made = gradients_of(self._model, self._loss, micro, used, seeds, precision)
-            place = room_for(made)
-            return [one.to(place) for one in made]
-
-        with suppress(torch.OutOfMemoryError), without_autocast():
-            done.nearness = wanted, gradients(nullcontext())
-        if done.nearness is None:
-            empty_cache(self._device)
-            try:
-                with weights_moved(used):
-                    done.nearness = gradients(self._precision.forward()), wanted
-            finally:
-                self._precision.let_go()  # It may have kept casts of the moved weights.
-        return done.nearness
+        done.before.restore()
+        try:
+            with weights_moved(self._model):
+                micro = done.inputs.micro
+                return gradients_of(self._model, self._loss, micro, used, seeds, self._precision)
+        finally:
+            self._precision.let_go()  # It may have kept casts of the moved weights.
 
     def _captured_later(self, prepared: Prepared, inputs: Inputs) -> Prepared:
         """Capture a step whose kernels were launched one by one so far."""
@@ -627,8 +739,7 @@ class Executor:
             return prepared
         finally:
             before.restore()
-            if self._fingerprint is not None:
-                self._fingerprint.accept_tensors()
+            self._accept_tensors()
             self._plan.spent += time.perf_counter() - began
             empty_cache(self._device)
 

@@ -6,6 +6,8 @@ original does for a model that runs, as operations of the graph.
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +65,11 @@ def _convert_nothing(
     return module
 
 
+def _same_module(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    """Convert nothing: the trace sees what `module.to()` would convert."""
+    return module
+
+
 _GROUPED_MM: Any = getattr(functional, "grouped_mm", None)
 
 
@@ -86,10 +93,65 @@ def _grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     return made
 
 
-def refuse_recurrent_layers(model: nn.Module) -> None:
-    """Raise CannotTrace for nn.LSTM, nn.GRU and nn.RNN: cuDNN runs each as one kernel already."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.RNNBase):
-            raise CannotTrace(
-                f"{name or 'the model'} is an nn.{type(layer).__name__}, which runs eagerly only"
-            )
+class _Uniform:
+    """A random number between 0 and 1 that answers only what is the same for all of them."""
+
+    def __lt__(self, bound: float) -> bool:
+        if 0 < bound < 1:
+            raise RuntimeError("a decision by a random number")
+        return bound >= 1
+
+
+def _rand(*size: Any, **more: Any) -> Any:
+    if torch.compiler.is_compiling() and len(size) == 1 and size[0] == []:
+        return _Uniform()
+    return _RAND(*size, **more)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Show nothing."""
+
+
+def _grouped_in_form(
+    left: Tensor, right: Tensor, *, offs: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Give a result of the right shape: the original reads the sizes of the groups."""
+    return left @ (right if offs is None else right[0])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _metadata(name: str) -> Any:
+    return _METADATA(name)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _version(name: str) -> str:
+    return _VERSION(name)
+
+
+_RAND: Any = torch.rand
+_METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
+REPLACEMENTS = (_rand, _nothing, _grouped_in_form, _metadata, _version, _same_module)
+"""The functions that stand in for others while Dynamo looks for what is read."""
+_SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
+
+
+@contextmanager
+def calls_for_guards() -> Iterator[None]:
+    """Within this context, Dynamo can follow more of the code that it looks at for guards.
+
+    - LayerDrop with a probability of 0: models of transformers compare `torch.rand([])` with it.
+    - Grouped products of experts, in the dtype of autocast, and `module.to()`.
+    - Questions for installed packages: these stay the same.
+    - Progress bars, which show nothing meanwhile.
+    """
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped_in_form}
+    with (
+        replaced_attributes(torch, rand=_rand),
+        replaced_attributes(functional, **grouped),
+        replaced_attributes(nn.Module, _apply=_same_module),
+        replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
+        replaced_attributes(bars or _Uniform, **dict.fromkeys(_SHOWS, _nothing)),
+    ):
+        yield

@@ -54,10 +54,14 @@ class SharedGraph:
 
 
 class SharedGraphs:
-    """The graphs of open sizes of one executor, by the pattern of their micro-batches."""
+    """The graphs of open sizes while the code reads the same, by the pattern of micro-batches.
 
-    def __init__(self, notes: Notes) -> None:
+    `failed` holds the dimensions that could not be left open, whatever the code reads.
+    """
+
+    def __init__(self, notes: Notes, failed: dict[Key, list[set[tuple[Place, ...]]]]) -> None:
         self._notes = notes
+        self._failed = failed
         self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
         """The dimensions that were left open, and the graph, or None if there is none."""
 
@@ -99,7 +103,10 @@ class SharedGraphs:
         """Trace a graph with these dimensions open, unless that has failed before."""
         wanted = set(places)
         tried = self._tried.setdefault(pattern(inputs.key), [])
-        failed = any(wanted == before and not (g and g.as_hoped) for before, g in tried)
+        before_failed = self._failed.setdefault(pattern(inputs.key), [])
+        failed = wanted in before_failed or any(
+            wanted == before and not (g and g.as_hoped) for before, g in tried
+        )
         if not wanted or failed or len(tried) >= _TRIES:
             return None
         shared = None
@@ -113,9 +120,18 @@ class SharedGraphs:
         # This uses private parts of torch and runs the model's code: anything may be raised.
         except Exception as problem:
             self.tell(problem)
+            before_failed.append(wanted)
         finally:
             tried.append((wanted, shared))
         return shared
+
+    def drop(self, graph: SharedGraph, problem: Exception) -> None:
+        """Use this graph no more: its results are not those of eager code, or nothing compiles."""
+        graph.usable = False
+        self.tell(problem)
+        for of, tried in self._tried.items():
+            wanted = [places for places, one in tried if one is graph]
+            self._failed.setdefault(of, []).extend(wanted)
 
     def tell(self, problem: Exception) -> None:
         """Note why sizes do not share a graph."""

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wholebatch.compile.captured_state import only_reads, refuse_hooks
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
 from wholebatch.compile.fusion import collection_paused
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.host_constants import lift_host_constants
-from wholebatch.compile.patched_calls import refuse_recurrent_layers, traceable_calls
+from wholebatch.compile.patched_calls import traceable_calls
+from wholebatch.compile.refused_code import only_our_draws
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws
@@ -317,8 +317,6 @@ def trace(
 
     With `sizes` it is valid for all shapes for which the model's Python takes the same path.
     """
-    refuse_hooks(model)
-    refuse_recurrent_layers(model)
     step = _MicroStep(model, loss, precision, state, inputs, form, sizes)
     device = next(iter(state.trained.values())).device
     tensors = [
@@ -355,7 +353,7 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
             return step(*flat)
 
     try:
-        with only_reads(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
+        with only_our_draws(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
             graph = make_fx(
                 watched,
                 tracing_mode="fake",

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 SMALL = 16
 """The size up to which a graph, or compiled code, may contain a tensor's values.
 
-Changes to such a tensor are looked for at every window. Larger ones are read at every run.
+Changes to such a tensor are looked for at every micro-step. Larger ones are read at every run.
 """
 _UNIFORM = (aten.rand.default, aten.rand_like.default)
 _COMPARISONS = {

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.samples import Layout, Leaf, readable_layout, take
-from wholebatch.compile.captured_state import Fingerprint
 from wholebatch.coupled.adds_up import (
     SAMPLES,
     UNTESTED,
@@ -177,14 +176,30 @@ def _row_of(value: Any) -> tuple[Any, ...] | None:
     return (value.shape[1:], value.dtype) if isinstance(value, Tensor) else None
 
 
+def _parts_and_numbers(model: nn.Module) -> list[Any]:
+    """Return what decides how a model computes, beside its weights: comparable, and held."""
+    return [
+        (
+            module,
+            [
+                (name, one)
+                for name, one in vars(module).items()
+                if isinstance(one, (int, float, str))
+            ],
+            [len(one) for name, one in vars(module).items() if name.endswith("_hooks")],
+        )
+        for module in model.modules()
+    ]
+
+
 class AdditivityTest:
     """Tests in windows 1, 2, 4, 8, ... that the loss adds up over micro-batches.
 
     Its samples are spread over the batch. The first test takes up to 8 with their gradient, but
     never more than a micro-batch has. Later ones take as many as a micro-batch, forward only:
     couplings among many samples show there, and so do mistakes that depend on later data or
-    weights. After a change of the model, or of what `loss` reads, the first test is made again. A
-    batch whose samples have no units tells nothing: the next window is tested then. A number of
+    weights. After a change of the model, or of what a graph reads, the first test is made again.
+    A batch whose samples have no units tells nothing: the next window is tested then. A number of
     samples that ran out of memory is not tried again.
 
     All ranks test the same windows; what one finds, all refuse. `sync=None`: this rank tests alone.
@@ -200,43 +215,45 @@ class AdditivityTest:
         enabled: bool,
         shares_forwards: bool = False,
         off: str = "audit=False",
-        loss: Callable[..., Any] | None = None,
         given: nn.Module | None = None,
     ) -> None:
         self._given = given
-        self._model, self._sync, self._off, self._loss = model, sync, off, loss
+        self._model, self._sync, self._off = model, sync, off
         self._ranks = 1 if sync is None else sync.ranks
         self._enabled, self._shares_forwards = enabled, shares_forwards
         self._windows = self._tests = 0
         self._tries = _TRIES  # of the first test
-        self._fingerprint: Fingerprint | None = None  # of what the loss reads, at the first test
+        self._as_tested: list[Any] | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
         self._is_due = False
         self._unread_steps: Collection[int] = ()
         self._says_no_gradient = self._says_unreadable = True
         self._most: float = math.inf  # samples that fit into memory, as far as is known
 
-    def begin_window(self, changed: bool | None = None) -> bool:
-        """Count a window that is split; return True if it is to be tested."""
+    def begin_window(self, changed: bool = False) -> bool:
+        """Count a window that is split; return True if it is to be tested.
+
+        `changed`: graphs have noticed that the code reads another value than before.
+        """
         self._windows += 1
-        if self._ranks == 1 and self._reads_another_value(changed):
+        if self._ranks == 1 and self._is_another(changed):
             self._tries = 1
         due = self._tries > 0 or is_tested_window(self._windows)
         self._is_due = self._enabled and due
         return self._is_due
 
-    def _reads_another_value(self, changed: bool | None) -> bool:
-        """True if the model or its loss reads another value than at the first test.
+    def _is_another(self, changed: bool) -> bool:
+        """True if the model or what its loss reads is another than at the first test.
 
-        Graphs know what has `changed`. A value that is another one in every window (an annealed
-        weight) is looked at after 1, 2, 4, 8, ... windows.
+        A value that is another one in every window (an annealed weight) is looked at after 1, 2, 4,
+        8, ... windows.
         """
-        self._has_changed |= bool(changed)
-        if self._fingerprint is None or self._windows < self._next_look:
+        self._has_changed |= changed
+        if self._as_tested is None or self._windows < self._next_look:
             return False
-        if not self._has_changed and (changed is not None or self._fingerprint.holds()):
+        if not self._has_changed and self._as_tested == _parts_and_numbers(self._model):
             return False
-        self._fingerprint, self._has_changed = None, False
+        self._as_tested, self._has_changed = None, False
         self._next_look = 2 * self._windows
         return True
 
@@ -333,8 +350,8 @@ class AdditivityTest:
         for division in divisions:
             if division is not None:
                 warn_user(division)
-        if not self._tries and self._ranks == 1 and self._loss is not None:
-            self._fingerprint = Fingerprint(self._model, self._loss)
+        if not self._tries and self._ranks == 1:
+            self._as_tested = _parts_and_numbers(self._model)
 
     def _others(
         self, samples: WindowData, layout: Layout, plan: _Plan

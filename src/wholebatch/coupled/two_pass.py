@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.samples import Structure, flatten
-from wholebatch.compile.captured_state import version_of
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss
-from wholebatch.window.forward_state import capture_random, restore_random
+from wholebatch.window.forward_state import capture_random, restore_random, version_of
 
 _OWN_GRADIENT = (
     "encode calls torch.autograd.grad, and the first pass of wb.Coupled runs without gradients: "

@@ -17,8 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -318,7 +318,11 @@ class TrainingStep:
         self._batch: Any = None  # of the call under way; tests run parts of it
         self._ran = False  # True if this call has run the code itself, with its log
         self._output: dict[str, Any] = {}  # of the code itself
-        self.executor = windows._functions.prepare(self._run, reads=self._inner).executor
+        run_loss = windows._functions.prepare(self._run, reads=self._inner)
+        self.executor = run_loss.executor
+        self._as_run = run_loss.as_read
+        inner = self._inner
+        self.executor.guard(lambda _, micro: inner(micro["micro"], *self._rest), self._as_read)
 
         @functools.wraps(self._inner)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -397,6 +401,12 @@ class TrainingStep:
             extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
         return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
 
+    @contextmanager
+    def _as_read(self) -> Iterator[None]:
+        """Be in the state in which training_step is traced, where it logs nothing."""
+        with self._as_run(), replaced_attributes(self._module, log=_nothing, log_dict=_nothing):
+            yield
+
     def _log_into(
         self, logged: dict[str, Tensor], is_traced: bool, is_step: bool
     ) -> Callable[..., None]:
@@ -413,6 +423,10 @@ class TrainingStep:
                 plain(key, value, **options)
 
         return log
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Log nothing."""
 
 
 class _NoLoss(Exception):

@@ -408,6 +408,11 @@ def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
                 drop(name)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor; those of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def in_backward() -> bool:
     """True if a backward runs on this thread: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -433,14 +438,14 @@ def own_generators(model: nn.Module, loss: Any) -> list[Any]:
         if is_generator(value):
             found.append(value)
             continue
-        for inner in _inside(value):
+        for inner in inside(value):
             if id(inner) not in known and len(waiting) < _MOST:
                 known.add(id(inner))
                 waiting.append(inner)
     return found
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def inside(value: Any) -> Iterable[Any]:
     """Return what a function, a container or an object holds; nothing of tensors and classes."""
     if isinstance(value, types.MethodType):
         return (value.__self__, value.__func__)
@@ -448,7 +453,7 @@ def _inside(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
-        named = (value.__globals__.get(name) for name in value.__code__.co_names)
+        named = (value.__globals__.get(name) for name in _names(value.__code__))
         defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
         return [*cells, *named, *(one for some in defaults for one in some)]
     if isinstance(value, dict):
@@ -460,6 +465,12 @@ def _inside(value: Any) -> Iterable[Any]:
     held = list(getattr(value, "__dict__", {}).values())
     name = "forward" if isinstance(value, nn.Module) else "__call__"
     return [*held, *(vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind))]
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Return the names in this code, with those of the functions that are made in it."""
+    made = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return [*code.co_names, *(name for one in made for name in _names(one))]
 
 
 def _content(cell: types.CellType) -> Any:

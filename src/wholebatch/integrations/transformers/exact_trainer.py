@@ -262,13 +262,11 @@ def trainer_loss(trainer: Any) -> dict[str, Any]:
     again when it changes.
     """
     count = trainer.count_units if trainer.units_of is None else trainer.units_of
-    loss = functools.partial(
-        _as_loss,
-        compute_loss=trainer.compute_loss,
-        context=trainer.compute_loss_context_manager,
-        units=count,
-    )
+    parts = {"compute_loss": trainer.compute_loss, "units": count}
+    loss = functools.partial(_as_loss, context=trainer.compute_loss_context_manager, **parts)
     loss.__name__ = "the loss"  # type: ignore[attr-defined]
+    # The context is the Trainer's own: autocast, and what it puts around every step.
+    loss.reads = functools.partial(_as_loss, context=nullcontext, **parts)  # type: ignore[attr-defined]
     return {"loss": loss, "units": count}
 
 
@@ -281,8 +279,10 @@ def _as_loss(
     units: UnitsFunction,
 ) -> Loss:
     counted = check_units(units(inputs))
-    with context():  # compute_loss may take its labels out of the inputs
-        mean = compute_loss(model, copy.copy(inputs), num_items_in_batch=None)
+    # compute_loss may take its labels out of the inputs.
+    own = dict(inputs) if type(inputs) is dict else copy.copy(inputs)
+    with context():
+        mean = compute_loss(model, own, num_items_in_batch=None)
     return mean_loss(mean, counted)
 
 

@@ -1,0 +1,410 @@
+"""What the code of a micro-step reads, and whether it is still the same: Dynamo's guards.
+
+A trace runs the Python of the model and of the loss function once, and every value that it reads
+becomes a constant of the graph. So Dynamo, the front end of torch.compile, runs that code first, on
+fake tensors. It writes down a guard for everything that the code reads: globals, attributes behind
+methods and properties, classes, other modules, items of containers. A graph runs only while its
+guards hold; they are checked at every micro-step.
+
+Dynamo also knows what the code writes. A graph would write it only once, so it is refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import os
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wholebatch.compile.execute_mode import CannotTrace, first_line
+from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
+from wholebatch.compile.value_reads import SMALL
+from wholebatch.window.forward_state import replaced_attributes, version_of
+
+_READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
+"""How Dynamo's messages name a decision by the value of a tensor."""
+_MICRO_BATCH = "L['args'][1]"
+_ARGUMENTS = {"L['args'][0]": "the model", _MICRO_BATCH: "the micro-batch"}
+
+
+_TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
+_LIBRARY = Path(logging.__file__).parents[1]
+_PYTHON = tuple(f"{_LIBRARY}/{name}{end}" for name in sys.stdlib_module_names for end in "./")
+
+
+_ARRAY = 2**14
+"""The most numbers of a NumPy array that are compared at every micro-step."""
+
+
+class _Captured(Exception):
+    """Ends the call of a captured function before anything runs."""
+
+
+class Guards:
+    """The guards of one capture of `loss(model, micro)`."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any) -> None:
+        """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
+        self._loss = loss
+        self._hooks = _Hooks(model)
+        self._inputs: list[tuple[str, Tensor]] = []
+        self._arrays: list[tuple[str, Any, Any]] = []
+        self._manager = self._captured(model, micro)
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._watched = [
+            (name, tensor, version_of(tensor))
+            for name, tensor in self._inputs
+            if id(tensor) not in known and tensor.numel() <= SMALL
+        ]
+
+    def hold(self, model: nn.Module, micro: Any) -> bool:
+        """True if the code reads for this micro-batch what it read for the captured one."""
+        if self._written_into() is not None or not self._hooks.hold():
+            return False
+        with _disable_current_modes():  # as it was captured
+            return bool(self._manager.check(self._locals(model, micro)))
+
+    def broken_by(self, model: nn.Module, micro: Any) -> str:
+        """Return the name of the value that has changed, and the line that reads it."""
+        name = self._written_into()
+        if name is not None:
+            return name
+        if not self._hooks.hold():
+            return "a hook, or a part, of the model"
+        with _disable_current_modes():
+            info = self._manager.check_verbose(self._locals(model, micro))
+        parts = [str(part) for part in info.verbose_code_parts]
+        return _value_and_line(parts[0] if parts else "", self._loss)
+
+    def _written_into(self) -> str | None:
+        """Return the name of a small tensor or array that has other values, or None."""
+        for name, tensor, version in self._watched:
+            if version_of(tensor) != version:
+                return name
+        for name, array, values in self._arrays:
+            if array.tobytes() != values:
+                return name
+        return None
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count a write into one of these tensors as a change from now on."""
+        self._watched += [("a tensor on the host", one, version_of(one)) for one in tensors]
+
+    def accept_tensors(self) -> None:
+        """Take tensors as unchanged: all were put back, which counts as a write into each."""
+        self._watched = [(name, one, version_of(one)) for name, one, _ in self._watched]
+
+    def _locals(self, model: nn.Module, micro: Any) -> dict[str, Any]:
+        return {"function": self._loss, "args": (model, micro)}
+
+    def _captured(self, model: nn.Module, micro: Any) -> Any:
+        """Return Dynamo's guard manager. The code object is new, and so has no other guards."""
+        from torch._dynamo import eval_frame
+
+        code = _call.__code__.replace()
+        call = types.FunctionType(code, {"__builtins__": builtins}, _call.__name__)
+        compiled = torch.compile(
+            call,
+            backend=self._backend,
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": self._to_check},
+        )
+        try:
+            with (
+                _disable_current_modes(),  # A mode that watches operations would stop it.
+                _dynamo_settings(),
+                calls_for_guards(),
+                _without_gradients(model),
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")  # Dynamo's, about what it cannot follow.
+                compiled(self._loss, model, micro)
+        except _Captured:
+            pass
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # The user's code and Dynamo may raise anything.
+            inner = getattr(problem, "inner_exception", problem.__cause__)
+            if isinstance(inner, CannotTrace):
+                raise inner from None
+            raise CannotTrace(_why_not(problem)) from problem
+        finally:
+            torch.clear_autocast_cache()  # It may hold fake casts.
+        entries = eval_frame._debug_get_cache_entry_list(code)
+        if len(entries) != 1:
+            raise CannotTrace("Dynamo keeps no guards of its code")
+        return entries[0].guard_manager
+
+    def _backend(self, graph: Any, examples: Any) -> Callable[..., Any]:
+        """Take what the capture found; the graph itself is not used."""
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        written = _written(InstructionTranslator.current_tx().output.side_effects, self._loss)
+        for node in graph.graph.find_nodes(op="placeholder"):
+            given = node.meta.get("grapharg")
+            if given is None or not isinstance(given.example, Tensor):
+                continue
+            source, fake = given.source, node.meta["example_value"]
+            name = _name_of(source)
+            if name.startswith(_MICRO_BATCH):
+                continue
+            if type(source).__name__ == "NumpyTensorSource":
+                self._watch_array(source.base, given.example)
+                continue
+            is_models = type(given.example) is nn.Parameter or "._buffers[" in name
+            if not is_models and fake._version:
+                written = written or _plain_name(name, self._loss)
+            # A tensor of the same shape in its place would be another constant of the graph.
+            install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+            self._inputs.append((_plain_name(name, self._loss), given.example))
+        if written is not None:
+            raise CannotTrace(f"it changes {written}, which a graph would do only once")
+
+        def run(*_: Any) -> Any:
+            raise _Captured
+
+        return run
+
+    def _to_check(self, guards: Any) -> list[bool]:
+        """Leave out guards on the micro-batch's tensors, on hooks, and on what is replaced.
+
+        A graph is for one shape, dtype and device of each tensor, or knows by itself for which
+        others. Arrays of NumPy are compared by `_written_into`, hooks of the model by `_Hooks`.
+        """
+        checked = []
+        for guard in guards:
+            if guard.guard_type == "TENSOR_MATCH":
+                of_batch = (_MICRO_BATCH, "args[1]", "___from_numpy(")
+                checked.append(not str(guard.name).startswith(of_batch))
+            elif guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
+                checked.append(not self._hooks.take(guard.value))
+            else:
+                checked.append(not any(guard.value is one for one in REPLACEMENTS))
+        return checked
+
+    def _watch_array(self, source: Any, shared: Tensor) -> None:
+        """Count a write into a NumPy array as a change: nothing else tells of one."""
+        from torch._dynamo.guards import GuardBuilder, install_guard
+
+        name = _plain_name(_name_of(source), self._loss)
+        if shared.numel() > _ARRAY:
+            raise CannotTrace(f"it reads the large NumPy array {name}: make it a tensor")
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+        array = shared.numpy()
+        self._arrays.append((name, array, array.tobytes()))
+
+
+class _Hooks:
+    """The hooks of a model, and its parts: more than half of the guards, checked all at once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._parts = [(one._modules, list(one._modules.values())) for one in modules]
+        self._of_modules = {
+            id(held) for one in modules for name, held in vars(one).items() if "_hooks" in name
+        }
+        self._empty: list[Any] = []
+
+    def take(self, hooks: Any) -> bool:
+        """True if they are a module's of this model: then `hold` looks for new ones from now on."""
+        if id(hooks) in self._of_modules:
+            self._empty.append(hooks)
+        return id(hooks) in self._of_modules
+
+    def hold(self) -> bool:
+        """True if no module has got a hook, and all are the same ones."""
+        return not any(self._empty) and all(
+            [*parts.values()] == before for parts, before in self._parts
+        )
+
+
+def _call(function: Any, *args: Any) -> Any:
+    """Be the frame that Dynamo captures: its guards begin at these two names."""
+    return function(*args)
+
+
+@contextmanager
+def _dynamo_settings() -> Iterator[None]:
+    """Let Dynamo take numbers as constants, guard hooks too, and pass over what only tells."""
+    from torch._dynamo import config, symbolic_convert
+    from torch._dynamo.variables import ConstDictVariable
+
+    tells: set[Any] = {print, warnings.warn}
+    tells |= {
+        value for name, value in vars(logging.Logger).items() if name.startswith(_TELLING)
+    } | {logging.Logger.isEnabledFor, logging.Logger.log}
+    wanted: dict[str, Any] = {
+        "specialize_int": True,
+        "specialize_float": True,
+        "trace_autograd_ops": True,
+        "skip_nnmodule_hook_guards": False,
+        # A thread may compile an older graph meanwhile, and the note of it is not the thread's own.
+        "error_on_nested_fx_trace": False,
+        # Its name since torch 2.12; before, only methods of loggers were among them.
+        "ignore_logging_functions": tells,
+        "reorderable_logging_functions": {print, warnings.warn},
+    }
+    if not hasattr(config, "ignore_logging_functions"):
+        wanted["ignore_logger_methods"] = tells
+    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    look_up = getattr(ConstDictVariable, _LOOKUP, None)
+    lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
+    is_stdlib = getattr(symbolic_convert, "is_stdlib", None)
+    asked = {} if is_stdlib is None else {"is_stdlib": lambda one: one is not os and is_stdlib(one)}
+    with (
+        config.patch(known),
+        replaced_attributes(ConstDictVariable, **lookups),
+        replaced_attributes(symbolic_convert, **asked),  # os.getenv reads the environment.
+    ):
+        yield
+
+
+_LOOKUP = "getitem_const_raise_exception_if_absent"
+
+
+def _missing_keys_guarded(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a key that a dictionary does not have: Dynamo does so for `in` and `get`, not for [].
+
+    The lookups of os.environ are such, with or without a default.
+    """
+
+    def guarded(variable: Any, tx: Any, key: Any) -> Any:
+        if variable.source is not None and key not in variable:
+            variable.install_dict_contains_guard(tx, [key])
+        return look_up(variable, tx, key)
+
+    return guarded
+
+
+_TELLING = ("debug", "info", "warn", "error", "critical", "exception")
+"""The names of a logger's methods begin like this, those that libraries have added too."""
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Hide gradients: Dynamo looks at them, and refuses those of another dtype."""
+    held = [(one, one.grad) for one in model.parameters() if one.grad is not None]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
+def _written(effects: Any, loss: Any) -> str | None:
+    """Return the name of something that the code changes, and does not change back."""
+    for variable in effects._get_modified_vars():
+        kind = type(variable.mutation_type).__name__
+        if not kind.endswith("Existing"):
+            continue  # The code has made it itself.
+        source = getattr(variable, "source", None)
+        name = "a variable" if source is None else _plain_name(_name_of(source), loss)
+        changed = effects.store_attr_mutations.get(variable, {})
+        owner = getattr(variable, "value", None)
+        fields = [field for field, to in changed.items() if not _is_as_before(owner, field, to)]
+        if fields and hasattr(owner, "__dict__"):
+            return f"{name}.{fields[0]}"
+        if fields or not changed:
+            return name
+    return None
+
+
+_MISSING = object()
+
+
+def _is_as_before(owner: Any, field: str, value: Any) -> bool:
+    """True if this attribute ends as it began."""
+    before = getattr(owner, field, _MISSING)
+    if value.is_python_constant():
+        now = value.as_python_constant()
+        return bool(type(now) is type(before) and now == before)
+    return isinstance(before, Tensor) and _is_same_tensor(value, before)
+
+
+def _is_same_tensor(value: Any, before: Tensor) -> bool:
+    """True for `x` and for `x.to(...)` where that changes nothing."""
+    node = value.as_proxy().node if hasattr(value, "proxy") else None
+    fake = None if node is None else node.meta.get("example_value")
+    while node is not None and node.op == "call_method" and node.target in ("to", "contiguous"):
+        node = node.args[0]
+        if node.meta.get("example_value") is not fake:
+            return False
+    given = None if node is None else node.meta.get("grapharg")
+    if given is None or _name_of(given.source).startswith(_MICRO_BATCH):
+        return False  # The next one is another.
+    return given.example is before
+
+
+def _name_of(source: Any) -> str:
+    name = source.name
+    return str(name() if callable(name) else name)  # a property in newer versions of torch
+
+
+_PATH = re.compile(r"[LG]\['[^']*'\](?:\.\w+|\[[^\]]*\])*")
+
+
+def _plain_name(path: str, loss: Any) -> str:
+    """Return Dynamo's name of a value as the user would write it."""
+    path = _with_free_name(path, loss)
+    for prefix, name in _ARGUMENTS.items():
+        if path.startswith(prefix):
+            path = name + path.removeprefix(prefix)
+    path = re.sub(r"G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), path)
+    path = re.sub(r"[LG]\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"^function\b.*\.__self__", "self", path)
+    path = path.replace("the micro-batch['micro']", "the micro-batch")
+    return path.removeprefix("__main__.")
+
+
+def _value_and_line(part: str, loss: Any) -> str:
+    """Return the value and the line of a guard's text: `G['beta'] == 1.0  # ...  # file:3 in f`."""
+    path = _PATH.search(part)
+    value = _plain_name(path[0], loss) if path else part.split("#")[0].strip()
+    line = re.search(r"# (?:\S*/)?(\S+\.py:\d+) in ", part)
+    return f"{value} ({line[1]})" if line else value
+
+
+_CELL = re.compile(r"\.__closure__\[(\d+)\]\.cell_contents")
+
+
+def _with_free_name(path: str, loss: Any) -> str:
+    """Put the name of a free variable for `function.__closure__[0].cell_contents`."""
+    *_, cell = [None, *_CELL.finditer(path)]
+    if cell is None:
+        return path
+    try:  # Dynamo's names are expressions of Python.
+        function = eval(path[: cell.start()], {"L": {"function": loss}})
+        return str(function.__code__.co_freevars[int(cell[1])]) + path[cell.end() :]
+    except Exception:  # Of something that is not the loss function's.
+        return path
+
+
+def _why_not(problem: Exception) -> str:
+    """Return why Dynamo cannot capture the code, with the line of the user's code."""
+    text = str(problem)
+    places = re.findall(
+        r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', text.partition("user code:")[2]
+    )
+    places = [place for place in places if not place[0].startswith((_TORCH, _HERE, *_PYTHON))]
+    file, number, code = places[-1] if places else ("", "", "")
+    where = f" ({Path(file).name}, line {number}: {code.strip()})" if places else ""
+    if any(one.lower() in text.lower() for one in _READS_VALUES):
+        return f"its code branches on the value of a tensor{where}"
+    return f"Dynamo cannot follow its code: {first_line(problem)}{where}"
