@@ -119,12 +119,32 @@ def verdict(row: dict[str, Any], truth: dict[str, Any]) -> str:
     return f"{mean:+.3f}: {size}"
 
 
+def half_way(row: dict[str, Any], truth: dict[str, Any]) -> str:
+    """Say how many samples a way needs to the loss that the truth has after half of its samples.
+
+    The answer is a multiple of what the truth needs to first reach it.
+    """
+    shares = []
+    for run_of_way, run_of_truth in zip(row["runs"], truth["runs"], strict=False):
+        curve = run_of_truth["curve"]
+        goal = min(curve, key=lambda point: abs(point[0] - curve[-1][0] / 2))[1]
+        needed = small_batch.tokens_to(run_of_truth["curve"], goal)
+        if needed == 0:  # The truth ends no better than it begins.
+            return "–"
+        shares.append(small_batch.tokens_to(run_of_way["curve"], goal) / needed)
+    missing = sum(map(math.isinf, shares))
+    if missing:
+        return f"never in {missing} of {len(shares)}"
+    return f"{statistics.fmean(shares):.2f}× ± {statistics.stdev(shares):.2f}"
+
+
 def table(setting: dict[str, Any]) -> list[str]:
     """Return the lines of one setting's table."""
     tried = ", ".join(f"{float(rate):g}" for rate in setting["rates"])
     lines = [
-        f"| | held-out loss | {setting['metric']} | weights drift by | difference in loss |",
-        "|---|---:|---:|---:|---|",
+        f"| | held-out loss | {setting['metric']} | samples to half-way | weights drift by "
+        "| difference in loss |",
+        "|---|---:|---:|---:|---:|---|",
     ]
     truth = setting["ways"]["undivided"]
     alike: dict[str, list[str]] = {}
@@ -136,9 +156,9 @@ def table(setting: dict[str, Any]) -> list[str]:
             continue
         cells = [way, spread(of_runs(row, "loss"), ".3f"), spread(of_runs(row, "metric"), ".1%")]
         if way == "undivided":
-            cells += ["0", "the truth"]
+            cells += ["1×", "0", "the truth"]
         else:
-            cells += [largest_drift(row), verdict(row, truth)]
+            cells += [half_way(row, truth), largest_drift(row), verdict(row, truth)]
         lines.append(f"| {' | '.join(cells)} |")
     ends = [f"{', '.join(ways)}: as {other}." for other, ways in alike.items()]
     facts = [f"Rate {setting['rate']:g}, of {tried}."]
@@ -150,7 +170,7 @@ def table(setting: dict[str, Any]) -> list[str]:
 def largest_drift(row: dict[str, Any]) -> str:
     """Return the drift of the run that ended furthest from the undivided one."""
     far = max(of_runs(row, "drift"))
-    return f"{far:.0%}" if far >= 0.01 else f"{far:.0e}"
+    return f"{far:.0%}" if far >= 0.01 else f"{far:.0e}" if far else "0"
 
 
 def small_batch_table(rows: list[dict[str, Any]]) -> list[str]:

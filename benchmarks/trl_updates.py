@@ -1,4 +1,4 @@
-"""How far TRL's own update is from that of the undivided batch, and ours; writes docs/finetune.md.
+"""How far TRL's own update is from that of the undivided batch, and ours.
 
     python benchmarks/trl_updates.py
 
@@ -65,7 +65,7 @@ def main() -> None:
         shown = f"{own:.0%}" if own > 0.01 else f"{own:.0e}"
         lines.append(f"| {title} | {units} | {shown} | {ours:.0e} |")
         print(lines[-1], flush=True)
-    page = ROOT / "docs" / "finetune.md"
+    page = ROOT / "docs" / "integrations" / "transformers.md"
     text = page.read_text(encoding="utf-8")
     table = "\n".join(["<!-- trl: begin -->", *lines, "<!-- trl: end -->"])
     text = re.sub(r"<!-- trl: begin -->.*<!-- trl: end -->", lambda _: table, text, flags=re.S)

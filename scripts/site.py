@@ -1,4 +1,4 @@
-"""Links that leave the documentation, and its search: hooks of mkdocs."""
+"""Hooks of mkdocs: the home's first screen, links that leave the documentation, the search."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```.*?^```[^\n]*$", re.M | re.S)
 # A search for a word of the field finds the page about all of it first, and not its list.
 WEIGHT = {"gradient-accumulation.md": 8, "memory.md": 4}
+FIRST_SCREEN = "<!-- The site shows the first screen of README.md here. -->"
 INTERNAL = "internals"
 """The folder of notes for developers, which the site leaves out (`exclude_docs` in mkdocs.yml)."""
 
@@ -39,6 +40,16 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
     return "".join([*parts, _LINK.sub(kept, markdown[at:])])
 
 
+def first_screen(readme: str) -> str:
+    """Return what the README says above its first section, with links as a page of docs/ has them.
+
+    >>> first_screen("# name\\n\\nSee [it](docs/it.md), [a script](examples/a.py).\\n\\n## More")
+    'See [it](it.md), [a script](../examples/a.py).'
+    """
+    screen = readme.partition("\n## ")[0].partition("\n")[2].strip()
+    return screen.replace("](docs/", "](").replace("](examples/", "](../examples/")
+
+
 def on_post_build(*, config: Any) -> None:
     """Called by mkdocs: a page that is opened as a file asks for the index in this form."""
     search = Path(config.site_dir) / "search"
@@ -49,4 +60,8 @@ def on_post_build(*, config: Any) -> None:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Called by mkdocs for each page."""
     page.meta["search"] = {"boost": WEIGHT.get(page.file.src_uri, 1)}
-    return inside(markdown, Path(page.file.abs_src_path), Path(config.docs_dir))
+    docs = Path(config.docs_dir)
+    if FIRST_SCREEN in markdown:
+        readme = (docs.parent / "README.md").read_text(encoding="utf-8")
+        markdown = markdown.replace(FIRST_SCREEN, first_screen(readme))
+    return inside(markdown, Path(page.file.abs_src_path), docs)

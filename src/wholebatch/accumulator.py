@@ -183,7 +183,13 @@ class Accumulator(LoopWindows):
         Args:
             loader: What `over` will loop over. It must have a length, in micro-batches.
         """
-        micro_batches, updates = len(loader), 0
+        try:
+            micro_batches, updates = len(loader), 0
+        except TypeError as error:
+            raise OptionError(
+                f"updates_per_epoch(loader): {error}. Give the schedule a number of updates, "
+                "and count them by step.update"
+            ) from error
         while micro_batches > 0:
             at = self._ledger.updates + updates
             micro_batches -= self._steps.at(update=at, epoch=self.epoch)

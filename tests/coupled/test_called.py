@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.coupled import test_moving as moving
 from tests.support import mlp, pieces, samples, sgd
 from wholebatch.errors import UnsupportedError
 from wholebatch.options import grouped
@@ -36,35 +35,9 @@ class Functional(nn.Module):
         return F.batch_norm(x, None, None, training=True)
 
 
-class OwnBatchNorm(nn.Module):
-    """As in BigGAN: a BatchNorm that is none of torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("stored_mean", torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, var = x.mean(0), x.var(0)
-        with torch.no_grad():
-            self.stored_mean.mul_(0.9).add_(mean, alpha=0.1)
-        return (x - mean) / (var + 1e-5).sqrt()
-
-
 class BatchDeviation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + x.std(0).mean()
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "functional batchnorm": (lambda: Wrapped(Functional()), r"layer \(Functional"),
-    "own batchnorm": (lambda: Wrapped(OwnBatchNorm()), r"layer \(OwnBatchNorm"),
-    "batch deviation": (lambda: Wrapped(BatchDeviation()), r"layer \(BatchDeviation"),
-    "running mean": (moving.RunningMean, r"mean \(RunningMean"),
-    "codebook": (moving.Codebook, r"codes \(Codebook"),
-    "observer": (moving.Observed, r"quantise.\w+ \(FakeQuantize"),
-    "counter that is read": (moving.WarmUp, r"calls \(WarmUp"),
-    "power iteration": (moving.PowerIteration, r"u \(PowerIteration"),
-}
 
 
 def backward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> wb.Accumulator:
@@ -72,16 +45,6 @@ def backward(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> wb.A
     total = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
     acc.backward(total, units=len(batch["y"]))
     return acc
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_be_split_is_refused_by_name(name: str) -> None:
-    make, named = REFUSED[name]
-    model = make().double()
-    with pytest.raises(UnsupportedError, match=named) as error:
-        backward(model, samples(8))
-    assert "audit=False skips this test" in str(error.value)
-    assert backward(model, samples(8), audit=False).micro_batches == 1
 
 
 class Noise(nn.Module):

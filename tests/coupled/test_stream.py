@@ -60,21 +60,6 @@ def batch_hard_triplet(model: nn.Module) -> tuple[Tensor, int]:
     return F.relu(worst - best + 1.0).sum(), 12
 
 
-def vicreg(model: nn.Module) -> tuple[Tensor, int]:
-    a, b = model(data(seed=1)), model(data(seed=2))
-    variance = F.relu(1 - a.var(0).add(1e-4).sqrt()).sum() * 8
-    return (a - b).square().sum() + variance, 8
-
-
-def batch_dice(model: nn.Module) -> tuple[Tensor, int]:
-    p, t = model(data()).sigmoid(), torch.ones(8, 3).double()
-    return 8 * (1 - 2 * (p * t).sum() / (p.sum() + t.sum())), 8
-
-
-def root_mean_square(model: nn.Module) -> tuple[Tensor, int]:
-    return model(data()).square().sum().sqrt(), 8
-
-
 def in_batch_negatives(model: nn.Module) -> tuple[Tensor, int]:
     queries, documents = model(data(4)), model(data(12))
     return F.binary_cross_entropy_with_logits(
@@ -87,9 +72,6 @@ COUPLED = [
     simclr,
     simclr_in_one_forward,
     batch_hard_triplet,
-    vicreg,
-    batch_dice,
-    root_mean_square,
     in_batch_negatives,
 ]
 

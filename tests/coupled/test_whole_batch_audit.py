@@ -37,16 +37,6 @@ class Net(nn.Module):
         return logits
 
 
-def test_a_layer_that_no_type_tells_is_refused_by_name_before_anything_moves() -> None:
-    model = Net(Centred()).double()
-    before = copy.deepcopy(model.state_dict())
-    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4)
-    with pytest.raises(wb.errors.UnsupportedError, match=r"inside \(Centred\): its output for one"):
-        train.step(samples(10))
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert train.updates == 0
-
-
 def test_it_may_be_trained_knowingly_or_undivided() -> None:
     model = Net(Centred()).double()
     train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=False)

@@ -390,16 +390,12 @@ def texts(longest: int = 9) -> Batch:
         "input_ids": ids * mask,
         "attention_mask": mask.long(),
         "labels": ids.where(mask, -100),
-        "targets": ids,
     }
 
 
 PADDED: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "a mean over the width": lambda m, b: functional.cross_entropy(
         m(b["input_ids"], b["attention_mask"]).mT, b["labels"], reduction="none"
-    ),
-    "targets beyond the mask": lambda m, b: wb.cross_entropy(
-        m(b["input_ids"], b["attention_mask"]), b["targets"], dim=-1
     ),
     "a pool over the width": lambda m, b: wb.cross_entropy(m(b["input_ids"]), b["labels"], dim=-1),
 }
@@ -411,6 +407,19 @@ def test_padding_that_counts_is_not_trimmed(name: str) -> None:
     train = wb.WholeBatch(model, sgd(model), loss=PADDED[name], micro_batch=wb.tokens(20))
     with pytest.raises(wb.errors.UnsupportedError, match="uses the trimmed padding"):
         train.step(texts())
+
+
+def test_targets_beyond_the_mask_are_trained() -> None:
+    def loss(model: nn.Module, micro: Batch) -> wb.Loss:
+        logits = model(micro["input_ids"], micro["attention_mask"])
+        return wb.cross_entropy(logits, micro["targets"], dim=-1)
+
+    model, batch = Tokens(), texts()
+    batch["targets"] = torch.arange(90).view(10, 9) % 7
+    whole = Whole(model, loss=lambda m, b: loss(m, b).total / b["targets"].numel())
+    whole.step(batch)
+    wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=wb.tokens(20)).step(batch)
+    whole.assert_same(model)
 
 
 def test_a_leaf_that_is_not_a_value_per_sample_is_refused_in_micro_batches_of_one() -> None:

@@ -126,25 +126,6 @@ def test_a_window_in_which_every_body_skips() -> None:
     assert (acc.updates, acc.skipped) == (0, 2)
 
 
-def test_more_says_that_another_backward_of_the_micro_batch_follows() -> None:
-    model, batch = mlp(), samples(10)
-
-    def two_terms(model: nn.Module, micro: Any) -> torch.Tensor:
-        out = model(micro["x"])
-        return functional.cross_entropy(out, micro["y"]) + out.square().mean(1).mean()
-
-    whole = Whole(model, loss=two_terms)
-    whole.step(batch)
-    acc = wb.Accumulator(model, sgd(model), steps=3)
-    for micro in acc.over(pieces(batch, [1, 6, 3])):
-        acc.backward(summed(model, micro), units=len(micro["y"]), more=True)
-        total = model(micro["x"]).square().mean(1).sum()
-        step = acc.backward(total, units=len(micro["y"]))
-    assert step is not None
-    assert step.micro_batches == 3
-    whole.assert_same(model)
-
-
 def test_second_backward_without_more_is_refused() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=3)

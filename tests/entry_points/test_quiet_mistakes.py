@@ -23,20 +23,6 @@ from wholebatch.errors import StateError, UnsupportedError, WindowError
 Gradients = dict[str, Tensor]
 
 
-class Heads(nn.Module):
-    """Two heads on a trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.a = nn.Linear(4, 3)
-        self.b = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.trunk(x).tanh()
-        return self.a(hidden), self.b(hidden)
-
-
 def seeded(make: Any) -> Any:
     torch.manual_seed(1)
     return make()
@@ -50,63 +36,6 @@ def assert_same(model: nn.Module, gradients: Gradients, tolerance: float = EXACT
     """Compare with the gradients that a plain backward has left in the model."""
     wanted = [p.grad for p in model.parameters() if p.grad is not None]
     assert distance([gradients[n] for n, _ in model.named_parameters()], wanted) <= tolerance
-
-
-@pytest.mark.parametrize("empty", [0, 1, 2])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_term_without_units_takes_nothing_from_the_trunk(empty: int, smoothing: float) -> None:
-    x = torch.randn(9, 4, dtype=torch.float64)
-    ya, yb = torch.randint(0, 3, (2, 9))
-    yb[3 * empty : 3 * empty + 3] = -100
-
-    def losses(m: Any, x: Tensor, ya: Tensor, yb: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = m(x)
-        return (
-            functional.cross_entropy(a, ya),
-            functional.cross_entropy(b, yb, label_smoothing=smoothing),
-        )
-
-    reference = seeded(Heads).double()
-    sum(losses(reference, x, ya, yb)).backward()  # type: ignore[union-attr]
-
-    model, gradients = seeded(Heads).double(), Gradients()
-    acc = wb.Accumulator(
-        model, torch.optim.SGD(model.parameters(), 0.0), steps=3, close=kept(gradients)
-    )
-    acc.announce({"a": 9, "b": 6})
-    for place in range(3):
-        rows = slice(3 * place, 3 * place + 3)
-        a, b = losses(model, x[rows], ya[rows], yb[rows])
-        count = int((yb[rows] != -100).sum())
-        acc.backward(wb.Loss.terms({"a": wb.mean_loss(a, 3), "b": wb.mean_loss(b, count)}))
-    assert_same(reference, gradients)
-
-
-@pytest.mark.parametrize("divided", [False, True])
-def test_a_first_micro_batch_without_labels_under_bf16(divided: bool) -> None:
-    """Micro-batches under one autocast share the casts of the weights."""
-    x, y = torch.randn(12, 4), torch.randint(0, 3, (12,))
-    y[:4] = -100
-
-    def loss(model: Any, micro: Any) -> wb.Loss:
-        count = (micro["y"] != -100).sum()
-        logits = model(micro["x"]).float()
-        mean = functional.cross_entropy(logits, micro["y"])
-        if divided:
-            mean = functional.cross_entropy(logits, micro["y"], reduction="sum") / count
-        return wb.mean_loss(mean, count)
-
-    def gradient(order: Tensor) -> list[Any]:
-        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
-        train = wb.WholeBatch(
-            model, None, loss=loss, micro_batch=4, precision="bf16", execute="eager"
-        )
-        train.gradient({"x": x[order], "y": y[order]})
-        return [p.grad for p in model.parameters()]
-
-    first, last = gradient(torch.arange(12)), gradient(torch.arange(12).roll(-4))
-    assert all(one.any() for one in first)
-    assert distance(first, last) <= 1e-6
 
 
 def test_more_without_a_closing_backward_ends_with_its_item() -> None:
@@ -502,15 +431,6 @@ def test_writes_of_the_loss_function_are_refused_in_every_window(entry: str) -> 
     writes.append(1)  # the fifth window is not one of those that are tested
     with pytest.raises(WindowError, match="has changed since the window's last backward"):
         window()
-    acc.discard()
-
-
-def test_a_mean_over_one_label_is_its_sum() -> None:
-    model = nn.Linear(4, 3).double()
-    acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-    x, labels = torch.ones(3, 4, dtype=torch.float64), torch.tensor([-100, 2, -100])
-    mean = functional.cross_entropy(model(x), labels)
-    acc.backward(wb.mean_loss(mean, (labels != -100).sum()))
     acc.discard()
 
 

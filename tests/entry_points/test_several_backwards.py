@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
@@ -14,52 +13,6 @@ from tests.support import EXACT, distance, mlp, pieces, samples, sgd, summed
 from wholebatch.errors import LossError, WindowError
 
 SPLITS = [(5, 1, 3), (1, 8), (3, 3, 3)]
-
-
-def judge_and_maker() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(3)
-    judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    return judge, nn.Linear(2, 4).double()
-
-
-def on_real(judge: nn.Module, x: Tensor) -> Tensor:
-    return functional.softplus(-judge(x))
-
-
-def on_fake(judge: nn.Module, x: Tensor) -> Tensor:
-    return functional.softplus(judge(x))
-
-
-@pytest.mark.parametrize("sizes", SPLITS)
-@pytest.mark.parametrize("as_mean", [True, False])
-@pytest.mark.parametrize("on_device", [True, False])
-def test_real_and_fake_losses_of_a_judge(
-    sizes: tuple[int, ...], as_mean: bool, on_device: bool
-) -> None:
-    judge, maker = judge_and_maker()
-    real, noise = torch.randn(9, 4).double(), torch.randn(9, 2).double()
-    whole, _ = judge_and_maker()
-    optimizer = sgd(whole)
-    fake = maker(noise).detach()
-    expected = on_real(whole, real).mean() + on_fake(whole, fake).mean()
-    expected.backward()
-    optimizer.step()
-
-    acc = wb.Accumulator(judge, sgd(judge), steps=len(sizes))
-    step = None
-    for x, z in acc.over(list(zip(real.split(sizes), noise.split(sizes), strict=True))):
-        units: Any = torch.tensor(len(x)) if on_device else len(x)
-        first, second = on_real(judge, x), on_fake(judge, maker(z).detach())
-        if as_mean:
-            acc.backward(mean=first.mean(), units=units, more=True)
-            step = acc.backward(mean=second.mean(), units=units)
-        else:
-            acc.backward(first.sum(), units=units, more=True)
-            step = acc.backward(second.sum(), units=units)
-    assert step is not None
-    assert (step.units, step.micro_batches) == (9.0, len(sizes))
-    assert step.loss == pytest.approx(float(expected.detach()), rel=1e-12)
-    assert distance(judge.parameters(), whole.parameters()) < EXACT
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -96,20 +49,6 @@ def test_terms_count_their_units_once() -> None:
             }
             acc.backward(wb.Loss.terms(terms), more=more)
     assert acc.updates == 1
-    assert distance(model.parameters(), whole.parameters()) < EXACT
-
-
-@pytest.mark.parametrize("sizes", SPLITS)
-def test_last_says_which_micro_batch_closes_the_window(sizes: tuple[int, ...]) -> None:
-    model, whole, batch = mlp(), mlp(), samples(9)
-    optimizer = sgd(whole)
-    functional.cross_entropy(whole(batch["x"]), batch["y"]).backward()
-    optimizer.step()
-    acc = wb.Accumulator(model, sgd(model), steps=len(batch["x"]))
-    for place, micro in enumerate(pieces(batch, sizes), 1):
-        last = place == len(sizes)
-        step = acc.backward(summed(model, micro), units=len(micro["y"]), last=last)
-        assert (step is not None) == last
     assert distance(model.parameters(), whole.parameters()) < EXACT
 
 

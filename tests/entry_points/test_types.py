@@ -70,3 +70,10 @@ def test_updates_per_epoch_are_those_of_the_loop(micro_batches: int, steps: obje
         for micro in acc.over(loader):
             acc.backward(model(micro).square().sum(), units=len(micro))
         assert acc.updates - before == wanted
+
+
+def test_a_loader_without_a_length_has_no_updates_per_epoch() -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps=4)
+    with pytest.raises(wb.errors.OptionError, match=r"has no len.*step\.update"):
+        acc.updates_per_epoch(iter(range(3)))  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -130,28 +129,6 @@ def test_token_budgets_with_masked_tokens(budget: int) -> None:
     assert step.units == sum(length - 1 for length in lengths)
 
 
-@dataclass
-class Pair:
-    x: torch.Tensor
-    y: torch.Tensor
-    name: str = "kept"
-
-
-def test_a_batch_of_any_structure() -> None:
-    model, data = mlp(), samples(11)
-    whole = Whole(model)
-    whole.step(data)
-
-    def on_pair(model: nn.Module, micro: Pair) -> torch.Tensor:
-        assert isinstance(micro, Pair)
-        assert micro.name == "kept"
-        return functional.cross_entropy(model(micro.x), micro.y, reduction="none")
-
-    train = wb.WholeBatch(model, sgd(model), loss=on_pair, micro_batch=4)
-    train.step(Pair(data["x"], data["y"]))
-    whole.assert_same(model)
-
-
 def test_the_batch_stays_where_it_is() -> None:
     """Only the micro-batch travels: the loss function sees micro-batches on the model's device."""
     model, seen = mlp(), []
@@ -191,25 +168,6 @@ def test_a_bare_scalar_is_refused_before_any_gradient() -> None:
     with pytest.raises(wb.errors.LossError, match="is this scalar a sum or a mean"):
         train.step(samples(8))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_an_error_in_the_loss_leaves_nothing_behind() -> None:
-    model, calls = mlp(), []
-    whole = Whole(model)
-    whole.step(samples(8))
-
-    def fails_once(model: nn.Module, micro: Any) -> wb.Loss:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyError("my own bug")
-        return loss(model, micro)
-
-    train = wb.WholeBatch(model, sgd(model), loss=fails_once, micro_batch=3, audit=False)
-    with pytest.raises(KeyError, match="my own bug"):
-        train.step(samples(8))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    train.step(samples(8))
-    whole.assert_same(model)
 
 
 class Overflows(torch.autograd.Function):

@@ -230,7 +230,7 @@ def test_ddp_alone_says_how_to_start_it() -> None:
     [
         # Steps of optimizers: the stop is in the middle of the second epoch, after a checkpoint.
         ("train_classifier", ["--save-every", "10", "--micro-batch", "32"], 17, 12),
-        ("train_lm", ["--batch-size", "200"], 4, 3),
+        ("train_lm", ["--batch-size", "200", "--micro-batch", "100"], 4, 3),
         ("train_gan", ["--micro-batch", "250", "--steps", "3"], 12, 4),
         ("train_clip", ["--batch-size", "700"], 4, 3),
     ],

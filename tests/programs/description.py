@@ -15,7 +15,7 @@ WHOLE_BATCH = ("step", "over", "gradient")
 """The ways in that are given a whole batch."""
 LOOPS = ("backward", "more", "announce")
 """The ways in whose loop runs the forward pass itself."""
-TOKEN_MODELS = ("tokens", "attention", "lstm", "gru", "encoder", "causal")
+TOKEN_MODELS = ("tokens", "attention", "lstm", "gru", "encoder", "causal", "time first")
 """The models that read sequences of token ids, with padding."""
 OWN_DATA = ("ce", "smooth", "classes", "weighted", "terms", "coupled")
 """The losses without a `target`: numbers beside the labels."""
@@ -38,7 +38,16 @@ class Program:
     loss: str = "ce"
     given: str = "total"
     way: str = "step"
+    call: str = "plain"
+    """How the loss calls the model: a key of `models.CALLS`."""
+    criterion: bool = False
+    """True if the loss is a module of torch.nn."""
+    numbers: bool = False
+    """True if the units are Python numbers."""
     batch: str = "dict"
+    loader: str = "list"
+    """What `over` loops over: a list, or a DataLoader of samples or of micro-batches."""
+    epochs: int = 1
     loop: str = "over"
     """How the loop of an accumulator says where a window ends."""
     style: str = "module"
@@ -56,6 +65,7 @@ class Program:
     """True if `units=` counts the units before the first backward."""
     precision: str = "float64"
     execute: str = "eager"
+    """"eager"; "traced", a graph without a compiler; or "compile"."""
     device: str = "cpu"
     event: str = "none"
     at: int = 0

@@ -245,23 +245,29 @@ _COMPARING = {
         term="F.softplus(-apart.min(1).values).mean()",
     ),
     "variance of the batch": _compares(
-        term="F.relu(3 - (z.var(0, unbiased=False) + 1e-3).sqrt()).mean()"
+        ways=EVERYWHERE, term="F.relu(3 - (z.var(0, unbiased=False) + 1e-3).sqrt()).mean()"
     ),
-    "redundancy": _compares(("z = z - z.mean(0)",), term="(z.T @ z / len(z)).square().mean()"),
+    "redundancy": _compares(
+        ("z = z - z.mean(0)",), ways=EVERYWHERE, term="(z.T @ z / len(z)).square().mean()"
+    ),
     "dice": _compares(
         ("p, truth = z.sigmoid(), torch.tensor([0.0, 1.0, 0.0], dtype=z.dtype)",),
+        ways=EVERYWHERE,
         term="1 - 2 * (p * truth).sum() / (p.square().sum() + len(z) + 1)",
     ),
     "entropy of the mean": _compares(
         ("p = torch.cat([z, z.new_zeros(len(z), 1)], 1).softmax(1).mean(0)",),
+        ways=EVERYWHERE,
         term="(p * p.log()).sum()",
     ),
     "correlation": _compares(
         ("a, b = z[:, 0] - z[:, 0].mean(), losses.detach() - losses.detach().mean()",),
+        ways=EVERYWHERE,
         term="1 - (a * b).sum() / (a.norm() * b.norm() + 0.1)",
     ),
     "pairwise ranking": _compares(
         ("score = 4.0 * z[:, 0] + losses",),
+        ways=EVERYWHERE,
         term="F.softplus(score[:, None] - score[None]).triu(1).sum() / len(z) ** 2",
     ),
     "hardest half": _compares(
@@ -382,7 +388,7 @@ def _module(
         f"class Behind(nn.Module):\n    def __init__(self):\n{init}\n\n    def forward(self, x):\n"
     )
     return Mistake(
-        words,
+        rf"\(Behind\).*({words})" if words == MOVES else words,  # it is named
         ways=ways,
         losses=("ce", "smooth", "mse"),
         models=("linear", "mlp", "conv", "heads", "frozen", "lora"),
@@ -422,6 +428,25 @@ _MODULES = {
         'self.register_buffer("u", F.normalize(torch.randn(3), dim=0))',
         MOVES + "|spectral",
     ),
+    "slow mean": _module(
+        "self.centre = 0.999 * self.centre + 0.001 * x.detach().mean(0)\nreturn x - self.centre",
+        "self.centre = torch.zeros(3)",
+    ),
+    "initialised by its first batch": _module(
+        "if not self.ready:\n    self.shift.copy_(x.detach().mean(0))\n    self.ready = True\n"
+        "return x - self.shift",
+        'self.register_buffer("shift", torch.zeros(3))\nself.ready = False',
+    ),
+    "mean for evaluation": _module(
+        "with torch.no_grad():\n    self.centre.mul_(0.9).add_(x.mean(0), alpha=0.1)\n"
+        "return x if self.training else x - self.centre",
+        'self.register_buffer("centre", torch.zeros(3))',
+    ),
+    "queue in the model": _module(
+        "mixed = x + torch.stack(self.queue[-4:]).mean(0)\nself.queue.append(x[-1].detach())\n"
+        "return mixed",
+        "self.queue = [torch.ones(3)]",
+    ),
     "torch's spectral norm": _module(
         "return self.linear(x)",
         "self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))",
@@ -443,11 +468,8 @@ _MODULES = {
     "batch_norm as a function": _module(
         "return F.batch_norm(x, None, None, training=True, eps=1e-2)",
         words=COUPLES + "|BatchNorm|batch_norm",
-        ways=TESTED,
     ),
-    "softmax over samples": _module(
-        "return x * (1 + 0.5 * x.softmax(0))", words=COUPLES, ways=TESTED
-    ),
+    "softmax over samples": _module("return x * (1 + 0.5 * x.softmax(0))", words=COUPLES),
     "capacity of experts": _module(
         "place = x.sum(1).argsort().argsort()\n"
         "expert = (place >= (len(x) + 1) // 2).long()\n"
@@ -457,11 +479,9 @@ _MODULES = {
         TESTED,
     ),
     "scaled by a statistic": _module(
-        "return x * (1.5 - torch.sigmoid(x.detach().mean()))", words=COUPLES, ways=TESTED
+        "return x * (1.5 - torch.sigmoid(x.detach().mean()))", words=COUPLES
     ),
-    "mixed with neighbours": _module(
-        "return 0.7 * x + 0.3 * x.roll(1, 0)", words=COUPLES, ways=TESTED
-    ),
+    "mixed with neighbours": _module("return 0.7 * x + 0.3 * x.roll(1, 0)", words=COUPLES),
     "normalised gradient": _module(
         _HOOKED.replace("HOOK", "lambda g: g / (g.norm() + 1e-3)"),
         words=r"gradient|" + COUPLES,

@@ -363,6 +363,65 @@ class Net(nn.Module):
         hidden = F.dropout(self.body(x), 0.3, self.training)
         return self.out(F.gumbel_softmax(hidden, tau=0.7) @ self.codes.to(hidden.dtype))
 """
+_TIME_FIRST = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        hidden = self.layer(self.table(x).transpose(0, 1), src_key_padding_mask=~mask)
+        return self.out(hidden.transpose(0, 1))
+"""
+_NAMED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p, self.dropout = nn.Parameter(torch.randn(4, 4) / 2), nn.Parameter(torch.zeros(4))
+        self.sparse, self.loss = nn.Linear(4, 3), nn.PReLU(3)
+        self.register_buffer("total", torch.ones(3))
+        self.register_buffer("units", torch.zeros(2, 2), persistent=False)
+        self.steps, self.batch_first, self.weight = "eight", None, None
+
+    def forward(self, x):
+        return self.loss(self.sparse(x @ self.p + self.dropout)) * self.total
+"""
+_SHARED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Linear(2, 2)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.0))
+        self.again, self.out = self.body, nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        return self.out(self.again(self.body(x)) + x) * self.scale
+"""
+_LISTS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList(torch.randn(4) / 2 for _ in range(3))
+        self.named = nn.ParameterDict({"bias": torch.zeros(3), "gain": torch.ones(3)})
+        self.pair, self.bag = nn.Bilinear(3, 4, 3), nn.EmbeddingBag(5, 3, mode="sum")
+
+    def forward(self, x):
+        hidden = torch.stack([x @ row for row in self.rows], 1) * self.named["gain"]
+        return self.pair(hidden, x) + self.named["bias"] + self.bag((x.abs() * 3).long() % 5)
+"""
+_FUNCTIONAL = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.Linear(5, 3)})
+
+    def forward(self, x):
+        weights = {name: p * 1.5 for name, p in self.layers["a"].named_parameters()}
+        hidden = torch.func.functional_call(self.layers["a"], weights, (x,))
+        return torch.vmap(self.layers["b"])(hidden.sigmoid())
+"""
 MODELS = {
     "linear": _LINEAR,
     "mlp": _MLP,
@@ -390,12 +449,37 @@ MODELS = {
     "images": _IMAGES,
     "remembers": _REMEMBERS,
     "still": _STILL,
+    "time first": _TIME_FIRST,
+    "named": _NAMED,
+    "shared": _SHARED,
+    "lists": _LISTS,
+    "functional": _FUNCTIONAL,
     "random": _RANDOM,
 }
+CALLS = {
+    "plain": "model({0})",
+    "forward": "model.forward({0})",
+    "twice": "(model({0}) + 0.3 * model({0}).tanh())",
+    "teacher": "(model({0}) - 0.5 * elder({0}))",
+    "output": 'model({0})["logits"]',
+    "pair": "model[1](model[0]({0}))",
+}
+"""How the loss calls the model: the same text in the script and oracle."""
+_OUTPUT = """
+class Output(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, *inputs):
+        return {"logits": self.net(*inputs), "loss": None}
+"""
+TEACHER = "elder = copy.deepcopy(model).eval().requires_grad_(False)"
 ROW_LOSSES = {
     "labels": "F.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype), "
     "pos_weight=torch.tensor([1.0, 2.0, 3.0]).to(logits), reduction='none').mean(1)",
-    "poisson": "F.poisson_nll_loss(logits, target.abs().round(), reduction='none').sum(1)",
+    "poisson": "F.poisson_nll_loss(logits.clamp(max=2.0), target.abs().round(), "
+    "reduction='none').sum(1)",
     "gaussian": "F.gaussian_nll_loss(logits[:, :1], target[:, :1], logits[:, 1:2].exp() + 0.1, "
     "reduction='none').sum(1)",
     "distilled": "F.kl_div(logits.log_softmax(1), target.softmax(1), reduction='none').sum(1)",
@@ -403,6 +487,18 @@ ROW_LOSSES = {
     "policy": "F.cross_entropy(logits, y.clamp(min=0), reduction='none') * target[:, 0]",
     "huber": "F.huber_loss(logits, target.to(logits.dtype), reduction='none').mean(1)",
     "triplet": "F.triplet_margin_loss(logits, target, target.roll(1, 1), reduction='none')",
+    "nll": "F.nll_loss(logits.log_softmax(1), y.clamp(min=0), reduction='none')",
+    "l1": "F.smooth_l1_loss(logits, target.to(logits.dtype), reduction='none').sum(1)",
+    "focal": "(1 - logits.softmax(1).gather(1, y.clamp(min=0)[:, None])[:, 0]) ** 2 "
+    "* F.cross_entropy(logits, y.clamp(min=0), reduction='none')",
+    "cosine": "1 - F.cosine_similarity(logits, target, dim=1, eps=0.1)",
+    "pinball": "torch.maximum(0.9 * (target - logits), -0.1 * (target - logits)).mean(1)",
+    "gauss prior": "(logits - target).square().sum(1) "
+    "+ 0.1 * (logits[:, 0].square() + logits[:, 1].sigmoid() - logits[:, 1])",
+    "entropy bonus": "F.cross_entropy(logits, y.clamp(min=0), reduction='none') "
+    "+ 0.01 * (logits.softmax(1) * logits.log_softmax(1)).sum(1)",
+    "clipped ratio": "-torch.minimum((logits[:, 0] - target[:, 0]).exp() * target[:, 1], "
+    "(logits[:, 0] - target[:, 0]).exp().clamp(0.8, 1.2) * target[:, 1])",
     "margin": "F.multi_margin_loss(logits, y.clamp(min=0), reduction='none')",
 }
 """Losses of each row, from `logits`, `y` and `target`: the same text in the script and oracle."""
@@ -459,6 +555,7 @@ _TARGET = """
 def model_text(program: Program) -> str:
     """Return the class `Net`, and the others that are made beside it."""
     parts = [MODELS[program.model], mistake_of(program).behind]
+    parts += [_OUTPUT] if program.call == "output" else []
     parts += [OWN_OPTIMIZER] if program.optimizer == "own" else []
     parts += [LIMIT] if program.optimizer == "hooked" else []
     return "\n\n\n".join(dedent(part).strip() for part in parts if part)
@@ -466,7 +563,10 @@ def model_text(program: Program) -> str:
 
 def model_call(program: Program) -> str:
     """Return the expression that makes the model."""
-    return "nn.Sequential(Net(), Behind())" if mistake_of(program).behind else "Net()"
+    if mistake_of(program).behind:
+        return "nn.Sequential(Net(), Behind())"
+    wrapped = {"output": "Output(Net())", "pair": "nn.ModuleList([Net(), nn.Linear(3, 3)])"}
+    return wrapped.get(program.call, "Net()")
 
 
 def data_text(program: Program) -> str:

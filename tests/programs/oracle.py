@@ -17,8 +17,16 @@ from torch.nn import functional as F
 
 from tests.programs.description import Program
 from tests.programs.mistakes import mistake_of
-from tests.programs.models import ROW_LOSSES, data_seed, data_text, model_call, model_text
-from tests.programs.script import forward_lines, given_values
+from tests.programs.models import (
+    CALLS,
+    ROW_LOSSES,
+    TEACHER,
+    data_seed,
+    data_text,
+    model_call,
+    model_text,
+)
+from tests.programs.script import SCHEDULERS, forward_lines, given_values
 
 Window = dict[str, Any]
 
@@ -29,7 +37,10 @@ def truth(program: Program) -> list[Window]:
     with torch.random.fork_rng(devices=[]):  # a fork of a process with CUDA has none
         torch.manual_seed(3)
         model = eval(model_call(program), scope).double()
-        return _train(program, model, _batches(program, scope["make_data"]), scope)
+        scope["model"] = model
+        exec(TEACHER, scope)
+        batches = _batches(program, scope["make_data"]) * program.epochs
+        return _train(program, model, batches, scope)
 
 
 def _scope(program: Program) -> dict[str, Any]:
@@ -72,8 +83,9 @@ def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) 
     """Return the loss of a batch and its units."""
     if mistake_of(program).own_truth:
         return _loss_of_its_own(program, model, batch, scope)
-    inputs = [batch["x"], batch["mask"]] if program.has_tokens else [batch["x"]]
-    logits = model(*inputs).reshape(-1, 3)
+    inputs = "x, mask" if program.has_tokens else "x"
+    called = {**batch, "model": model, "elder": scope["elder"]}
+    logits = eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)
     y = batch["y"].reshape(-1)
     counts = (y != -100).double()
     if program.loss == "coupled":
@@ -118,11 +130,14 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),
     "nadam": (torch.optim.NAdam, {"eps": 0.01}),
     "hooked": (torch.optim.SGD, {}),
+    "two": (torch.optim.SGD, {}),
 }
 
 
 def _optimizer(program: Program, model: nn.Module, scope: Any) -> torch.optim.Optimizer:
     trained: Any = [p for p in model.parameters() if p.requires_grad]
+    if program.optimizer == "two":
+        trained = [{"params": trained[1:]}, {"params": trained[:1], "lr": 0.05}]
     if program.optimizer == "groups":
         trained = [{"params": trained[:1], "lr": 0.05}, {"params": trained[1:]}]
     if program.optimizer == "own":
@@ -135,16 +150,8 @@ def _optimizer(program: Program, model: nn.Module, scope: Any) -> torch.optim.Op
 
 
 def _scheduler(program: Program, optimizer: torch.optim.Optimizer) -> Any:
-    schedulers = torch.optim.lr_scheduler
-    if program.scheduler == "exponential":
-        return schedulers.ExponentialLR(optimizer, 0.5)
-    if program.scheduler == "step":
-        return schedulers.StepLR(optimizer, 2, 0.5)
-    if program.scheduler == "lambda":
-        return schedulers.LambdaLR(optimizer, lambda update: 1 / (1 + update))
-    if program.scheduler == "plateau":
-        return schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    return None
+    text = SCHEDULERS.get(program.scheduler, "None")
+    return eval(text, {"torch": torch, "optimizer": optimizer})
 
 
 def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:

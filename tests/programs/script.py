@@ -11,7 +11,15 @@ from textwrap import indent
 from tests.programs import hosts
 from tests.programs.description import Program
 from tests.programs.mistakes import in_values, lines_of, mistake_of
-from tests.programs.models import ROW_LOSSES, data_seed, data_text, model_call, model_text
+from tests.programs.models import (
+    CALLS,
+    ROW_LOSSES,
+    TEACHER,
+    data_seed,
+    data_text,
+    model_call,
+    model_text,
+)
 
 LONG = {
     "x": "input_ids",
@@ -28,6 +36,7 @@ NAMES = {
     "globals": {name: name for name in LONG},
 }
 _HEAD = """import copy
+import functools
 import json
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,11 +45,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import wholebatch as wb
 """
 _DTYPES = {"float64": "float64", "float32": "float32", "bf16": "float32", "fp16": "float32"}
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "sgd": "torch.optim.SGD(PARAMETERS, lr=0.1)",
     "momentum": "torch.optim.SGD(PARAMETERS, lr=0.1, momentum=0.9, nesterov=True)",
     "decay": "torch.optim.SGD(PARAMETERS, lr=0.1, weight_decay=0.1)",
@@ -54,16 +64,44 @@ _OPTIMIZERS = {
     "nadam": "torch.optim.NAdam(PARAMETERS, lr=0.1, eps=0.01)",
     "own": "Normed(PARAMETERS, lr=0.1)",
     "hooked": "torch.optim.SGD(PARAMETERS, lr=0.1, fused=True)",
+    "two": "torch.optim.SGD(PARAMETERS[:1], lr=0.05)",
 }
 GROUPS = "[{'params': PARAMETERS[:1], 'lr': 0.05}, {'params': PARAMETERS[1:]}]"
 SCHEDULERS = {
     "exponential": "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)",
     "step": "torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)",
     "lambda": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))",
+    "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)",
+    "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
+    "one cycle": "torch.optim.lr_scheduler.OneCycleLR(\n"
+    "    optimizer, 0.1, total_steps=20, cycle_momentum=False)",
+    "momentum cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)",
+    "cyclic": "torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, cycle_momentum=False)",
+    "polynomial": "torch.optim.lr_scheduler.PolynomialLR(optimizer, 20)",
+    "several": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)",
+    "warmup": "torch.optim.lr_scheduler.SequentialLR(optimizer, [\n"
+    "    torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),\n"
+    "    torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2)], [2])",
+    "chained": "torch.optim.lr_scheduler.ChainedScheduler([\n"
+    "    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
+    "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])",
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
 }
+_TRACED = """from wholebatch.compile.execute_mode import ExecutePlan
+
+plan_of = ExecutePlan.of
+
+
+def without_compiler(*args):
+    plan = plan_of(*args)
+    plan.compiles = False  # a graph runs as it was traced: Inductor takes half a minute
+    return plan
+
+
+ExecutePlan.of = staticmethod(without_compiler)"""
 _NOTE = """def note(step):
     parameters = torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
+    groups = optimizer.param_groups
     record.append(
         {
             "update": step.update,
@@ -71,7 +109,7 @@ _NOTE = """def note(step):
             "units": step.units,
             "norm": step.grad_norm,
             "skipped": step.skipped is not None,
-            "rate": [group["lr"] for group in optimizer.param_groups],
+            "rate": [group["lr"] for group in groups],
             "parameters": parameters.tolist(),
         }
     )"""
@@ -79,6 +117,8 @@ _NOTE = """def note(step):
 
 def _note(program: Program) -> str:
     """Return the function that records a window."""
+    if program.optimizer == "two":
+        return _NOTE.replace("groups = ", "groups = second.param_groups + ")
     if "ema" not in program.close or program.event == "resume":
         return _NOTE
     averaged = "[p.flatten() for p in ema.module.parameters()]"
@@ -89,7 +129,7 @@ def _note(program: Program) -> str:
 def optimizer_text(program: Program) -> str:
     """Return the call that makes the optimizer."""
     trained = "[p for p in model.parameters() if p.requires_grad]"
-    text = _OPTIMIZERS[program.optimizer].replace("GROUPS", GROUPS)
+    text = OPTIMIZERS[program.optimizer].replace("GROUPS", GROUPS)
     return text.replace("PARAMETERS", trained)
 
 
@@ -97,6 +137,7 @@ def script(program: Program) -> str:
     """Return the text of the program."""
     head = _HEAD + hosts.IMPORTS.get(program.way, "") + (_RANKS_HEAD if program.ranks > 1 else "")
     parts = [head.strip() + f"\n\ndtype = torch.{_DTYPES[program.precision]}\nrecord = []"]
+    parts += [_TRACED] if program.execute == "traced" else []
     parts += [model_text(program), data_text(program), *_containers(program), _data(program)]
     parts += [*_globals(program), *_loss(program), _note(program), *_build(program), _loop(program)]
     if program.ranks > 1:
@@ -157,6 +198,14 @@ def _containers(program: Program) -> list[str]:
         return ["\n".join(["@dataclass\nclass Batch:", *lines])]
     if program.batch == "namedtuple":
         return ["\n".join(["class Batch(NamedTuple):", *lines])]
+    if program.batch == "nested":
+        inputs = [field for field in program.fields if field in ("x", "mask")]
+        parts = [f'"{names[field]}": {names[field]}' for field in program.fields]
+        inside, rest = ", ".join(parts[: len(inputs)]), ", ".join(parts[len(inputs) :])
+        given = ", ".join(names[field] for field in program.fields)
+        named = f'"name": [str(row) for row in range(len({names["y"]}))]'
+        line = f'return {{"inputs": {{{inside}}}, {rest}, {named}}}'
+        return [_function(f"def Batch({given}):", [line])]
     if program.batch == "object":
         given = ", ".join(names[field] for field in program.fields)
         kept = [f"        self.{names[f]} = {names[f]}" for f in program.fields]
@@ -166,8 +215,8 @@ def _containers(program: Program) -> list[str]:
 
 def _batch_of(program: Program, values: str) -> str:
     """Return the call that makes a batch of a tuple of its fields."""
-    if program.batch == "tuple":
-        return values
+    if program.batch in ("tuple", "list"):
+        return f"{program.batch}({values})"
     if program.batch == "dict":
         names = [NAMES[program.names][field] for field in program.fields]
         return f"dict(zip({names!r}, {values}))"
@@ -176,9 +225,11 @@ def _batch_of(program: Program, values: str) -> str:
 
 def field(program: Program, name: str) -> str:
     """Return the expression that reads a field of a micro-batch."""
-    if program.batch == "tuple":
+    if program.batch in ("tuple", "list"):
         return f"micro[{program.fields.index(name)}]"
     key = NAMES[program.names][name]
+    if program.batch == "nested":
+        return f'micro["inputs"]["{key}"]' if name in ("x", "mask") else f'micro["{key}"]'
     return f'micro["{key}"]' if program.batch == "dict" else f"micro.{key}"
 
 
@@ -226,7 +277,8 @@ def _globals(program: Program) -> list[str]:
 def forward_lines(program: Program) -> list[str]:
     """Return the lines from a micro-batch to `logits`, `y` and `counted`."""
     inputs = [field(program, "x")] + ([field(program, "mask")] if program.has_tokens else [])
-    lines = [f"logits = model({', '.join(inputs)})", f"y = {field(program, 'y')}"]
+    called = CALLS[program.call].format(", ".join(inputs))
+    lines = [f"logits = {called}", f"y = {field(program, 'y')}"]
     if program.has_tokens:
         lines = [lines[0] + ".flatten(0, 1)", lines[1] + ".flatten()"]
     lines += ["counted = y != -100"]
@@ -250,11 +302,24 @@ def _cross_entropy(program: Program, reduction: str) -> str:
     options = [f'reduction="{reduction}"'] if reduction != "mean" else []
     options += ["weight=class_weights"] if program.loss == "classes" else []
     options += ["label_smoothing=0.1"] if program.loss == "smooth" else []
+    if program.criterion:
+        return f"nn.CrossEntropyLoss({', '.join(options)})(logits, y)"
     return f"F.cross_entropy({', '.join(['logits', 'y', *options])})"
 
 
 def values(program: Program) -> dict[str, str]:
     """Return the expressions of the loss as a total, a mean, per unit, and of its units."""
+    value = _values(program)
+    return {**value, "units": f"float({value['units']})"} if program.numbers else value
+
+
+def _values(program: Program) -> dict[str, str]:
+    if program.loss == "mse" and program.criterion:
+        target = field(program, "target") + (".flatten(0, 1)" if program.has_tokens else "")
+        call = f"(logits[counted], {target}[counted].to(logits.dtype))"
+        made = {name: f'nn.MSELoss(reduction="{name}"){call}' for name in ("sum", "mean", "none")}
+        units = "3 * counted.sum()"
+        return {"total": made["sum"], "mean": made["mean"], "unit": made["none"], "units": units}
     if program.loss == "mse":
         return {
             "total": "errors.sum()",
@@ -275,7 +340,8 @@ def values(program: Program) -> dict[str, str]:
     units = "counted.sum()"
     if program.loss == "classes":
         units = "class_weights[y[counted]].sum()"
-    helper = _cross_entropy(program, "mean").replace("F.", "wb.", 1)
+    plain = program.__class__(**{**program.__dict__, "criterion": False})
+    helper = _cross_entropy(plain, "mean").replace("F.", "wb.", 1)
     return {
         "total": _cross_entropy(program, "sum"),
         "mean": _cross_entropy(program, "mean"),
@@ -387,6 +453,16 @@ def _in_style(program: Program, head: str, lines: list[str]) -> list[str]:
         inner = indent(_function(head.replace("(", "(self, "), lines), "    ")
         ignored = "    @property\n    def ignored(self):\n        return -100\n\n"
         return [f"class Task:\n{ignored}{inner}", "loss = Task().loss"]
+    if program.style in ("callable", "criterion"):
+        lines = [line.replace("-100", "self.ignored") for line in lines]
+        called = "__call__" if program.style == "callable" else "forward"
+        inner = indent(_function(head.replace("loss(", f"{called}(self, "), lines), "    ")
+        base = "" if program.style == "callable" else "(nn.Module)"
+        return [f"class Task{base}:\n    ignored = -100\n\n{inner}", "loss = Task()"]
+    if program.style == "partial":
+        lines = [line.replace("-100", "ignored") for line in lines]
+        head = head.replace("loss(", "loss_of(ignored, ")
+        return [_function(head, lines), "loss = functools.partial(loss_of, -100)"]
     return [_function(head, lines)]
 
 
@@ -416,7 +492,8 @@ def _options(program: Program) -> list[str]:
     if program.model == "batchnorm" and not program.is_whole:
         options += ['batchnorm="freeze"']
     if program.is_whole or program.way == "run":
-        options += [f'execute="{program.execute}"']
+        execute = "compile" if program.execute == "traced" else program.execute
+        options += [f'execute="{execute}"']
     return options
 
 
@@ -435,7 +512,7 @@ MEMORY = {
 
 def _mask_name(program: Program) -> str:
     """Return the argument that names the mask's leaf."""
-    if program.batch == "tuple":
+    if program.batch in ("tuple", "list"):
         return f', mask="{program.fields.index("mask")}"'
     return f', mask="{NAMES[program.names]["mask"]}"'
 
@@ -452,7 +529,10 @@ def _build(program: Program) -> list[str]:
         return ["\n".join([*lines, *made])]
     if program.ranks > 1:
         lines += ["model = DistributedDataParallel(model)"]
+    lines += [TEACHER] if program.call == "teacher" else []
     lines += [f"optimizer = {optimizer_text(program)}"]
+    if program.optimizer == "two":
+        lines += [f"second = {optimizer_text(program).replace('[:1], lr=0.05', '[1:], lr=0.1')}"]
     if program.scheduler != "none":
         lines += [f"scheduler = {SCHEDULERS[program.scheduler]}"]
     before = []
@@ -483,7 +563,9 @@ def _build(program: Program) -> list[str]:
         lines += ["thawed.requires_grad_(False)"]
     lines += mistake_of(program).start
     optimizer = "None" if program.way == "gradient" else "optimizer"
-    lines += [f"{made}(model, {optimizer}, {', '.join(options)})"]
+    optimizer = "[optimizer, second]" if program.optimizer == "two" else optimizer
+    given = "[*model]" if program.call == "pair" else "model"
+    lines += [f"{made}({given}, {optimizer}, {', '.join(options)})"]
     if program.event != "resume":
         return [*before, "\n".join(lines)]
     names = "model, optimizer, train" + (", scheduler" if program.scheduler != "none" else "")
@@ -554,28 +636,57 @@ def _loop(program: Program) -> str:
     return _counted_loop(program)
 
 
+def _in_epochs(program: Program, lines: list[str]) -> list[str]:
+    return ["for epoch in range(2):", *_inner(lines)] if program.epochs == 2 else lines
+
+
+def _loader(program: Program, name: str, listed: str) -> list[str]:
+    """Return the lines that make the loader `name`."""
+    if program.loader == "list":
+        return [f"{name} = {listed}"]
+    if program.loader == "batches":
+        return [f"{name} = DataLoader({listed}, batch_size=None)"]
+    sizes = "[[next(place) for fields in window for _ in fields[0]] for window in drawn]"
+    if not program.is_whole:
+        sizes = "[[next(place) for _ in fields[0]] for window in drawn for fields in window]"
+    stacked = _batch_of(program, "tuple(torch.stack(field) for field in zip(*samples))")
+    return [
+        "samples = [row for window in drawn for fields in window for row in zip(*fields)]",
+        "place = iter(range(len(samples)))",
+        f"{name} = DataLoader(",
+        f"    samples, batch_sampler={sizes},",
+        f"    collate_fn=lambda samples: {stacked},",
+        ")",
+    ]
+
+
 def _whole_batch_loop(program: Program) -> str:
-    batches = "train.over(batches)" if program.way == "over" else "batches"
+    loader = _loader(program, "loader", "batches")
+    return "\n".join([*loader, *_in_epochs(program, _whole_batch_lines(program))])
+
+
+def _whole_batch_lines(program: Program) -> list[str]:
+    batches = "train.over(loader)" if program.way == "over" else "loader"
     if program.way == "over" and program.event == "resume":  # saved after a step, as its advice is
         body = [f"for batch in {batches}:", "    step = train.step(batch)", "    note(step)"]
         stop = [f"    if len(record) == {program.at}:", "        break"]
-        return "\n".join([*body, *stop, _event(program), *body])
+        return [*body, *stop, *_event(program).split("\n"), *body]
     lines = [f"for number, batch in enumerate({batches}):"]
     if event := _event(program):
-        lines += [f"    if number == {program.at}:", indent(event, "        ")]
+        lines += [f"    if number == {program.at}:", *indent(event, "        ").split("\n")]
     call = "train.gradient(batch)" if program.way == "gradient" else "train.step(batch)"
     if program.event == "raise":
-        again = f"    except RuntimeError:\n        step = {call}"
-        lines += [f"    try:\n        step = {call}", again]
+        again = ["    except RuntimeError:", f"        step = {call}"]
+        lines += ["    try:", f"        step = {call}", *again]
     else:
         lines += [f"    step = {call}"]
     if program.way == "gradient":
-        lines += ["    if step.skipped is None:\n        optimizer.step()"]
+        lines += ["    if step.skipped is None:", "        optimizer.step()"]
         if program.scheduler != "none":
             given = "step.loss" if program.scheduler == "plateau" else ""
             lines += [f"        scheduler.step({given})"]
         lines += ["    optimizer.zero_grad()"]
-    return "\n".join([*lines, "    note(step)"])
+    return [*lines, "    note(step)"]
 
 
 def body_lines(program: Program, last: str = "") -> list[str]:
@@ -623,13 +734,14 @@ def _after_step(program: Program) -> list[str]:
 
 
 def _over_loop(program: Program) -> str:
-    lines = ["loader = [micro for window in windows for micro in window]"]
+    lines = _loader(program, "loader", "[micro for window in windows for micro in window]")
     body = [*body_lines(program), *_after_step(program)]
     if program.event == "resume":
         body += [f"    if len(record) == {program.at}:\n        break"]
         more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
         return "\n".join([*lines, _function("for micro in train.over(loader):", body), more])
-    return "\n".join([*lines, _function("for micro in train.over(loader):", body)])
+    loop = _function("for micro in train.over(loader):", body).split("\n")
+    return "\n".join([*lines, *_in_epochs(program, loop)])
 
 
 def _plain_note() -> list[str]:

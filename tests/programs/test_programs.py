@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.processes import worker
 from tests.programs.description import TOKEN_MODELS, WHOLE_BATCH, Micro, Program
 from tests.programs.found import FOUND
-from tests.programs.grammar import models_of, programs
-from tests.programs.hosts import HOSTS
+from tests.programs.grammar import STYLES, models_of
 from tests.programs.judge import Verdict, judge, verdict
 from tests.programs.mistakes import MISTAKES, TESTED
-from tests.programs.models import MODELS, ROW_LOSSES
+from tests.programs.models import CALLS, MODELS, ROW_LOSSES
 from tests.programs.run import Outcome, run
-from tests.programs.script import script
+from tests.programs.script import CLOSE, NAMES, OPTIMIZERS, SCHEDULERS, script
 
 ROOT = Path(__file__).parents[2]
+UNEVEN = ((Micro(3), Micro(3), Micro(2, "one")), (Micro(3), Micro(3, "none"), Micro(1)))
 SMALL = Program(windows=((Micro(3), Micro(2, "one")), (Micro(3),)), loss="mse")
 
 
@@ -93,29 +94,46 @@ def test_a_mistake_that_nobody_names_is_found(machine: Worker) -> None:
     assert machine.verdict(planted, unseen).signature == "silent: mean as total in step"
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_a_slice_of_programs(machine: Worker, number: int) -> None:
-    """A fixed slice; `make programs` draws further ones."""
-    failures = []
-
-    @settings(
-        max_examples=12,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @seed(number)
-    @given(programs())
-    def judged(program: Program) -> None:
-        if program.way in HOSTS or program.execute == "compile":
-            return  # seconds each; the tests of their packages run them
-        found = machine.judge(program)
-        if found.failed:
-            failures.append((program, found.signature, found.detail))
-
-    judged()
-    assert not failures
+def covering() -> Iterator[Program]:
+    """Yield a right program with each value of each field; the ways in take turns."""
+    values: dict[str, Iterable[Any]] = {
+        "call": CALLS,
+        "batch": ("dict", "tuple", "dataclass", "namedtuple", "nested", "list"),
+        "style": STYLES,
+        "names": NAMES,
+        "optimizer": OPTIMIZERS,
+        "scheduler": SCHEDULERS,
+        "clip": ("norm", "loose", "value"),
+        "close": [(name,) for name in CLOSE],
+        "loss": ("ce", "smooth", "classes", "mse", "weighted"),
+        "criterion": (True,),
+        "numbers": (True,),
+        "precision": ("float32", "bf16", "fp16"),
+    }
+    ways = itertools.cycle(("step", "backward", "run"))
+    for field, some in values.items():
+        for value in some:
+            optimizer = "momentum" if value == "momentum cycle" else "sgd"
+            plain = Program(windows=UNEVEN, way=next(ways), optimizer=optimizer)
+            yield replace(plain, **{field: value})
+    mean = Program(windows=UNEVEN, loss="terms", given="mean", counts=True)
+    yield from (mean, replace(mean, way="announce", loop="last"))
+    yield replace(mean, model="heads", way="announce", loop="last")
+    for way in ("backward", "run", "more"):
+        for loop in ("last", "flush"):
+            yield Program(model="attention", windows=UNEVEN, way=way, loop=loop)
+    for way in ("over", "backward", "run"):
+        for loader in ("samples", "batches"):
+            yield Program(windows=UNEVEN, way=way, loader=loader, epochs=2)
+        yield Program(model="attention", windows=(UNEVEN[0], UNEVEN[1][:2]), way=way, epochs=2)
+    for event in ("rate", "freeze", "thaw", "evaluate", "load", "raise", "resume", "nan"):
+        for way in ("step", "backward", "run"):
+            loop = "last" if event == "raise" and way != "step" else "over"
+            yield Program(windows=UNEVEN, way=way, event=event, at=1, loop=loop)
+    yield Program(model="frozen", windows=UNEVEN, way="backward", event="group", at=1)
+    yield Program(windows=UNEVEN, way="run", event="discard", at=1, loop="last")
+    yield Program(windows=UNEVEN, event="oom", at=1)
+    yield Program(windows=UNEVEN, optimizer="groups", clip="groups")
 
 
 def planted(name: str, way: str, given: str) -> Program:
@@ -179,9 +197,6 @@ def test_verify_finds_what_a_loop_of_your_own_may_not(machine: Worker, name: str
     assert outcome.windows == [{"same": False}], outcome
 
 
-UNEVEN = ((Micro(3), Micro(3), Micro(2, "one")), (Micro(3), Micro(3, "none"), Micro(1)))
-
-
 @pytest.mark.parametrize("way", ["step", "backward", "run"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_is_right(machine: Worker, model: str, way: str) -> None:
@@ -197,8 +212,10 @@ def test_every_loss_is_right(machine: Worker, loss: str, way: str) -> None:
         assert found.kind == "exact", found
 
 
-@pytest.mark.parametrize("program", FOUND, ids=repr)
-def test_what_was_found_stays_found(machine: Worker, program: Program) -> None:
+@pytest.mark.parametrize("program", [*covering(), *FOUND], ids=repr)
+def test_every_value_is_right_and_what_was_found_stays_found(
+    machine: Worker, program: Program
+) -> None:
     found = machine.judge(program)
     assert not found.failed, found.detail
 

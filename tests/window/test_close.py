@@ -85,15 +85,6 @@ def test_float32_is_as_close_to_float64_as_the_undivided_batch(make: Any) -> Non
     assert ours <= 1.25 * theirs
 
 
-def test_clipping_by_value() -> None:
-    model, batch = mlp(), samples(20)
-    whole = Whole(model, clip_value=0.003)
-    whole.step(batch)
-    acc = wb.Accumulator(model, sgd(model), steps=3, close=wb.Close(clip_value=0.003))
-    window(model, acc, batch, [2, 11, 7])
-    whole.assert_same(model)
-
-
 def test_clipping_by_norm_per_parameter_group() -> None:
     model, batch = mlp(), samples(20)
     reference = copy.deepcopy(model)
@@ -259,15 +250,6 @@ def test_a_scheduler_may_be_brought_to_its_place_before_and_put_back() -> None:
     scheduler.load_state_dict(saved)
     window(model, acc, samples(8), [5, 3])
     assert (acc.updates, scheduler.last_epoch) == (3, 4)
-
-
-def test_plateau_scheduler_watches_the_exact_window_loss() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    acc = wb.Accumulator(model, optimizer, steps=2, scheduler=scheduler)
-    step = window(model, acc, samples(9), [8, 1])
-    assert scheduler.best == step.loss
 
 
 def test_weight_average_moves_once_per_update() -> None:

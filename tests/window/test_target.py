@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, Whole, distance, mlp, pieces, samples, sgd, summed
+from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd, summed
 from wholebatch.options import grouped
 from wholebatch.window.model_and_optimizer import check_device
 
@@ -85,47 +84,6 @@ def test_engines_that_are_not_supported_yet_are_refused_by_name() -> None:
     refused(model, sgd(model), "wrapped in FullyShardedDataParallel: supported are plain modules")
 
 
-def test_several_optimizers_of_one_model() -> None:
-    model, batch = mlp(), samples(11)
-    reference = copy.deepcopy(model)
-
-    def two(m: Any) -> list[torch.optim.Optimizer]:
-        return [
-            torch.optim.SGD(m[0].parameters(), lr=0.1),
-            torch.optim.AdamW([*m[2].parameters(), *m[4].parameters()], lr=0.01),
-        ]
-
-    optimizers = two(reference)
-    nn.functional.cross_entropy(reference(batch["x"]), batch["y"]).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    accumulate(model, two(model), batch, [1, 3, 7])
-    assert distance(model.parameters(), reference.parameters()) <= EXACT
-
-
-def test_frozen_parameters_and_adapters() -> None:
-    """As with LoRA: a frozen base, small trained factors, the optimizer given all of them."""
-
-    class Lora(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.base = nn.Linear(5, 3).requires_grad_(False)
-            self.down = nn.Linear(5, 2, bias=False)
-            self.up = nn.Linear(2, 3, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.base(x) + self.up(self.down(x))
-            return out
-
-    model, batch = Lora().double(), samples(10)
-    whole = Whole(model)
-    whole.step(batch)
-    accumulate(model, sgd(model), batch, [6, 1, 3])
-    whole.assert_same(model)
-    assert torch.equal(model.base.weight, whole.start.base.weight)  # type: ignore[union-attr]
-
-
 def test_a_parameter_outside_the_optimizer_gets_no_gradient() -> None:
     model, batch = mlp(), samples(6)
     optimizer = torch.optim.SGD(model[4].parameters(), lr=0.1)  # type: ignore[index]
@@ -141,30 +99,6 @@ def test_a_parameter_without_gradient_stays_out_of_the_step() -> None:
     for micro in acc.over(pieces(samples(4), [3, 1])):
         acc.backward(summed(model["used"], micro), units=len(micro["y"]))
     assert torch.equal(model["unused"].weight, before)  # not even decayed, as for the whole batch
-
-
-def test_a_parameter_used_in_some_micro_batches_only() -> None:
-    class Switch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(2, 1), nn.Linear(2, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            use = x[:, :1] > 0
-            parts = [
-                part(x[mask[:, 0]]) for part, mask in ((self.a, use), (self.b, ~use)) if mask.any()
-            ]
-            return torch.cat(parts)
-
-    model = Switch().double()
-    x = torch.randn(12, 2).double().sort(0).values
-    whole = Whole(model, loss=lambda m, batch: m(batch).square().mean())
-    whole.step(x)
-    acc = wb.Accumulator(model, sgd(model), steps=3)
-    for micro in acc.over(x.split([2, 5, 5])):
-        acc.backward(model(micro).square().sum(), units=len(micro))
-    whole.assert_same(model)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -267,26 +201,3 @@ def test_a_compiled_model() -> None:
     compiled: Any = torch.compile(model, backend="aot_eager")
     accumulate(compiled, sgd(compiled), batch, [6, 1, 3])
     whole.assert_same(model)
-
-
-def test_tied_weights() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed = nn.Embedding(7, 4)
-            self.out = nn.Linear(4, 7, bias=False)
-            self.out.weight = self.embed.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.out(torch.tanh(self.embed(x)))
-            return out
-
-    model = Tied().double()
-    batch = {"x": torch.randint(0, 7, (12,)), "y": torch.randint(0, 7, (12,))}
-    whole = Whole(model)
-    whole.step(batch)
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    accumulate(model, optimizer, batch, [3, 8, 1])
-    whole.assert_same(model, seen)

@@ -19,7 +19,8 @@ class DividedBySteps(Check):
 
     Likely: it is left over from a loop that averaged over its steps, or it is a weight.
 
-    Cannot see: another factor (`loss * 2 / 8`); a division by a tensor of several numbers.
+    Cannot see: another factor (`loss * 2 / 8`); a division by a tensor of several numbers; a sum
+    divided by a number that is also a size of what it sums.
     """
 
     def __init__(self) -> None:

@@ -12,13 +12,13 @@ class HiddenReduction(Check):
     """A loss whose reduction no graph shows.
 
     Finds: over several units, `total` whose graph shows neither a mean nor a sum: it comes out of a
-    custom or compiled function, of products (`losses @ weights`), or of numbers added in Python.
+    custom or compiled function, or of numbers that were added in Python and divided.
 
     Costs: the walk of `SumOrMean`.
 
     Likely: many such losses are means.
 
-    Cannot see: what the function computes; weights of 1 / n in a sum, `(losses * weights).sum()`;
+    Cannot see: what the function computes; products, as `losses @ weights` with weights of 1 / n;
     terms with different scales.
     """
 
@@ -29,8 +29,9 @@ class HiddenReduction(Check):
         if any(term.kind in ("mean", "sum") or _is_by(term, units) for term in terms):
             return None
         scales = {term.scales for term in terms}
-        is_added = len(terms) >= units and not any(scales)  # in Python, sample by sample
-        if is_added or len(scales) > 1:  # or each with its own weight
+        is_divided = any(scale.operation == "divided" for scale in terms[0].scales)
+        is_hidden = all(term.kind == "hidden" for term in terms)
+        if len(scales) > 1 or not (is_divided or is_hidden):  # each term has its own weight
             return None
         begin = f"total comes out of {terms[0].function}"
         return Warned(

@@ -26,7 +26,7 @@ from wholebatch.checks.scaled_loss import ScaledLoss
 from wholebatch.checks.sum_or_mean import SumOrMean
 from wholebatch.coupled.adds_up import AdditivityResult
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.losses.loss import Loss, Terms, Units, refuse_in_parts, terms_of
+from wholebatch.losses.loss import Loss, OfMean, Terms, Units, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
 from wholebatch.window.window import is_tested_window
@@ -136,7 +136,7 @@ class LoopChecks:
             micro = MicroBatch(
                 loss,
                 of,
-                is_mean=mean is not None,
+                is_mean=mean is not None or isinstance(total, OfMean),
                 steps=steps,
                 outputs=self._calls.outputs,
                 models=self._models,

@@ -21,8 +21,8 @@ class UnitsOfMeans(Check):
     Certain, except for `units=1`, where a micro-batch may be one unit (one graph, one episode):
     likely.
 
-    Cannot see: equally long micro-batches; the units of a sum; a divisor that the graph does not
-    show.
+    Cannot see: equally long micro-batches without ignored labels; the units of a sum; a divisor
+    that the graph does not show.
     """
 
     windows = "1, 2, 4, 8, …"

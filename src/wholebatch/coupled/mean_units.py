@@ -43,7 +43,9 @@ class MeanUnits:
             key = (self._backwards, len(terms), place, term.node)
             first, first_units = self._first.setdefault(key, (over, units))
             proportional = math.isclose(over * first_units, first * units, rel_tol=_CLOSE)
-            if over == first or proportional:
+            # Of labels that are ignored, as many may be left by chance.
+            ignores = term.labels is not None and term.labels < term.count
+            if proportional or (over == first and not ignores):
                 continue
             if units == first_units == 1:
                 self._warn(first, over)

@@ -349,9 +349,9 @@ def _narrowest(total: Tensor) -> torch.dtype:
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    """True for a layer that draws in training mode."""
-    rate = getattr(module, "p", None) or getattr(module, "dropout", None)
-    return module.training and isinstance(rate, float) and 0.0 < rate < 1.0
+    """True for a layer of torch that draws in training mode."""
+    rates = (vars(module).get(name) for name in ("p", "dropout"))  # a parameter may be named p
+    return module.training and any(isinstance(rate, float) and 0.0 < rate < 1.0 for rate in rates)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -238,7 +238,7 @@ def _check(model: DistributedDataParallel) -> None:
                 "train it outside of the wrapped model"
             )
     for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UnsupportedError(
                 f"{name}: sparse gradients over several ranks are not supported; use sparse=False"
             )

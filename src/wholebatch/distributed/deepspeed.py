@@ -311,7 +311,9 @@ def _check(engine: Any) -> None:
         "zero_quantized_weights": engine.zero_quantized_weights(),
         "zenflow": engine.zenflow_config() is not None,
         "mixture-of-experts layers": engine.has_moe_layers,
-        "sparse embeddings": any(getattr(m, "sparse", False) for m in engine.module.modules()),
+        "sparse embeddings": any(
+            getattr(m, "sparse", False) is True for m in engine.module.modules()
+        ),
         "deepcompile": engine.is_deepcompile_enabled(),
         "managed_gradient_accumulation=false": not engine.managed_gradient_accumulation(),
         f"{type(engine.basic_optimizer).__name__}, which communicates on its own,": (

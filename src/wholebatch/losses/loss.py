@@ -185,9 +185,13 @@ class Loss:
             weight = term[2] if len(term) == 3 else 1.0
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
-            whole = isinstance(given, Loss) and type(given) is not Loss
+            whole = isinstance(given, OfTheBatch)
             parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight), whole)
         return Terms(parsed)
+
+
+class OfMean(Loss):
+    """The Loss of a mean: its total is the mean times its units."""
 
 
 class OfTheBatch(Loss):
@@ -245,16 +249,16 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
     if is_known_to_be_zero(units):
         number = refuse_lost_mean(mean)
         if number is None:  # it is being traced
-            return Loss(mean.nan_to_num() * 0.0, units)
+            return OfMean(mean.nan_to_num() * 0.0, units)
         nothing: Any = _Nothing
-        return Loss(mean * 0.0 if number == 0.0 else nothing.apply(mean), units)
+        return OfMean(mean * 0.0 if number == 0.0 else nothing.apply(mean), units)
     if isinstance(units, Tensor):
         value = mean.detach()
         is_lost = (units == 0) & value.isfinite() & (value != 0)
         weight = units.to(mean.dtype) * torch.ones_like(value).masked_fill(is_lost, math.nan)
         total = torch.where((units == 0) & ~is_lost, mean.new_zeros(()), mean * weight)
-        return Loss(total, units)
-    return Loss(mean * units, units)
+        return OfMean(total, units)
+    return OfMean(mean * units, units)
 
 
 def refuse_lost_mean(mean: Tensor) -> float | None:

@@ -453,7 +453,10 @@ def inside(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
-        named = (value.__globals__.get(name) for name in _names(value.__code__))
+        # What a function of torch names is torch's; a wrapper of its own still holds the user's.
+        is_torch = str(value.__globals__.get("__name__")).split(".")[0] == "torch"
+        names = () if is_torch else _names(value.__code__)
+        named = (value.__globals__.get(name) for name in names)
         defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
         return [*cells, *named, *(one for some in defaults for one in some)]
     if isinstance(value, dict):
