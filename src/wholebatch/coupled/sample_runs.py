@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.batch.samples import Layout, flatten
+from wholebatch.coupled.held_draws import HeldDraws
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
     batchnorms,
@@ -33,22 +33,8 @@ from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState, Key, own_generators
 from wholebatch.window.precision import SIXTEEN_BIT
 
-_DROPOUTS = ("aten::native_dropout", "aten::_fused_dropout")
-_DRAWS_BY_INPUT = ("aten::rrelu_with_noise", "aten::rrelu_with_noise_", "aten::randperm")
 SCALE = 1024.0  # of backwards: one that clips, or takes a sign, is not linear in it
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
-
-
-def _fused_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """Return the dropout of a kernel that draws its masks by itself; None for other operations."""
-    if not any(kernel in func.name() for kernel in ("attention", "rnn")):
-        return None
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout", "p") and str(argument.type) == "float":
-            default = argument.default_value if argument.has_default_value() else 0.0
-            value = args[place] if place < len(args) else kwargs.get(argument.name, default)
-            return float(value or 0.0)
-    return None
 
 
 class Uncheckable(Exception):
@@ -133,7 +119,7 @@ class ChosenSamples:
         graph: bool,
         outputs: bool = False,
         name: str = "the loss function",
-        given: nn.Module | None = None,
+        owned: nn.Module | None = None,
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self.graph, self.name = graph, name
@@ -163,9 +149,9 @@ class ChosenSamples:
         self._is_clean = True
         self.moved: list[Key] = []
         """The buffers and attributes that a run of all samples has changed."""
-        self.called = CalledModules(model, given)
+        self.called = CalledModules(model, owned)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
-        self._norms = [n for n in batchnorms(given or model) if uses_batch_statistics(n[1])]
+        self._norms = [n for n in batchnorms(owned or model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
     @contextmanager
@@ -257,20 +243,20 @@ class ChosenSamples:
         batch = self.layout.take([self.rows[row] for row in rows])
         with torch.set_grad_enabled(self.graph):
             result = self.run(batch)
-            made = _output_terms(result, rows) if self.reads_outputs else _loss_terms(result)
+            pairs = _output_terms(result, rows) if self.reads_outputs else _loss_terms(result)
         del result
-        terms = {name: term for name, (term, _) in made.items()}
+        terms = {name: term for name, (term, _) in pairs.items()}
         if not self._seeds:
             self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
         digests = None
         totals = {
             name: total
-            for name, (_, total) in made.items()
+            for name, (_, total) in pairs.items()
             if total.requires_grad and not is_nothing(total)
         }
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
-        del made, totals
+        del pairs, totals
         if self._changes_nothing:  # Reading the state takes longer than a small forward.
             self._is_clean, self._may_have_drawn = True, False
             return SampleRun(terms, digests, self.start)
@@ -288,11 +274,11 @@ class ChosenSamples:
             for name, total in totals.items()
         ]
         parameters = [parameter for _, parameter in self.parameters]
-        made = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
+        digests = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
         sizes = [self.weights[n] / max(p.numel(), 1) ** 0.5 for n, p in self.parameters]
         # Divided by the parameter's size it is like a sum of random signs, as the others are.
-        made[:, 2] /= torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
-        return made
+        digests[:, 2] /= torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
+        return digests
 
 
 def _output_terms(result: Any, of: Sequence[int]) -> dict[str, tuple[SampledTerm, Tensor]]:
@@ -313,8 +299,8 @@ def _output_terms(result: Any, of: Sequence[int]) -> dict[str, tuple[SampledTerm
         signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)
         weighted = weighted * signs * (1 + 0.37 * places)[:, None]
         total, size = weighted.sum(), float(weighted.detach().norm())
-        made = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
-        terms[leaf.name] = (made, total)
+        sampled = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
+        terms[leaf.name] = (sampled, total)
     return terms
 
 
@@ -330,8 +316,8 @@ def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
         total = float(term.total.detach())
         summed = abs(total) if size is None else size
         units, dtype = float(term.units), _narrowest(term.total)
-        made = SampledTerm(total, units, summed, term.weight, dtype, _rounding(term.units))
-        terms[name] = (made, term.total)
+        sampled = SampledTerm(total, units, summed, term.weight, dtype, _rounding(term.units))
+        terms[name] = (sampled, term.total)
     return terms
 
 
@@ -343,8 +329,8 @@ def _rounding(units: Units) -> float:
 
 def _narrowest(total: Tensor) -> torch.dtype:
     """Return float32 for a float64 loss that was computed in float32 at some place."""
-    made = (m for node in graph_nodes([total]) for m in getattr(node, "_input_metadata", ()))
-    narrow = total.dtype is torch.float64 and any(m.dtype is torch.float32 for m in made)
+    inputs = (m for node in graph_nodes([total]) for m in getattr(node, "_input_metadata", ()))
+    narrow = total.dtype is torch.float64 and any(m.dtype is torch.float32 for m in inputs)
     return torch.float32 if narrow else total.dtype
 
 
@@ -363,8 +349,8 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 class CalledModules:
     """Records whether modules compute in 16 bits, and a BatchNorm that is in no given model."""
 
-    def __init__(self, model: nn.Module, given: nn.Module | None = None) -> None:
-        self._own = {id(module) for module in (given or model).modules()}
+    def __init__(self, model: nn.Module, owned: nn.Module | None = None) -> None:
+        self._own = {id(module) for module in (owned or model).modules()}
         dtypes = {parameter.dtype for parameter in model.parameters()}
         self.sixteen_bit = any(dtype in SIXTEEN_BIT for dtype in dtypes)
         self.fp16 = torch.float16 in dtypes
@@ -387,87 +373,6 @@ class CalledModules:
             self.outside_norm = type(module).__name__
 
 
-# --------------------------------------------------------------------- random numbers
-
-
-class _DispatchMode(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, which takes seconds
-
-
-class HeldDraws(_DispatchMode):
-    """Gives every sample what torch drew for the first one, in all runs of some samples.
-
-    Dropout and noise make the loss of a batch random, and so not the sum of those of its halves.
-    The k-th draw of every run is the first row of the k-th draw of the whole, for all rows.
-
-    `held` is False after a draw that could not be given so: of a fused kernel that draws by itself,
-    of a permutation, or of another number or shape of rows.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.held = True
-        self._rows: list[tuple[str, Tensor]] = []
-        self._records = True
-        self._next = 0
-        self._is_draw: dict[int, bool] = {}
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the draws of the whole."""
-        self.held, self._rows, self._records = True, [], True
-        with self:
-            yield
-
-    @contextmanager
-    def serving(self, *, to_the_end: bool = True) -> Iterator[None]:
-        """Give a part of the whole what was drawn in it."""
-        self._records, self._next = False, 0
-        with self:
-            yield
-        if to_the_end and self._next != len(self._rows):
-            self.held = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Called for every operation: by identity, since an operation's own hash is Python code.
-        is_draw = self._is_draw.get(id(func))
-        if is_draw is None:
-            is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
-        made = func(*args, **(kwargs or {}))
-        if not is_draw or _fused_dropout(func, args, kwargs or {}) == 0.0:
-            return made
-        name = func.name().partition(".")[0]
-        if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.
-            out, mask = made
-            if self._hold(name, mask) and args[1] < 1:
-                kept = args[1] if name == "aten::_fused_dropout" else 1.0 - args[1]
-                out = args[0] * mask.to(args[0].dtype) * (1.0 / kept)
-            return out, mask
-        if name in _DRAWS_BY_INPUT or not isinstance(made, Tensor):
-            self.held = False
-        else:
-            self._hold(name, made)
-        return made
-
-    def _hold(self, name: str, made: Tensor) -> bool:
-        """Put one row into all of a draw; return False if this is another draw than recorded."""
-        row = made[:1] if made.dim() else made
-        if self._records:
-            self._rows.append((name, row.detach().clone()))
-            self._next = len(self._rows) - 1
-        place, self._next = self._next, self._next + 1
-        known = place < len(self._rows) and self._rows[place][0] == name
-        if not known or self._rows[place][1].shape != row.shape:
-            self.held = False
-            return False
-        made.copy_(self._rows[place][1].expand_as(made))
-        return True
-
-
 # --------------------------------------------------------------------- gradients
 
 
@@ -487,8 +392,8 @@ def gradient_digests(
     sums: dict[int, Tensor] = {}
 
     def take(place: int, gradient: Tensor) -> Tensor | None:
-        made = _digest(gradient.detach(), parameters[place].detach())
-        sums[place] = sums[place] + made if place in sums else made
+        digest = _digest(gradient.detach(), parameters[place].detach())
+        sums[place] = sums[place] + digest if place in sums else digest
         if gradient.layout is not torch.strided:
             return None
         return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
@@ -507,7 +412,7 @@ def gradient_digests(
     read = torch.zeros(len(parameters), _LINEAR + 1, dtype=torch.float64)
     if sums:
         device = next(iter(sums.values())).device
-        read[list(sums)] = torch.stack([made.to(device) for made in sums.values()]).cpu()
+        read[list(sums)] = torch.stack([digest.to(device) for digest in sums.values()]).cpu()
     return read
 
 
@@ -519,20 +424,20 @@ def _digest(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.dtype in SIXTEEN_BIT:
         gradient = gradient.float()
     flat, weights = gradient.reshape(-1), parameter.reshape(-1).to(gradient.dtype)
-    made = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
-    return torch.stack(made).double()
+    numbers = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
+    return torch.stack(numbers).double()
 
 
 @contextmanager
 def emptied(dictionaries: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
     """Empty dictionaries of hooks for a while; autograd holds them, so they cannot be replaced."""
-    found = [(held, dict(held)) for held in dictionaries if held]
-    for held, _ in found:
+    before = [(held, dict(held)) for held in dictionaries if held]
+    for held, _ in before:
         held.clear()
     try:
         yield
     finally:
-        for held, hooks in found:
+        for held, hooks in before:
             held.update(hooks)
 
 
@@ -589,12 +494,12 @@ class Tolerance:
             return True
         return abs(a - b) <= self.relative * size + self.absolute * units
 
-    def same_again(self, one: SampleRun, other: SampleRun) -> bool:
+    def same_again(self, first: SampleRun, second: SampleRun) -> bool:
         """True if two runs of the same samples gave the same loss."""
         return not any(
             (math.isfinite(a.total) and abs(a.total - b.total) > self.rerun * max(a.size, b.size))
             or abs(a.units - b.units) > 1e-6 * max(a.units, b.units)
-            for a, b in _by_term(one, [other])
+            for a, b in _by_term(first, [second])
         )
 
     def gradient_gap(
@@ -602,10 +507,10 @@ class Tolerance:
     ) -> tuple[int, float] | None:
         """Return the parameter whose gradient adds up worst, and by how much; None if all do."""
         first, *others = (run.digests for run in (whole, *parts))
-        made = [digests for digests in others if digests is not None]
-        if first is None or len(made) < len(parts):
+        digested = [digests for digests in others if digests is not None]
+        if first is None or len(digested) < len(parts):
             return None
-        apart = torch.stack(made).sum(0)
+        apart = torch.stack(digested).sum(0)
         if not (first.isfinite().all() and apart.isfinite().all()):
             return None
         gaps = (first - apart)[:, :_LINEAR].abs()
@@ -625,11 +530,11 @@ class Tolerance:
 
 def _by_term(whole: SampleRun, parts: Sequence[SampleRun]) -> list[tuple[SampledTerm, SampledTerm]]:
     """Return each term of the whole beside the sum of that term over the parts."""
-    made = []
+    pairs = []
     for name in {name: None for run in (whole, *parts) for name in run.terms}:
         terms = [part.terms.get(name, SampledTerm()) for part in parts]
         total = math.fsum(term.total for term in terms)
         units = math.fsum(term.units for term in terms)
         size = math.fsum(term.size for term in terms)
-        made.append((whole.terms.get(name, SampledTerm()), SampledTerm(total, units, size)))
-    return made
+        pairs.append((whole.terms.get(name, SampledTerm()), SampledTerm(total, units, size)))
+    return pairs
