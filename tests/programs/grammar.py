@@ -90,12 +90,16 @@ def _right(draw: Any) -> Program:
     close = _close(draw, way, model, event)
     if call == "pair" or optimizer == "two":
         close = tuple(name for name in close if name != "ema")
+    precise = precision != "fp16" and model not in ("random", "batchnorm")
+    joint = way == "backward" and loop == "over" and event == "none" and precise
+    joint = joint and optimizer != "two" and "ema" not in close and draw(st.booleans())
     return Program(
         model=model,
         windows=windows,
         loss=loss,
         given=given,
         way=way,
+        joint=joint,
         call=call,
         criterion=loss in ("ce", "smooth", "classes", "mse") and draw(st.booleans()),
         numbers=loss != "terms" and draw(st.integers(0, 3)) == 2,

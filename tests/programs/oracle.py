@@ -19,6 +19,8 @@ from tests.programs.description import Program
 from tests.programs.mistakes import mistake_of
 from tests.programs.models import (
     CALLS,
+    JUDGE,
+    JUDGED,
     ROW_LOSSES,
     TEACHER,
     data_seed,
@@ -38,7 +40,7 @@ def truth(program: Program) -> list[Window]:
         torch.manual_seed(3)
         model = eval(model_call(program), scope).double()
         scope["model"] = model
-        exec(TEACHER, scope)
+        exec(f"{JUDGE}\n{TEACHER}", scope)
         batches = _batches(program, scope["make_data"]) * program.epochs
         return _train(program, model, batches, scope)
 
@@ -79,13 +81,29 @@ def _loss_of_its_own(program: Program, model: nn.Module, batch: Any, scope: Any)
     return eval(value["mean"], scope), units
 
 
+def _logits(program: Program, model: nn.Module, batch: Any, scope: Any) -> Tensor:
+    inputs = "x, mask" if program.has_tokens else "x"
+    called = {**batch, "model": model, "elder": scope["elder"]}
+    return eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)  # type: ignore[no-any-return]
+
+
+def _judge(program: Program, model: nn.Module, batch: Any, scope: Any) -> None:
+    """Update the judge of the outputs."""
+    counted = batch["y"].reshape(-1) != -100
+    logits = _logits(program, model, batch, scope)
+    judge = scope["judge"]
+    total = eval(JUDGED, {"judge": judge, "logits": logits, "counted": counted})
+    gradients = torch.autograd.grad(total / counted.sum(), [*judge.parameters()])
+    with torch.no_grad():
+        for p, gradient in zip(judge.parameters(), gradients, strict=True):
+            p.sub_(gradient, alpha=0.1)
+
+
 def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) -> Any:
     """Return the loss of a batch and its units."""
     if mistake_of(program).own_truth:
         return _loss_of_its_own(program, model, batch, scope)
-    inputs = "x, mask" if program.has_tokens else "x"
-    called = {**batch, "model": model, "elder": scope["elder"]}
-    logits = eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)
+    logits = _logits(program, model, batch, scope)
     y = batch["y"].reshape(-1)
     counts = (y != -100).double()
     if program.loss == "coupled":
@@ -187,6 +205,8 @@ def _train(
         window: Window = {"skipped": program.event == "nan" and number == program.at}
         if not window["skipped"]:
             updates += 1
+            if program.joint:
+                _judge(program, model, batch, scope)
             window.update(_update(program, model, optimizer, batch, scope))
             if ema is not None:
                 ema.update_parameters(model)
@@ -194,7 +214,8 @@ def _train(
                 scheduler.step(*([window["loss"]] if program.scheduler == "plateau" else []))
         window["update"] = updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]
-        window["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        all_of = [*model.parameters(), *(scope["judge"].parameters() if program.joint else ())]
+        window["parameters"] = torch.cat([p.detach().flatten() for p in all_of])
         if ema is not None and program.event != "resume":
             window["ema"] = torch.cat([p.detach().flatten() for p in ema.module.parameters()])
         record.append(window)

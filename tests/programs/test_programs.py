@@ -134,6 +134,8 @@ def covering() -> Iterator[Program]:
     yield Program(windows=UNEVEN, way="run", event="discard", at=1, loop="last")
     yield Program(windows=UNEVEN, event="oom", at=1)
     yield Program(windows=UNEVEN, optimizer="groups", clip="groups")
+    yield Program(windows=UNEVEN, way="backward", joint=True)
+    yield Program(model="attention", windows=UNEVEN, way="backward", joint=True, loader="samples")
 
 
 def planted(name: str, way: str, given: str) -> Program:
