@@ -1,7 +1,7 @@
 """Fine-tuning at its real sizes: ms per window, memory, tokens per second, share of the peak.
 
     python benchmarks/gpu_finetune.py                                        # every row, in turn
-    python benchmarks/gpu_finetune.py --rows 8b-lora --loops trainer,loop+,whole,exact,sft,sft*
+    python benchmarks/gpu_finetune.py --rows 8b-lora --loops 'whole,loop+,sft*,sft' --total 540
     python benchmarks/gpu_finetune.py --rows tiny-lora --execute eager         # tried on a CPU
 
 | row | model | trained | tokens × window, micro |
@@ -14,7 +14,8 @@
 
 Each loop runs in a process of its own, one after the other. A third of the tokens have no label, a
 different share in every sample. Rows of TRL, PEFT, bitsandbytes or Liger are left out by name where
-the package is missing. The share of the peak counts the matrix products that the model must do (4
+the package is missing. With `--total`, measurements that would begin too late are named and left
+out. The share of the peak counts the matrix products that the model must do (4
 per frozen weight and token, 6 per trained one, and those of attention) against 989 TFLOP/s. "GiB"
 is reserved after the last window, "at most" before the windows that count, tests and compilation
 included. The notes are what wholebatch logs: how its micro-steps run, and what it did not test.
@@ -27,6 +28,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,8 @@ from wholebatch.compile import ExecuteWarning
 
 PEAK = 989e12
 """Dense bf16 products of an H200 per second, by its data sheet."""
+_LEAST = 30.0
+"""Seconds without which no measurement begins."""
 _ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _8B = llama_of(4096, 14336, 32, 32, num_key_value_heads=8) | {"vocab_size": 128_256}
 _3B = llama_of(3072, 8192, 28, 24, num_key_value_heads=8) | {"vocab_size": 128_256}
@@ -211,12 +215,15 @@ def sft(job: Job, *, ours: bool = False, liger: bool = False) -> None:
 
 
 HERE: dict[str, tuple[str, Callable[[Job], None]]] = {
-    **{name: LOOPS[name] for name in ("loop", "loop+", "trainer", "exact", "acc", "whole")},
-    "trainer-liger": ("Trainer, Liger", functools.partial(trainer, use_liger_kernel=True)),
-    "sft": ("SFTTrainer", sft),
-    "sft-liger": ("SFTTrainer, Liger", functools.partial(sft, liger=True)),
+    **{name: LOOPS[name] for name in ("whole", "loop+")},
     "sft*": ("exact(SFTTrainer)", functools.partial(sft, ours=True)),
+    "sft": ("SFTTrainer", sft),
+    **{name: LOOPS[name] for name in ("exact", "trainer")},
+    "sft-liger": ("SFTTrainer, Liger", functools.partial(sft, liger=True)),
+    "trainer-liger": ("Trainer, Liger", functools.partial(trainer, use_liger_kernel=True)),
+    **{name: LOOPS[name] for name in ("acc", "loop")},
 }
+"""In the order in which they are measured, for as long as there is time."""
 
 
 def operations(model: nn.Module, row: Row) -> float:
@@ -272,22 +279,28 @@ def main() -> None:
     parser.add_argument("--loops", default=",".join(HERE), help=f"of {', '.join(HERE)}")
     parser.add_argument("--execute", default="graph", help="of the entry points of wholebatch")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each measurement")
+    parser.add_argument("--total", type=float, default=math.inf, help="seconds for all of them")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="after which two windows are enough"
     )
     parser.add_argument("--out", help="a file for one JSON line per measurement")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name, known in (("rows", ROWS), ("loops", HERE)):
+        unknown = set(getattr(options, name).split(",")) - set(known)
+        if unknown:
+            parser.error(f"--{name} {', '.join(unknown)}: must be some of {', '.join(known)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
     if options.one:
         try:
             answer = measure(options.rows, options.loops, options.execute, options.seconds)
         except Exception as problem:  # The other measurements are still made.
-            answer = {"error": f"{type(problem).__name__}: {str(problem).splitlines()[0][:200]}"}
+            answer = {"error": f"{type(problem).__name__}: {str(problem)[:200]!r}"}
         print("ANSWER " + json.dumps(answer), flush=True)
         return
     lines = []
+    options.until = time.monotonic() + options.total
     for name in options.rows.split(","):
         for loop in options.loops.split(","):
             lines.append(f"| {name} | {HERE[loop][0]} | {_cells(name, loop, options)} |")
@@ -298,14 +311,17 @@ def main() -> None:
 
 
 def _cells(name: str, loop: str, options: argparse.Namespace) -> str:
+    limit = min(options.limit, options.until - time.monotonic())
+    if limit < _LEAST:
+        return f"| | | | | not begun: {options.total:.0f} s are over"
     command = [sys.executable, __file__, "--one", "--rows", name, "--loops", loop]
     command += ["--execute", options.execute, "--seconds", str(options.seconds)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
         texts = [t for t in done.stdout.splitlines() if t.startswith("ANSWER ")]
         answer = json.loads(texts[-1][7:]) if texts else {"error": done.stderr[-300:]}
     except subprocess.TimeoutExpired:
-        answer = {"error": f"not ready after {options.limit:.0f} s"}
+        answer = {"error": f"not ready after {limit:.0f} s"}
     if options.out:
         with open(options.out, "a", encoding="utf-8") as file:
             file.write(json.dumps({"row": name, "loop": loop, **answer}) + "\n")

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch.distributed.process_group import all_meet
 
 WAYS = ("unsharded", "DDP", "ZeRO-1", "gathered", "hold", "every", "plain DDP", "plain FSDP2")
 HEADER = (
@@ -366,7 +367,8 @@ def row_of(report: dict[str, Any]) -> str:
     where = f"{report['ranks']} × {report['hardware']}, {report['backend']}"
     where += f", {report['machines']} machines" if report["machines"] > 1 else ""
     made_by = f"torch {versions['torch']}, {report['commit']}"
-    cells = [report["date"], where, model, window, *ways, f"{max(far):.1e}", made_by]
+    update = f"{max(far):.1e}" if far else "–"
+    cells = [report["date"], where, model, window, *ways, update, made_by]
     return f"| {' | '.join(cells)} |"
 
 
@@ -409,21 +411,26 @@ def main() -> None:
         device = torch.device("cuda", place % gpus)
         torch.cuda.set_device(device)
         backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, timeout=timedelta(minutes=3))
     report = {**described(options, device), "ways": {}}
     for way in options.ways.split(","):
         if way == "unsharded" and dist.get_world_size() > 1:
             continue
-        distance = furthest(way, device)
-        gc.collect()
-        report["ways"][way] = {"update": distance, **timed(way, options, device)}
+        try:
+            distance = furthest(way, device)
+            gc.collect()
+            report["ways"][way] = {"update": distance, **timed(way, options, device)}
+        except Exception as problem:  # the other ways are still measured
+            report["ways"][way] = {"error": f"{type(problem).__name__}: {str(problem)[:200]}"}
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             print(way, report["ways"][way], flush=True)
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if not all_meet(way, 60.0):  # a rank waits in a collective for one that has failed
+            break
     if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"\n| {' | '.join(HEADER)} |\n{row_of(report)}")
         print(f"\nwritten to {options.out}; docs/benchmarks/ranks.md says how to send it")
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +19,12 @@ from wholebatch.losses import sliced_cross_entropy
 VOCABULARY = 13
 
 
+@dataclass
+class Output:
+    last_hidden_state: Any = None
+    logits: Any = None
+
+
 class Body(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +32,7 @@ class Body(nn.Module):
         self.mix = nn.Linear(6, 6)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        return SimpleNamespace(last_hidden_state=torch.tanh(self.mix(self.embed(input_ids))))
+        return Output(last_hidden_state=torch.tanh(self.mix(self.embed(input_ids))))
 
 
 class Model(nn.Module):
@@ -44,7 +50,7 @@ class Model(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
         logits = self.head(self.base_model(input_ids, attention_mask).last_hidden_state)
-        return SimpleNamespace(logits=logits if self.bend is None else self.bend(logits))
+        return Output(logits=logits if self.bend is None else self.bend(logits))
 
 
 class Plain(nn.Module):

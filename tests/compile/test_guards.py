@@ -346,12 +346,6 @@ def a_tensor_in_its_place() -> Iterator[Loss]:
     GLOBAL_TENSOR = torch.ones(4)
 
 
-def a_tensor_that_is_written() -> Iterator[Loss]:
-    weights = torch.ones(4)
-    yield lambda model, x: (model(x) * weights).sum()
-    weights[1] = 3.0
-
-
 def an_array_that_is_written() -> Iterator[Loss]:
     weights = np.ones(4, dtype=np.float32)
     yield lambda model, x: (model(x) * torch.from_numpy(weights)).sum()
@@ -374,12 +368,6 @@ def a_number_of_numpy() -> Iterator[Loss]:
     held = [np.float64(1.0)]
     yield lambda model, x: model(x).sum() * float(held[0])
     held[0] = np.float64(2.0)
-
-
-def the_value_of_a_tensor() -> Iterator[Loss]:
-    weight = torch.ones(())
-    yield lambda model, x: model(x).sum() * float(weight)
-    weight.fill_(2.0)
 
 
 def an_environment_variable() -> Iterator[Loss]:
@@ -793,3 +781,18 @@ def test_hooks_and_parts_of_the_model_are_compared_all_at_once() -> None:
         assert guards.hold(model, x)
     model[1] = nn.Identity()
     assert not guards.hold(model, x)
+
+
+def test_code_does_not_run_where_torch_compile_is_switched_off() -> None:
+    calls = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append(1)
+        return model(x).sum()
+
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(CannotTrace, match="compile is switched off"),
+    ):
+        Guards(loss, nn.Linear(4, 4), torch.randn(3, 4))
+    assert not calls

@@ -265,7 +265,7 @@ class Fixed:
         return Fixed.beta
 
 
-NUMBERS = numpy.ones(3)
+NUMBERS, SMALL = numpy.ones(3), torch.ones((), dtype=torch.float64)
 RATED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 CONTEXT = contextvars.ContextVar("beta", default=1.0)
 PLACES: dict[str, tuple[Callable[[], Any], Callable[[float], Any], str]] = {
@@ -277,6 +277,8 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[float], Any], str]] = {
     "another module": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b), "operations"),
     "a class": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b), "operations"),
     "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b), "operations"),
+    "a tensor": (lambda: SMALL, lambda b: SMALL.fill_(b), "operations"),
+    "a number in a tensor": (lambda: float(SMALL), lambda b: SMALL.fill_(b), "operations"),
     "a rate": (
         lambda: RATED.param_groups[0]["lr"],
         lambda b: RATED.param_groups[0].update(lr=b),
@@ -294,7 +296,9 @@ def test_a_changed_value_is_noticed_at_the_next_micro_batch(name: str) -> None:
     read, write, mode = PLACES[name]
 
     def loss(model: nn.Module, micro: Micro) -> Tensor:
-        return float(read()) * model(micro["x"]).sum(1)
+        value = read()
+        factor = value if isinstance(value, Tensor) else float(value)
+        return factor * model(micro["x"]).sum(1)
 
     write(1.0)
     model, reference = mlp(), mlp()

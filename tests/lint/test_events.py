@@ -10,23 +10,22 @@ import pytest
 from wholebatch.lint import lint_source
 
 LOOPS = {
-    "a while loop whose boundary is a function": (
+    "a while loop whose boundary, with its last micro-batch, is a function": (
         """
         import torch.nn.functional as F
-        def boundary(n, k):
-            return n % k == 0
-        def train(model, optimizer, batches, k):
-            n = 0
-            while n < 1000:
-                x, y = next(batches)
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
+        def boundary(n, k, length):
+            return n % k == 0 or n == length
+        def train(model, optimizer, loader, k):
+            batches, n = iter(loader), 0
+            while (batch := next(batches, None)) is not None:
+                x, y = batch
+                (F.cross_entropy(model(x), y) / k).backward()
                 n += 1
-                if boundary(n, k):
+                if boundary(n, k, len(loader)):
                     optimizer.step()
                     optimizer.zero_grad()
         """,
-        "WB101",
+        "WB109",
     ),
     "a while loop whose step is in a function": (
         """
@@ -75,19 +74,6 @@ LOOPS = {
             acc.backward(mean=loss(model(x), y), units=len(y))
             if (i + 1) % 3 == 0:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        """,
-        "WB105",
-    ),
-    "the same inside a function": (
-        """
-        import torch, wholebatch as wb
-        def train(model, opt, loader):
-            acc = wb.Accumulator(model, opt, steps=3)
-            for epoch in range(2):
-                for i, (x, y) in enumerate(acc.over(loader)):
-                    acc.backward(mean=loss(model(x), y), units=len(y))
-                    if (i + 1) % 3 == 0:
-                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         """,
         "WB105",
     ),
@@ -162,25 +148,11 @@ LOOPS = {
         """,
         "",
     ),
-    "a compiled model whose loss is in another file": (
+    "a compiled and wrapped model whose loss is in another file": (
         """
         import torch
         from mine import Model
-        model = torch.compile(Model())
-        for i, (x, y) in enumerate(cycle(loader)):
-            loss = model(x, y) / accum
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-        """,
-        "WB003",
-    ),
-    "a wrapped model whose loss is in another file": (
-        """
-        from torch import nn
-        from mine import Model
-        model = nn.DataParallel(Model())
+        model = torch.nn.DataParallel(torch.compile(Model()))
         for i, (x, y) in enumerate(cycle(loader)):
             loss = model(x, y) / accum
             loss.backward()

@@ -299,17 +299,10 @@ def test_the_loop_is_not_changed() -> None:
 
 def test_a_watch_runs_no_forward_of_its_own() -> None:
     """What its records cost is a figure of benchmarks/verify_mistakes.py."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
     forwards: list[int] = []
     model.register_forward_hook(lambda *_: forwards.append(1))
-    with quiet(), wb.watch(model, optimizer) as watch:
-        for x in torch.randn(4, 5, 6):
-            (model(x).square().mean() / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert watch.verdict.same, watch.verdict
+    assert one_window(model, lambda x: model(x).square().mean() / 4).same
     assert len(forwards) == 4
 
 
@@ -517,24 +510,33 @@ def test_the_end_of_the_data(batches: int, found: str) -> None:
     assert "2 windows seen; the end of the data was among them" in str(watch.verdict)
 
 
-def test_a_loss_that_is_never_divided_is_not_called_coupled() -> None:
+def one_window(model: nn.Module, loss: Any, trained: nn.Module | None = None) -> LoopVerdict:
+    """Watch one window of four micro-batches; `loss(x)` gives each one's loss."""
+    optimizer = torch.optim.SGD((trained or model).parameters(), 0.1)
+    with quiet(), wb.watch(model) as watch:
+        for x in torch.randn(4, 8, 6):
+            loss(x).backward()
+        optimizer.step()
+    return watch.verdict
+
+
+def test_a_mean_given_as_a_sum_is_named_where_the_audit_is_off() -> None:
     model = nn.Linear(6, 5)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with quiet(), wb.watch(model, optimizer) as watch:
-        for x in torch.randn(4, 8, 6):
-            F.cross_entropy(model(x), torch.randint(0, 5, (8,))).backward()
-        optimizer.step()
-    assert watch.verdict.mistakes == ("not-divided",)
+
+    def loss(model: Any, micro: Any) -> wb.Loss:
+        return wb.Loss(model(micro).square().mean(), len(micro))
+
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, audit=False)
+    with quiet(), wb.watch(model) as watch:
+        train.step(torch.randn(8, 6))
+    assert watch.verdict.mistakes == ("mean-as-sum",), str(watch.verdict)
 
 
 def test_parameters_that_nobody_steps_on_are_told() -> None:
     model = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 5)})
-    optimizer = torch.optim.SGD(model["b"].parameters(), 0.1)
-    with quiet(), wb.watch(model) as watch:
-        for x in torch.randn(4, 8, 6):
-            (model["b"](model["a"](x)).square().mean() / 4).backward()
-        optimizer.step()
-    assert "not judged, no optimizer step was seen: a.weight, a.bias" in str(watch.verdict)
+    verdict = one_window(model, lambda x: model["b"](model["a"](x)).square().mean() / 4, model["b"])
+    assert "not judged, no optimizer step was seen: a.weight, a.bias" in str(verdict)
 
 
 def test_a_failure_inside_the_watch_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,13 +545,9 @@ def test_a_failure_inside_the_watch_is_not_judged(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("wholebatch.verification.window_recorder.terms_of", broken)
     model = nn.Linear(6, 5)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with quiet(), wb.watch(model, optimizer) as watch:
-        for x in torch.randn(4, 8, 6):
-            (model(x).square().mean() / 4).backward()
-        optimizer.step()
-    assert not watch.verdict.judged
-    assert "the watch failed: KeyError" in watch.verdict.line
+    verdict = one_window(model, lambda x: model(x).square().mean() / 4)
+    assert not verdict.judged
+    assert "the watch failed: KeyError" in verdict.line
 
 
 def test_at_most_six_functions_are_replaced_and_all_are_put_back() -> None:

@@ -111,9 +111,9 @@ def _noting_loads(states: dict[Any, bool]) -> Iterator[None]:
 
 def _announcement(script: Path, windows: int | None, *, in_place: bool) -> str:
     where = "in its own folder" if in_place else "in a copy of its folder, which is thrown away"
-    until = {None: "its first pass over the training data", 0: "its own end"}
-    ends = until.get(windows, f"{windows} windows")
-    return f"Running {script} for real, {where}, until {ends}."
+    ends = {None: "after its first pass over the training data", 0: "where it ends itself"}
+    end = ends.get(windows, f"after {windows} windows")
+    return f"Running {script} for real, {where}. It stops {end}."
 
 
 def _show_traceback(error: Exception, script: Path) -> None:

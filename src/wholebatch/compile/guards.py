@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
-from wholebatch.compile.value_reads import SMALL
 from wholebatch.window.forward_state import replaced_attributes, version_of
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -61,12 +60,9 @@ class Guards:
         self._inputs: list[tuple[str, Tensor]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
         self._manager = self._captured(model, micro)
-        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._watched = [
-            (name, tensor, version_of(tensor))
-            for name, tensor in self._inputs
-            if id(tensor) not in known and tensor.numel() <= SMALL
-        ]
+        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._outside = [(name, one) for name, one in self._inputs if id(one) not in own]
+        self._watched: list[tuple[str, Tensor, int]] = []
 
     def hold(self, model: nn.Module, micro: Any) -> bool:
         """True if the code reads for this micro-batch what it read for the captured one."""
@@ -88,7 +84,7 @@ class Guards:
         return _value_and_line(parts[0] if parts else "", self._loss)
 
     def _written_into(self) -> str | None:
-        """Return the name of a small tensor or array that has other values, or None."""
+        """Return the name of a tensor or array that is watched and has other values, or None."""
         for name, tensor, version in self._watched:
             if version_of(tensor) != version:
                 return name
@@ -97,9 +93,14 @@ class Guards:
                 return name
         return None
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Count a write into one of these tensors as a change from now on."""
-        self._watched += [("a tensor on the host", one, version_of(one)) for one in tensors]
+    def watch(self, tensors: Iterable[Tensor], *, every: bool) -> None:
+        """Count a write into one of these tensors, whose values a graph contains, as a change.
+
+        `every`: and into every other tensor that the code reads, but the model's.
+        """
+        names = {id(tensor): name for name, tensor in self._outside}
+        tensors = [*tensors, *(tensor for _, tensor in self._outside if every)]
+        self._watched += [(names.get(id(one), "a tensor"), one, version_of(one)) for one in tensors]
 
     def accept_tensors(self) -> None:
         """Take tensors as unchanged: all were put back, which counts as a write into each."""
@@ -113,7 +114,8 @@ class Guards:
         from torch._dynamo import eval_frame
 
         code = _call.__code__.replace()
-        call = types.FunctionType(code, {"__builtins__": builtins}, _call.__name__)
+        names = {"__builtins__": builtins, "is_compiling": torch.compiler.is_compiling}
+        call = types.FunctionType(code, names, _call.__name__)
         compiled = torch.compile(
             call,
             backend=self._backend,
@@ -143,7 +145,7 @@ class Guards:
         finally:
             torch.clear_autocast_cache()  # It may hold fake casts.
         entries = eval_frame._debug_get_cache_entry_list(code)
-        if len(entries) != 1:
+        if len(entries) != 1 or not hasattr(entries[0], "guard_manager"):
             raise CannotTrace("Dynamo keeps no guards of its code")
         return entries[0].guard_manager
 
@@ -233,6 +235,8 @@ class _Hooks:
 
 def _call(function: Any, *args: Any) -> Any:
     """Be the frame that Dynamo captures: its guards begin at these two names."""
+    if not is_compiling():  # type: ignore[name-defined]  # noqa: F821
+        raise RuntimeError("torch.compile is switched off")
     return function(*args)
 
 
@@ -330,6 +334,8 @@ _MISSING = object()
 def _is_as_before(owner: Any, field: str, value: Any) -> bool:
     """True if this attribute ends as it began."""
     before = getattr(owner, field, _MISSING)
+    if type(value).__name__ == "DeletedVariable":
+        return field not in getattr(owner, "__dict__", ())  # It was put there, and taken away.
     if value.is_python_constant():
         now = value.as_python_constant()
         return bool(type(now) is type(before) and now == before)
@@ -368,7 +374,7 @@ def _plain_name(path: str, loss: Any) -> str:
     path = re.sub(r"[LG]\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
     path = re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", path)
-    path = re.sub(r"^function\b.*\.__self__", "self", path)
+    path = re.sub(r"^(function\b.*|\w+)\.__self__", "self", path)  # of the user's own method
     path = path.replace("the micro-batch['micro']", "the micro-batch")
     return path.removeprefix("__main__.")
 

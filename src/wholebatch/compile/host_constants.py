@@ -20,8 +20,7 @@ def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[T
     """Give operations on `device` their constants on it, not on the host.
 
     Host tensors that come from inputs or random generators stay where they are. Return the host
-    tensors that existed before and were read: the graph is right only as long as they do not change
-    (small ones are watched with the state of the model).
+    tensors that were read: the graph is right only as long as they do not change.
     """
     known: dict[fx.Node, Any] = {}
     sources: list[Tensor] = []
@@ -31,7 +30,7 @@ def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[T
             continue
         for source in node.all_input_nodes:
             if source not in lifted and _is_on(source, module, "cpu"):
-                value = computed(source, module, known, sources)
+                value = computed(source, module, known, sources, any_size=True)
                 if isinstance(value, Tensor):
                     constant = _constant(module, source, value.to(device), len(lifted))
                     lifted[source], known[constant] = constant, value

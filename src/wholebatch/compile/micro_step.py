@@ -573,7 +573,7 @@ class Executor:
         made = trace(*parts, inputs, form, sizes)
         empty_cache(self._device)
         assert slot.reading is not None
-        slot.reading.guards.watch(made.sources)
+        slot.reading.guards.watch(made.sources, every=made.any_source)
         return made
 
     def _joint_step(

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def traceable_calls() -> Iterator[None]:
+def traceable_calls(sources: list[Tensor]) -> Iterator[None]:
     """Within this context, assertions on tensors and `module.to()` are traceable.
+
+    `sources` gets the constants whose values decide.
 
     - `torch._check_tensor_all` asserts on the device, in the graph, instead of reading the result.
     - `module.to(dtype)` in a forward may convert nothing; a conversion is refused.
@@ -41,7 +44,9 @@ def traceable_calls() -> Iterator[None]:
         replaced_attributes(torch, _check_tensor_all_with=_assert_in_graph),
         replaced_attributes(nn.Module, _apply=_convert_nothing),
         replaced_attributes(torch.jit.ScriptFunction, __call__=_as_python),
-        replaced_attributes(functional, scaled_dot_product_attention=attention, **grouped),
+        replaced_attributes(
+            functional, scaled_dot_product_attention=partial(attention, sources), **grouped
+        ),
         # torch.compile also leaves out these checks, which read the parameters.
         replaced_attributes(torch.distributions.Distribution, _validate_args=False),
     ):

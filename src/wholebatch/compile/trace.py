@@ -158,7 +158,9 @@ class Traced:
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
     sources: tuple[Tensor, ...] = ()
-    """Tensors on the host whose values the graph holds."""
+    """Tensors from outside whose values the graph contains."""
+    any_source: bool = False
+    """True if it contains values of tensors from outside, and nobody knows of which."""
 
     @property
     def sixteen_bit(self) -> bool:
@@ -225,7 +227,7 @@ class _MicroStep:
 
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
         named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
-        with traceable_calls(), self.repeated.as_generator():
+        with traceable_calls(self.reads.sources), self.repeated.as_generator():
             made: list[Tensor] = torch.func.functional_call(
                 _Within(self.model), named, (run,), tie_weights=False
             )
@@ -336,9 +338,10 @@ def trace(
             "its backward draws random numbers that are not those of the forward (activation "
             "checkpointing with preserve_rng_state=False)"
         )
-    sources = () if device.type == "cpu" else lift_host_constants(graph, device)
+    lifted = () if device.type == "cpu" else lift_host_constants(graph, device)
+    sources = *step.reads.sources, *lifted
     random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
-    return Traced(graph, form, step.used, random, sizes, step.units, sources)
+    return Traced(graph, form, step.used, random, sizes, step.units, sources, step.reads.any_source)
 
 
 @collection_paused()

@@ -24,6 +24,7 @@ _CAUSAL = "wholebatch_causal"
 
 
 def attention(
+    sources: list[Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -33,9 +34,12 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call torch's attention, with `is_causal` instead of a mask that says no more."""
+    """Call torch's attention, with `is_causal` instead of a mask that says no more.
+
+    Constants from which the mask was computed are added to `sources`.
+    """
     if attn_mask is not None:
-        if _always_causal(attn_mask, query.shape[-2], key.shape[-2]):
+        if _always_causal(attn_mask, query.shape[-2], key.shape[-2], sources):
             attn_mask, is_causal = None, True
             if (times := _repeats(query, key, value)) > 1:
                 key, value = (one.unflatten(1, (-1, times))[:, :, 0] for one in (key, value))
@@ -46,7 +50,7 @@ def attention(
     return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-def _always_causal(mask: Tensor, rows: Any, columns: Any) -> bool:
+def _always_causal(mask: Tensor, rows: Any, columns: Any, sources: list[Tensor]) -> bool:
     """True if this mask is computed from constants alone and hides the future only."""
     sizes = *mask.shape[-2:], rows, columns
     if not all(isinstance(size, int) for size in sizes) or len(set(sizes)) != 1:
@@ -55,7 +59,7 @@ def _always_causal(mask: Tensor, rows: Any, columns: Any) -> bool:
     if node is None or mask.requires_grad:
         return False
     if _CAUSAL not in node.meta:  # Every layer asks.
-        found = computed(node, root, {})
+        found = computed(node, root, {}, sources)
         with _disable_current_modes():
             node.meta[_CAUSAL] = isinstance(found, Tensor) and _hides_the_future(found)
     return bool(node.meta[_CAUSAL])

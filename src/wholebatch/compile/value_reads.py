@@ -19,10 +19,7 @@ from wholebatch.compile.fusion import drop_unused
 aten = torch.ops.aten
 
 SMALL = 16
-"""The size up to which a graph, or compiled code, may contain a tensor's values.
-
-Changes to such a tensor are looked for at every micro-step. Larger ones are read at every run.
-"""
+"""The size up to which the values of a tensor may be read in a trace."""
 _UNIFORM = (aten.rand.default, aten.rand_like.default)
 _COMPARISONS = {
     aten.lt.Scalar: (False, True),
@@ -38,12 +35,17 @@ class ValueReads:
 
     def __init__(self) -> None:
         self.settled: set[str] = set()
+        self.sources: list[Tensor] = []
+        """Tensors from outside of the graph whose values it contains; all others are read live."""
+        self.any_source = False
+        """True if it contains a value that was computed from one of them, nobody knows which."""
 
     def answer(self, func: Any, args: Any) -> Any:
         """Return the value that is read, if it can never change; else NotImplemented."""
         if func is aten._local_scalar_dense.default:
             node, root = node_of(args[0])
-            value = None if node is None else _settled(node, root)
+            self.any_source |= node is None
+            value = None if node is None else _settled(node, root, self.sources)
             if node is not None and value is not None:
                 self.settled.update((node.name, *(source.name for source in node.all_input_nodes)))
                 return value
@@ -68,7 +70,7 @@ def node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
     return (None if found is None else found.proxy.node), getattr(mode.tracer, "root", None)
 
 
-def _settled(node: fx.Node, root: Any) -> Any:
+def _settled(node: fx.Node, root: Any, sources: list[Tensor]) -> Any:
     """Return the value of this node if it can never be another one, else None."""
     target: Any = node.target
     if target in _COMPARISONS:
@@ -80,18 +82,23 @@ def _settled(node: fx.Node, root: Any) -> Any:
             if bound < 0 or (bound == 0 and not strict):
                 return below
             return above if bound >= 1 else None
-    found = computed(node, root, {})
+    found = computed(node, root, {}, sources)
     with _disable_current_modes():
         return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
 
 
 def computed(
-    node: fx.Node, root: Any, known: dict[fx.Node, Any], sources: list[Tensor] | None = None
+    node: fx.Node,
+    root: Any,
+    known: dict[fx.Node, Any],
+    sources: list[Tensor],
+    *,
+    any_size: bool = False,
 ) -> Any:
     """Compute this node if it depends on constants alone; return None if it does not.
 
-    `root` holds the constants; `known` keeps what has been computed. With `sources`, constants of
-    any size are admitted, and the large ones are added to it: the caller watches them.
+    `root` holds the constants; `known` keeps what has been computed. Constants that are read are
+    added to `sources`: the caller watches them. With `any_size` they may be large.
     """
     if node in known:
         return known[node]
@@ -99,14 +106,15 @@ def computed(
     target: Any = node.target
     if node.op == "get_attr":
         constant = getattr(root, str(node.target), None)
-        if isinstance(constant, Tensor):
-            if constant.numel() <= SMALL:
-                known[node] = constant
-            elif sources is not None and not constant.is_inference():
-                known[node] = constant
-                sources.append(constant)
+        fits = any_size or getattr(constant, "numel", int)() <= SMALL
+        if isinstance(constant, Tensor) and fits and not constant.is_inference():
+            known[node] = constant
+            sources.append(constant)
     elif node.op == "call_function" and _is_pure(node):
-        inputs = {one: computed(one, root, known, sources) for one in node.all_input_nodes}
+        inputs = {
+            one: computed(one, root, known, sources, any_size=any_size)
+            for one in node.all_input_nodes
+        }
         if all(value is not None for value in inputs.values()):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
             if not _has_symbols((args, kwargs)):

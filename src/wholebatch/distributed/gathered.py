@@ -160,50 +160,42 @@ class _Wire:
         return receive
 
 
-class _Hooks:
-    """FSDP2's forward hooks of one module, and what runs in their place over whole parameters.
-
-    That is nothing, but for the casts of a MixedPrecisionPolicy.
-    """
-
-    def __init__(self, module: nn.Module, state: Any) -> None:
-        handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
-        theirs = {h.id for handle in handles for h in getattr(handle, "handles", (handle,))}
-        policy = state._mp_policy
-        inputs = policy.param_dtype if policy.cast_forward_inputs else None
-        self._swaps: list[_Swap] = []
-        for hooks, ours in (
-            (module._forward_pre_hooks, inputs and _casts_inputs(inputs)),
-            (module._forward_hooks, policy.output_dtype and _casts_output(policy.output_dtype)),
-        ):
-            off = {key: hook for key, hook in hooks.items() if key in theirs}
-            on = {key: ours for key in off if ours is not None}
-            self._swaps.append(_Swap(hooks, off, on))
-
-    def lift(self) -> None:
-        for swap in self._swaps:
-            swap.order = list(swap.hooks)
-            swap.replace(swap.theirs, swap.ours)
-
-    def put_back(self) -> None:
-        for swap in self._swaps:
-            swap.replace(swap.ours, swap.theirs)
-
-
 @dataclass(eq=False)
 class _Swap:
-    """The hooks of a module, by their keys, and those that take turns."""
+    """FSDP2's hooks of a module, by their keys, and what runs in their place."""
 
     hooks: dict[int, Any]
     theirs: dict[int, Any]
     ours: dict[int, Any]
     order: list[int] = field(default_factory=list)
 
-    def replace(self, old: dict[int, Any], new: dict[int, Any]) -> None:
+    def lift(self) -> None:
+        self.order = list(self.hooks)
+        self._replace(self.theirs, self.ours)
+
+    def put_back(self) -> None:
+        self._replace(self.ours, self.theirs)
+
+    def _replace(self, old: dict[int, Any], new: dict[int, Any]) -> None:
         """Replace hooks at their places; hooks that were added meanwhile stay behind them."""
         found = {key: hook for key, hook in self.hooks.items() if key not in old} | new
         self.hooks.clear()
         self.hooks.update({key: found.pop(key) for key in self.order if key in found} | found)
+
+
+def _swaps(module: Any) -> Iterator[_Swap]:
+    """Yield FSDP2's forward hooks; over whole parameters only a policy's casts are needed."""
+    state = module._get_fsdp_state()
+    handles = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    keys = {h.id for handle in handles for h in getattr(handle, "handles", (handle,))}
+    policy = state._mp_policy
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    for hooks, ours in (
+        (module._forward_pre_hooks, inputs and _casts_inputs(inputs)),
+        (module._forward_hooks, policy.output_dtype and _casts_output(policy.output_dtype)),
+    ):
+        theirs = {key: hook for key, hook in hooks.items() if key in keys}
+        yield _Swap(hooks, theirs, {} if ours is None else dict.fromkeys(theirs, ours))
 
 
 def _casts_inputs(dtype: torch.dtype) -> Callable[..., Any]:
@@ -247,7 +239,7 @@ class Gathered(Sync):
         self._shards: dict[int, Any] = {}  # by the id of the whole parameter
         self._filled_in: set[int] = set()
         self._places: list[tuple[nn.Module, str, Any]] = []  # with its shard
-        self._hooks: list[_Hooks] = []
+        self._hooks: list[_Swap] = []
         self._flagged: list[nn.Module] = []
         self._is_whole = False
 
@@ -274,7 +266,7 @@ class Gathered(Sync):
                 self._flagged.append(owner)
             named = owner.named_parameters(recurse=False, remove_duplicate=False)
             self._places += [(owner, n, p) for n, p in named if id(p) in self._whole]
-        self._hooks = [_Hooks(module, module._get_fsdp_state()) for module in modules]
+        self._hooks = [swap for module in modules for swap in _swaps(module)]
 
     def before_forwards(self) -> None:
         """Gather the parameters, and let the model hold them whole."""
@@ -289,8 +281,8 @@ class Gathered(Sync):
             whole = self._whole[id(shard)]
             whole.requires_grad_(shard.requires_grad)
             setattr(owner, name, whole)
-        for hooks in self._hooks:
-            hooks.lift()
+        for swap in self._hooks:
+            swap.lift()
         for module in self._flagged:  # torch.compile would not guard what such a module holds
             module._is_fsdp_managed_module = False  # type: ignore[assignment]
         self._is_whole = True
@@ -302,8 +294,8 @@ class Gathered(Sync):
         self._is_whole = False
         for owner, name, shard in self._places:
             setattr(owner, name, shard)
-        for hooks in self._hooks:
-            hooks.put_back()
+        for swap in self._hooks:
+            swap.put_back()
         for module in self._flagged:
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 

@@ -27,8 +27,8 @@ __all__ = ["RULES", "Finding", "Rule", "Settings", "lint_paths", "lint_source", 
 def lint_paths(paths: Iterable[str], *, settings: Settings | None = None) -> list[Finding]:
     """Return the findings of all scripts and notebooks under the paths."""
     chosen = settings if settings is not None else load_settings(Path.cwd())
-    given = [str(Path(path)) for path in paths]
-    return lint_files(collect(given, chosen), chosen, named=given)
+    named = [str(Path(path)) for path in paths]
+    return lint_files(collect(named, chosen), chosen, named=named)
 
 
 def lint_source(

@@ -61,30 +61,30 @@ def lint_files(
     Files that are `named` are always parsed. An internal error is a finding too: the other files
     are still checked.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for path in files:
         gc.disable()  # A syntax tree is needed to the end of its file: there is nothing to collect.
         try:
-            found += check_source(read_source(path), settings, is_named=path in named)
+            findings += check_source(read_source(path), settings, is_named=path in named)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
-            found.append(Finding(path, 1, 1, _UNREAD, why, ERROR))
+            findings.append(Finding(path, 1, 1, _UNREAD, why, ERROR))
         finally:
             gc.enable()
-    return found
+    return findings
 
 
 def check_source(source: Source, settings: Settings, *, is_named: bool = True) -> list[Finding]:
     """Return the findings of one file in line order; problems with the file are findings too."""
-    found = []
+    findings = []
     for problem in source.problems:
         code = _SYNTAX if problem.message.startswith("syntax error") else _UNREAD
         place = (source.path, problem.line, problem.column)
-        found.append(Finding(*place, code, problem.message, ERROR, cell=problem.cell))
+        findings.append(Finding(*place, code, problem.message, ERROR, cell=problem.cell))
     if is_named or _TRAINS.search(source.text):
-        found += _parse_and_check(source, settings)
-    found = [f for f in found if f.level == ERROR or settings.wants(f.code)]
-    return sorted(set(found), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
+        findings += _parse_and_check(source, settings)
+    findings = [f for f in findings if f.level == ERROR or settings.wants(f.code)]
+    return sorted(set(findings), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
 
 
 def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
@@ -96,7 +96,7 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
     except (ValueError, RecursionError, MemoryError) as error:
         return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", ERROR)]
     lines = source.text.split("\n")
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for rule in RULES:
         if settings.wants(rule.code):
             places: set[tuple[int, int]] = set()
@@ -105,16 +105,16 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
                 # The first finding of a rule at each place.
                 if finding is not None and (finding.line, finding.column) not in places:
                     places.add((finding.line, finding.column))
-                    found.append(finding)
+                    findings.append(finding)
     notes = (
         (_NOT_UNDERSTOOD, "loop not understood", not_understood(file, source.path)),
         (_NOT_PYTORCH, "not PyTorch", not_pytorch(file)),
     )
-    for code, name, note in notes if not found else ():
+    for code, name, note in notes if not findings else ():
         if note is not None and settings.wants(code):
             noted = _finding(note, code, NOTE, name, source, lines)
-            found += [] if noted is None else [noted]
-    return found
+            findings += [] if noted is None else [noted]
+    return findings
 
 
 def _finding(

@@ -106,10 +106,10 @@ def _table(file: Path) -> dict[str, Any] | None:
     return table
 
 
-def _codes(given: Iterable[str], place: str) -> tuple[str, ...]:
+def _codes(texts: Iterable[str], place: str) -> tuple[str, ...]:
     """Split codes and prefixes at commas; refuse a code that matches no rule."""
     known: Sequence[str] = [*OTHER_CODES, *(rule.code for rule in RULES)]
-    codes = tuple(code.upper() for item in given for code in item.replace(",", " ").split())
+    codes = tuple(code.upper() for item in texts for code in item.replace(",", " ").split())
     for code in codes:
         if not any(k.startswith(code) for k in known):
             raise OptionError(

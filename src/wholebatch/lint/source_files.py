@@ -63,8 +63,8 @@ def collect(paths: Iterable[str], settings: Settings, *, force_exclude: bool = F
     Files that are named are read although they are excluded, unless `force_exclude`.
     """
     files: dict[str, None] = {}
-    for given in paths:
-        path = Path(given)
+    for named in paths:
+        path = Path(named)
         if not path.is_dir():
             if not (force_exclude and settings.excludes(str(path))):
                 files[str(path)] = None  # A missing one is reported where it is read.

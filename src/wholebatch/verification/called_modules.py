@@ -118,11 +118,11 @@ def _approaches(was: Tensor, now: Tensor, weight: Tensor) -> bool:
 
 def _modules_in_frames() -> dict[int, nn.Module]:
     """Return the modules that are variables of the calling frames, or attributes of these."""
-    found = {}
+    modules = {}
     for frame, _ in traceback.walk_stack(None):
         for value in frame.f_locals.values():
             held = [] if isinstance(value, ModuleType) else getattr(value, "__dict__", {}).values()
             for one in (value, *held):
                 if isinstance(one, nn.Module):
-                    found[id(one)] = one
-    return found
+                    modules[id(one)] = one
+    return modules

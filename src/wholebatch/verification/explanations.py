@@ -181,8 +181,8 @@ def _scheduled(ranks: Ranks) -> Finding | None:
     for window in ranks:
         rates = [micro.rates for micro in window.backwards if micro.rates]
         if len(set(rates)) > 1:
-            seen = next(one for one in zip(*rates, strict=True) if len(set(one)) > 1)
-            variant = f"from {seen[0]:.3g} to {seen[-1]:.3g}"
+            changed = next(one for one in zip(*rates, strict=True) if len(set(one)) > 1)
+            variant = f"from {changed[0]:.3g} to {changed[-1]:.3g}"
             return Finding("scheduled-per-micro-batch", variant)
         if window.ledger is not None and window.ledger.schedule_moved:
             return Finding("scheduled-per-micro-batch", "the rate changed within the window")

@@ -102,15 +102,17 @@ def _findings(
 ) -> list[Finding]:
     """Return all mistakes that explain the window, the one to begin with first."""
     is_right = isinstance(weights, Weights) and weights.is_right
-    found = [finding for see in SEEN if (finding := see(ranks))]
-    if not found and is_lost(ranks) and not (ranks[0].known is not None and is_right):
-        found = [finding for see in LOST if (finding := see(ranks))][:1]
-    if not found and isinstance(weights, Weights) and not is_right:
+    findings = [finding for see in SEEN if (finding := see(ranks))]
+    if not findings and is_lost(ranks) and not (ranks[0].known is not None and is_right):
+        findings = [finding for see in LOST if (finding := see(ranks))][:1]
+    if not findings and isinstance(weights, Weights) and not is_right:
         twice = same_twice(ranks)
-        found = explain(weights, counts) if twice is None else [twice]
-    found += [replace(finding, is_beside=bool(found)) for see in BESIDE if (finding := see(ranks))]
+        findings = explain(weights, counts) if twice is None else [twice]
+    findings += [
+        replace(finding, is_beside=bool(findings)) for see in BESIDE if (finding := see(ranks))
+    ]
     # A mistake that several tables find is told once, by the first.
-    return list({finding.key: finding for finding in reversed(found)}.values())[::-1]
+    return list({finding.key: finding for finding in reversed(findings)}.values())[::-1]
 
 
 def _doubt(ranks: Sequence[WindowEvidence], counts: Counts) -> str:

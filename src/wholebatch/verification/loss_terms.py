@@ -147,56 +147,56 @@ def _reduction(node: Any, name: str, below: list[Any], so_far: LossTerm) -> Loss
     if name in _MEAN + _SUM:
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
         inner, so_far = _without_factors(below[0], so_far)
-        made = replace(so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes)
+        term = replace(so_far, node=name, kind="mean", count=math.prod(sizes), sizes=sizes)
         if _is_of_parameters(inner):
             return replace(so_far, node=name, kind="penalty")
-        return _sum(inner, replace(made, kind="sum")) if name in _SUM else _mean(inner, made)
+        return _sum(inner, replace(term, kind="sum")) if name in _SUM else _mean(inner, term)
     if reduction in (1, 2):
         sizes, count = _loss_size(node)
         kind = "mean" if reduction == 1 else "sum"
-        made = replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
+        term = replace(so_far, node=name, kind=kind, count=count, sizes=sizes, is_loss=True)
         target = saved_by(node, "target")
         if isinstance(target, Tensor) and target.numel() > 1 and target.is_floating_point():
             first = float(target.flatten()[0])
-            made = replace(made, target=first if bool((target == first).all()) else None)
-        return replace(made, weighed=_class_weights(node)) if reduction == 2 else made
+            term = replace(term, target=first if bool((target == first).all()) else None)
+        return replace(term, weighed=_class_weights(node)) if reduction == 2 else term
     return _not_read(node, below, so_far)
 
 
-def _mean(inner: Any, made: LossTerm) -> LossTerm:
+def _mean(inner: Any, term: LossTerm) -> LossTerm:
     """Return a mean over losses; one over labels that are ignored too is divided by all of them."""
-    counted = _loss_size(inner)[1] if saved_by(inner, "reduction") == 0 else made.count
-    if counted == made.count:
-        return replace(made, is_loss=saved_by(inner, "reduction") == 0)
-    return replace(made, kind="sum", count=counted, over=(*made.over, made.count), is_loss=True)
+    counted = _loss_size(inner)[1] if saved_by(inner, "reduction") == 0 else term.count
+    if counted == term.count:
+        return replace(term, is_loss=saved_by(inner, "reduction") == 0)
+    return replace(term, kind="sum", count=counted, over=(*term.over, term.count), is_loss=True)
 
 
-def _sum(inner: Any, made: LossTerm) -> LossTerm:
+def _sum(inner: Any, term: LossTerm) -> LossTerm:
     """Return a sum of losses; factors of its elements are weights, or a mask."""
-    count = math.prod(made.sizes)
+    count = math.prod(term.sizes)
     if saved_by(inner, "reduction") == 0:
         weights = _class_weights(inner)
-        return replace(made, count=_loss_size(inner)[1], weighed=weights, is_loss=True)
+        return replace(term, count=_loss_size(inner)[1], weighed=weights, is_loss=True)
     if inner is None:
-        return made
+        return term
     below = [child for child, _ in inner.next_functions]
     if inner.name() == "MulBackward0" and None in below:
         factor = saved_by(inner, "other" if below[1] is None else "self")
-        return _weighed(made, factor, count)
-    if inner.name() == "MaskedFillBackward0" and made.sizes:
-        masked = _weighed(made, (~saved_by(inner, "mask")).float(), count)
-        whole = math.prod(saved_by(below[0], "self_sym_sizes") or made.sizes)  # over classes, too
+        return _weighed(term, factor, count)
+    if inner.name() == "MaskedFillBackward0" and term.sizes:
+        masked = _weighed(term, (~saved_by(inner, "mask")).float(), count)
+        whole = math.prod(saved_by(below[0], "self_sym_sizes") or term.sizes)  # over classes, too
         return replace(masked, weighed=masked.count * whole / count) if whole > count else masked
-    return made
+    return term
 
 
 def picks_among(node: Any) -> int:
     """Return the rows among which a node picks the largest, smallest or middle; 0 for others."""
     if not node.name().startswith(tuple(f"{name}Backward" for name in _PICK)):
         return 0
-    given = saved_by(node, "self")
+    tensor = saved_by(node, "self")
     sizes = tuple(
-        given.shape if isinstance(given, Tensor) else saved_by(node, "self_sym_sizes") or ()
+        tensor.shape if isinstance(tensor, Tensor) else saved_by(node, "self_sym_sizes") or ()
     )
     return sizes[0] if sizes and sizes[0] > 1 and 0 in (_dims(node, sizes) or [0]) else 0
 
@@ -321,8 +321,8 @@ def _scaled(
     node: Any, name: str, below: list[Any], so_far: LossTerm
 ) -> tuple[Any, LossTerm] | None:
     """Return the operand of a product with, or quotient by, a number that can be read."""
-    given = [child for child in below if child is not None]
-    operands = [child for child in given if not _is_of_parameters(child)] or given
+    inputs = [child for child in below if child is not None]
+    operands = [child for child in inputs if not _is_of_parameters(child)] or inputs
     is_first = operands == below[:1]
     if len(operands) != 1 or (name.startswith("Div") and not is_first):
         return None
@@ -345,8 +345,8 @@ def _stacked_scalars(node: Any, name: str) -> list[Any]:
 
 def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
     """Return the shape that a loss function was given, and how many losses it reduces."""
-    given = saved_by(node, "self")
-    sizes = tuple(given.shape) if isinstance(given, Tensor) else ()
+    tensor = saved_by(node, "self")
+    sizes = tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
     weight = _number(saved_by(node, "total_weight"))
     if weight is not None and saved_by(node, "reduction") == 1:
         return sizes, weight  # the labels that are not ignored, or their weights
@@ -386,13 +386,13 @@ def _number(value: Any) -> float | None:
 def loss_graph(roots: Sequence[Any]) -> Iterator[Any]:
     """Yield the nodes of losses, down to the last layers that have parameters."""
     waiting = list(roots)
-    seen = {None, *waiting}
+    visited = {None, *waiting}
     for node in waiting:  # it grows
         yield node
-        if len(seen) > _MOST_LOSS_NODES or any(map(_is_weight, node.next_functions)):
+        if len(visited) > _MOST_LOSS_NODES or any(map(_is_weight, node.next_functions)):
             continue
-        below = [child for child, _ in node.next_functions if child not in seen]
-        seen.update(below)
+        below = [child for child, _ in node.next_functions if child not in visited]
+        visited.update(below)
         waiting += below
 
 
@@ -416,14 +416,14 @@ def doubt_about(node: Any) -> str:
         )
     name, shape = node.name().partition("Backward")[0], _shape(node)
     edges = [edge for edge in node.next_functions if edge[0] is not None]
-    given = [_shape(*edge) for edge in edges if not _is_of_parameters(edge[0])]
+    shapes = [_shape(*edge) for edge in edges if not _is_of_parameters(edge[0])]
     is_product = name == "Mm" or (name == "Bmm" and shape[0] == 1)
-    if name in _COMPARE or (is_product and len(given) == 2):
+    if name in _COMPARE or (is_product and len(shapes) == 2):
         return "the loss may compare samples with each other"
-    is_spread = any(len(one) < len(shape) or one[:1] < shape[:1] for one in given)
+    is_spread = any(len(one) < len(shape) or one[:1] < shape[:1] for one in shapes)
     if name in _BY_ELEMENT and shape and is_spread:
         return "the loss has a statistic of the micro-batch in every sample"
-    over = [one for one in given if one and one[0] > 1 and 0 in (_dims(node, one) or [0])]
+    over = [one for one in shapes if one and one[0] > 1 and 0 in (_dims(node, one) or [0])]
     if name in _ALONG and shape and over:
         return "the loss has a statistic of the micro-batch"
     return ""

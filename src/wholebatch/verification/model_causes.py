@@ -163,10 +163,10 @@ def _rounding(evidence: ModelEvidence) -> Iterator[Finding]:
 def _order(evidence: ModelEvidence) -> Iterator[Finding]:
     off = evidence.reordered_off
     if not off <= evidence.gradient.tolerance:
-        seen = (
+        variant = (
             f"the undivided batch with its samples in another order is {percent(off)} from itself"
         )
-        yield Finding("order-of-samples", seen)
+        yield Finding("order-of-samples", variant)
         yield from _audited(evidence)
 
 

@@ -181,8 +181,8 @@ class ModelRuns:
             for place, parameter in enumerate(self.parameters):
                 if id(parameter) in its_own:
                     grad = parameter.grad
-                    seen = None if grad is None else dense(grad).to("cpu", copy=True).div_(over)
-                    gradients[place] = seen
+                    gradient = None if grad is None else dense(grad).to("cpu", copy=True).div_(over)
+                    gradients[place] = gradient
 
         hook = register_optimizer_step_pre_hook(see)
         try:
@@ -267,7 +267,7 @@ class ModelRuns:
         with choose(self.precision, self.device.type).window():
             terms = self.terms(self.inner, batch)
             for name, term in terms.items():
-                made: dict[str, Tensor | None] = {}
+                by_parameter: dict[str, Tensor | None] = {}
                 if term.total.requires_grad:  # else the term has no unit in this batch
                     gradients = torch.autograd.grad(
                         wide(term.total) * (term.weight * self.loss_scale),
@@ -275,11 +275,11 @@ class ModelRuns:
                         retain_graph=name != [*terms][-1],
                         allow_unused=True,
                     )
-                    made = {
+                    by_parameter = {
                         name: None if g is None else g.to_dense().cpu().div_(self.loss_scale)
                         for name, g in zip(trained, gradients, strict=True)
                     }
-                by_name[name] = (made, float(term.units))
+                by_name[name] = (by_parameter, float(term.units))
         return by_name
 
     def draws_random_numbers(self, batch: Any) -> bool:

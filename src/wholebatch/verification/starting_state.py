@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.window.forward_state import capture_random, restore_random
+from wholebatch.window.forward_state import capture_random, copy_of, refill, restore_random
 
 
 class StartingState:
@@ -96,31 +96,20 @@ def _copied(value: Any) -> Any:
 
 def _shallow(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return each attribute, and what it holds if it is a container: `_modules`, hooks, lists."""
-    kinds: tuple[type[Any], ...] = (dict, list, set)
     return {
-        name: (value, next((kind(value) for kind in kinds if isinstance(value, kind)), None))
+        name: (value, copy_of(value) if isinstance(value, dict | list | set) else None)
         for name, value in attributes.items()
     }
 
 
 def _put_back(attributes: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
-    """Restore attributes, and what containers hold.
-
-    A container is refilled in place, since handles of hooks refer to it, and only if it has
-    changed: some cannot be written to (a `FrozenDict`).
-    """
+    """Restore attributes, and what containers hold, in place: handles of hooks refer to them."""
     for name in attributes.keys() - saved.keys():
         del attributes[name]
     for name, (value, content) in saved.items():
         attributes[name] = value
-        if content is not None and _identities(value) != _identities(content):
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
-
-
-def _identities(container: Any) -> list[int]:
-    values = container.values() if isinstance(container, dict) else ()
-    return [*map(id, container), *map(id, values)]
+        if content is not None:
+            refill(value, content)
 
 
 @torch.no_grad()

@@ -241,8 +241,8 @@ class Watched:
             False: "the end of the data was not among them",
             None: "the end of the data is not known: no DataLoader was seen to give its batches",
         }
-        seen = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
-        notes = [seen, "averages of the weights and the schedule's length were not judged"]
+        windows = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
+        notes = [windows, "averages of the weights and the schedule's length were not judged"]
         if self.not_judged:
             notes.append(f"not judged, no optimizer step was seen: {listed(self.not_judged)}")
         notes += [
@@ -356,12 +356,12 @@ class LoopVerdict(_Answer):
             is_measured = math.isfinite(trial.off) and not trial.source.startswith("ledger")
             off = percent(trial.off) if is_measured and trial.optimizer_steps <= 1 else ""
             marks = {RIGHT: "✓ right", NOT_JUDGED: "? not judged", DIFFERENT: "✗ no known mistake"}
-            found = f"✗ {trial.findings[0].name}" if trial.findings else marks[trial.answer]
+            result = f"✗ {trial.findings[0].name}" if trial.findings else marks[trial.answer]
             if trial.answer == RIGHT and trial.source.startswith("ledger"):
-                found = "✓ by construction"
+                result = "✓ by construction"
             case = "" if trial.case in (before, "live") else trial.case
             before = trial.case
-            rows.append((case, trial.name, str(trial.optimizer_steps), off, found))
+            rows.append((case, trial.name, str(trial.optimizer_steps), off, result))
         return rows
 
     @property

@@ -92,9 +92,11 @@ def verify_loop(
     for number, one in enumerate(map(_case, cases), start=1):
         _log.info("%d of %d: the loop on the model %s", number, len(cases), one.name)
         try:
-            found = _CaseTrials(loop, one, steps, optimizer or _sgd, ddp, torch.device(device))
-            trials += found.all(uneven=uneven)
-            precision = found.precision if precision == "full" else precision
+            trials_of_case = _CaseTrials(
+                loop, one, steps, optimizer or _sgd, ddp, torch.device(device)
+            )
+            trials += trials_of_case.all(uneven=uneven)
+            precision = trials_of_case.precision if precision == "full" else precision
         except Exception as error:
             if case is not None or world_size() > 1:
                 raise

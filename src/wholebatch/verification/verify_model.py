@@ -176,14 +176,14 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
         )
         to_float64 = (max(right_off), off)
         notes += _further_from_float64(runs.precision, *to_float64)
-    found = []
+    findings = []
     same = gradient.same and update.same and (float64 is None or float64.same)
     if same:
         notes += _moved_buffers(runs, batch, buffers)
         notes += [f"{drawn}: here those of the undivided batch, in its order"] if drawn else []
     else:
         offs = [scale.distance(run.gradients, whole.gradients) for run in right]
-        found = causes(
+        findings = causes(
             ModelEvidence(runs, batch, gradient, float64, drawn, offs[0], max(offs[1:], default=0))
         )
     if ours.is_undivided:
@@ -202,7 +202,7 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
         precision=runs.precision,
         device=str(runs.parameters[0].device),
         ranks=world_size(),
-        causes=tuple(found),
+        causes=tuple(findings),
         notes=tuple(notes),
     )
 
@@ -299,24 +299,24 @@ def _compared_updates(
         for p, change in zip(runs.parameters, whole.update, strict=True)
     ]
     also_right = [run.update for run in others]
-    found = runs.scale.compare(
+    compared = runs.scale.compare(
         "update", ours.update, whole.update, also_right, resolution=resolution
     )
-    found = replace(found, lines=())
-    if found.same or not gradient.same:
-        return found, ""
+    compared = replace(compared, lines=())
+    if compared.same or not gradient.same:
+        return compared, ""
     # Adam divides by the gradient's own size: of numbers that are nothing but rounding it makes an
     # arbitrary update, for the undivided batch too. If the optimizer makes this very update of the
     # gradient that it saw, nothing else is in it.
     own = runs.scale.distance(ours.update, runs.replayed(ours).update)
     rounded = ratio(math.hypot(*resolution), math.hypot(*map(norm_of, whole.update)))
-    if own > TIMES_THE_FLOOR * (found.floor + (rounded if math.isfinite(rounded) else 0.0)):
-        return found, ""
+    if own > TIMES_THE_FLOOR * (compared.floor + (rounded if math.isfinite(rounded) else 0.0)):
+        return compared, ""
     note = (
-        f"the update is {percent(found.distance)} off because the optimizer divides by numbers of "
-        "the size of rounding; from the gradient it got, it made the right update"
+        f"the update is {percent(compared.distance)} off because the optimizer divides by numbers "
+        "of the size of rounding; from the gradient it got, it made the right update"
     )
-    return replace(found, tolerance=max(found.tolerance, found.distance)), note
+    return replace(compared, tolerance=max(compared.tolerance, compared.distance)), note
 
 
 def _moved_buffers(runs: ModelRuns, batch: DividedBatch, left: dict[str, Tensor]) -> Iterator[str]:

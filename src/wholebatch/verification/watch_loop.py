@@ -119,16 +119,16 @@ class Watch:
         """The verdict; inside the watch, on what was seen so far on this rank."""
         if self._verdict is not None:
             return self._verdict
-        return self._make(_trials([self._records(is_over=False)], given=self._is_given))
+        return self._make(_trials([self._records(is_over=False)], is_given=self._is_given))
 
     def _stepped(self) -> None:
         """End the loop at its next backward, where it has been watched for long enough."""
-        recorder, made = self._recorder, max(self._recorder.window_counts.values(), default=0)
+        recorder, windows = self._recorder, max(self._recorder.window_counts.values(), default=0)
         is_over = self._is_ending
         if self._windows:
-            is_over = made >= self._windows + 1
+            is_over = windows >= self._windows + 1
         elif self._windows is None and not recorder.passes.are_known:
-            is_over = made >= WITHOUT_LOADER
+            is_over = windows >= WITHOUT_LOADER
         if is_over:
             recorder.over = WatchIsOver()
 
@@ -175,7 +175,7 @@ class Watch:
                 return self._make([_not_judged("", reason)])
             trials = self._judged_by_the_first(records, ranks)
         else:
-            trials = _trials([records], given=self._is_given)
+            trials = _trials([records], is_given=self._is_given)
         is_end = isinstance(error, SystemExit) and not error.code
         ended = ""
         if kind not in (None, WatchIsOver) and not is_end:
@@ -188,14 +188,14 @@ class Watch:
         is_first = dist.get_rank() == 0
         gathered: list[Any] | None = [None] * ranks if is_first else None
         dist.gather_object(records, gathered)
-        told: list[Any] = [None]
+        answer: list[Any] = [None]
         if gathered is not None:
             try:
-                told = [_trials(gathered, given=self._is_given)]
+                answer = [_trials(gathered, is_given=self._is_given)]
             except Exception as failed:  # the other ranks wait for an answer
-                told = [[_not_judged("", _failure(failed))]]
-        dist.broadcast_object_list(told)
-        trials: list[LoopTrial] = told[0]
+                answer = [[_not_judged("", _failure(failed))]]
+        dist.broadcast_object_list(answer)
+        trials: list[LoopTrial] = answer[0]
         return trials
 
     def _make(self, trials: Sequence[LoopTrial], error: str = "") -> LoopVerdict:
@@ -255,16 +255,16 @@ def _not_judged(name: str, reason: str) -> LoopTrial:
     return LoopTrial(name).with_answer(NOT_JUDGED, reason)
 
 
-def _trials(records: Sequence[_Records], *, given: bool) -> list[LoopTrial]:
+def _trials(records: Sequence[_Records], *, is_given: bool) -> list[LoopTrial]:
     """Judge what all ranks have recorded; of the optimizer that was given, if it has stepped."""
     trials: list[LoopTrial] = []
-    made = [optimizer for optimizer, count in records[0].counts.items() if count]
-    if given and 0 in made:  # the optimizer that was given is the first that is known
-        made = [0]
+    stepped = [optimizer for optimizer, count in records[0].counts.items() if count]
+    if is_given and 0 in stepped:  # the optimizer that was given is the first that is known
+        stepped = [0]
     for optimizer, name in sorted(records[0].names.items()):
-        if optimizer in made:
+        if optimizer in stepped:
             windows = [[w for w in one.windows if w.optimizer == optimizer] for one in records]
-            prefix = f"{name} {optimizer + 1}, " if len(made) > 1 else ""
+            prefix = f"{name} {optimizer + 1}, " if len(stepped) > 1 else ""
             trials += _of_optimizer(windows, prefix)
     if any(one.stepped_twice for one in records):
         trials.append(_wrong("between two windows", STEPPED_TWICE))
@@ -281,19 +281,19 @@ def _wrong(name: str, finding: Finding) -> LoopTrial:
 
 def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> list[LoopTrial]:
     """Judge the windows of one optimizer."""
-    made = [{w.number: w for w in row if w.backwards or w.ledger} for row in ranks]
-    if not any(made):
+    by_number = [{w.number: w for w in row if w.backwards or w.ledger} for row in ranks]
+    if not any(by_number):
         return [_not_judged(prefix, _NO_BACKWARD)]
-    shared = sorted(set.intersection(*map(set, made)))
+    shared = sorted(set.intersection(*map(set, by_number)))
     if not shared:
         return [_not_judged(prefix, "the ranks have made different steps")]
-    counts = Counter(len(window.backwards) for row in made for window in row.values())
+    counts = Counter(len(window.backwards) for row in by_number for window in row.values())
     usual = max(counts, key=lambda count: (counts[count], count))
-    first = len(made[0][shared[0]].backwards)
+    first = len(by_number[0][shared[0]].backwards)
     trials: list[LoopTrial] = []
     own: Sequence[float] = ()
     for number in shared:
-        window = [row[number] for row in made]
+        window = [row[number] for row in by_number]
         count = max(len(one.backwards) for one in window)
         # A loss's own weight may grow with the windows; a short one has that of the first.
         known = own if len(window[0].backwards) != first else ()

@@ -122,12 +122,16 @@ def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
     every = torch.cat(list(means.values()))
     fitted, _ = fit_of([*every], gradient)
     split = torch.tensor(fitted, dtype=torch.float64).split([*map(len, means.values())])
-    made = dict(zip(means, split, strict=True))
+    by_term = dict(zip(means, split, strict=True))
     others = {
-        name: gradient - sum(made[n] @ means[n] for n in means if n != name) for name in means
+        name: gradient - sum(by_term[n] @ means[n] for n in means if n != name) for name in means
     }
     terms = [
-        (Reading(tuple(made[name].tolist()), units[name], means=means[name], target=others[name]),)
+        (
+            Reading(
+                tuple(by_term[name].tolist()), units[name], means=means[name], target=others[name]
+            ),
+        )
         for name in means
     ]
     sizes = tuple(len(next(iter(one.units.values()))) for one in known)

@@ -191,7 +191,7 @@ class WindowRecorder:
         self.passes.note_backward()
         listed = [roots] if isinstance(roots, Tensor) else list(roots)
         listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
-        given = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+        starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
         for module in self._modules.modules.values() if self.model is None else ():
             self.rows.adopt(module)
         if self.rows.is_sharded or not self.rows.parameters:
@@ -208,7 +208,7 @@ class WindowRecorder:
         scale, self._loss_scale = self._loss_scale, 1.0
         nodes = [root.grad_fn for root in listed]
         graph = list(loss_graph(nodes))
-        terms = [term for r, s in zip(listed, given, strict=False) for term in terms_of(r, s)]
+        terms = [term for r, s in zip(listed, starts, strict=False) for term in terms_of(r, s)]
         operations = {node.name() for node in graph} - {DDP_SINK}
         batchnorms = self._modules.batchnorms()
         doubt = "the loop changes the weights beside the step" if is_changed else ""
@@ -291,12 +291,14 @@ class WindowRecorder:
             args = (kwargs.pop("parameters"),)
         if not args or self.failure or not self._history:
             return original(*args, **kwargs)
-        given, *rest = args
-        given = given if isinstance(given, Tensor) else list(given)  # it may be a generator
-        listed = [given] if isinstance(given, Tensor) else given
+        parameters, *rest = args
+        parameters = (
+            parameters if isinstance(parameters, Tensor) else list(parameters)
+        )  # it may be a generator
+        listed = [parameters] if isinstance(parameters, Tensor) else parameters
         ours = any(id(parameter) in self.rows.index for parameter in listed)
         before = self.rows.gradients() if ours else None
-        result = original(given, *rest, **kwargs)
+        result = original(parameters, *rest, **kwargs)
         if before is not None:
             limit = [*rest, kwargs.get("max_norm"), kwargs.get("clip_value")]
             self._keep_clip(next((one for one in limit if one is not None), 0.0), before)

@@ -50,9 +50,9 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
             [(one, list(wrong_weights(weights.rows(one.units), own))) for one in row]
             for row in terms
         ]
-        found: dict[str, Finding] = {}
+        findings: dict[str, Finding] = {}
         for number, (key, words, _) in enumerate(tables[0][0][1]):
-            fits = key not in found and all(
+            fits = key not in findings and all(
                 any(one.apart(table[number][2]) <= limit for one, table in row)
                 for row, is_wrong in zip(tables, are_wrong, strict=True)
                 if is_wrong or key in _CONSTANT
@@ -61,9 +61,9 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
             if fits and any(
                 not _are_shares(row[0][0].units, row[0][1][number][2]) for row in tables
             ):
-                found[key] = Finding(key, words)
-        if found:
-            return sorted(found.values(), key=lambda one: _ORDER.index(one.key))
+                findings[key] = Finding(key, words)
+        if findings:
+            return sorted(findings.values(), key=lambda one: _ORDER.index(one.key))
     return []
 
 
@@ -171,9 +171,9 @@ def _one_more_or_less(row: Sequence[float], total: float) -> _Variants:
     for key, times, rest in changes:
         for which, place in (("last", -1), ("first", 0)):
             for over in ("units", "means"):
-                made = [u / total if over == "units" else 1 / len(row) for u in row]
+                weights = [u / total if over == "units" else 1 / len(row) for u in row]
                 # Without units it has no part in the update: nothing tells if it was left out.
-                made[place] *= times if row[place] else math.nan
-                yield key, f"the {which}, over all {over}", made
-                scaled = [weight / (sum(made) or 1.0) for weight in made]
+                weights[place] *= times if row[place] else math.nan
+                yield key, f"the {which}, over all {over}", weights
+                scaled = [weight / (sum(weights) or 1.0) for weight in weights]
                 yield key, f"the {which}, over the {rest} {over}", scaled

@@ -97,6 +97,7 @@ def _refuse_vision(trainer: Any) -> None:
 class ExactReward(ExactPairs):
     """Reward models: a mean over pairs."""
 
+    means_over = {"mean_reward": "rewards", "accuracy": "pairs", "margin": "pairs"}  # noqa: RUF012
     combined_by = {"min_reward": "amin", "max_reward": "amax"}  # noqa: RUF012
 
     def recorded_loss(self) -> Callable[..., Loss]:
@@ -105,16 +106,6 @@ class ExactReward(ExactPairs):
             _reward_loss,
             center=self.args.center_rewards_coefficient or 0.0,  # type: ignore[attr-defined]
         )
-
-    def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the range of the rewards, their accuracy and margin."""
-        return {
-            "min_reward": sums["min_reward"],
-            "mean_reward": sums["reward"] / (2 * sums["pairs"]),
-            "max_reward": sums["max_reward"],
-            "accuracy": sums["correct"] / sums["pairs"],
-            "margin": sums["margin"] / sums["pairs"],
-        }
 
 
 def _reward_loss(
@@ -131,10 +122,11 @@ def _reward_loss(
     chosen, rejected, rewards = chosen.detach(), rejected.detach(), rewards.detach()
     extras = {
         "pairs": torch.ones_like(chosen).sum(),
+        "rewards": torch.ones_like(rewards).sum(),
         "min_reward": rewards.min(),
-        "reward": rewards.sum(),
+        "mean_reward": rewards.sum(),
         "max_reward": rewards.max(),
-        "correct": (chosen > rejected).sum(),
+        "accuracy": (chosen > rejected).sum(),
         "margin": (chosen - rejected).sum(),
         "tokens": count_tokens(given),
     }
@@ -146,6 +138,19 @@ def _reward_loss(
 
 class ExactDPO(ExactPairs):
     """DPO and its variants: a mean over pairs, with a frozen reference."""
+
+    means_over = {  # noqa: RUF012
+        "entropy": "answer_tokens",
+        "logits/chosen": "chosen_tokens",
+        "logits/rejected": "rejected_tokens",
+        "mean_token_accuracy": "chosen_tokens",
+        "rewards/chosen": "pairs",
+        "rewards/rejected": "pairs",
+        "rewards/accuracies": "pairs",
+        "rewards/margins": "pairs",
+        "logps/chosen": "pairs",
+        "logps/rejected": "pairs",
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,19 +165,14 @@ class ExactDPO(ExactPairs):
     def needs_trl_loss(self) -> str | None:
         """Return why TRL's own loss must run."""
         trainer: Any = self
-        why = super().needs_trl_loss()
-        unknown = [kind for kind in trainer.loss_types if kind not in _PAIR_LOSSES]
-        if why is None and unknown:
-            why = f"loss_type={unknown[0]!r}"
-        if why is None and trainer.f_divergence_type != "reverse_kl":
-            why = f"f_divergence_type={trainer.f_divergence_type!r}"
-        if why is None and trainer.ld_alpha is not None:
-            why = "ld_alpha"
-        if why is None and trainer.use_weighting:
-            why = "use_weighting"
-        if why is None and not trainer.precompute_ref_logps and trainer.ref_model is None:
-            why = _why_no_base(trainer.model)
-        return why
+        reasons = [f"loss_type={kind!r}" for kind in trainer.loss_types if kind not in _PAIR_LOSSES]
+        if trainer.f_divergence_type != "reverse_kl":
+            reasons.append(f"f_divergence_type={trainer.f_divergence_type!r}")
+        reasons += ["ld_alpha"] if trainer.ld_alpha is not None else []
+        reasons += ["use_weighting"] if trainer.use_weighting else []
+        if not trainer.precompute_ref_logps and trainer.ref_model is None:
+            reasons += _why_no_base(trainer.model)
+        return super().needs_trl_loss() or next(iter(reasons), None)
 
     def recorded_loss(self) -> Callable[..., Loss]:
         """Return the sum over pairs."""
@@ -189,25 +189,14 @@ class ExactDPO(ExactPairs):
             is_precomputed=trainer.precompute_ref_logps,
         )
 
-    def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return TRL's means over tokens and over pairs."""
-        chosen, rejected = max(sums["chosen_tokens"], 1), max(sums["rejected_tokens"], 1)
-        by_pair = {name: sums[name] / sums["pairs"] for name in sums if "/" in name}
-        return by_pair | {
-            "entropy": sums["entropy"] / max(sums["chosen_tokens"] + sums["rejected_tokens"], 1),
-            "logits/chosen": sums["logits/chosen"] / chosen,
-            "logits/rejected": sums["logits/rejected"] / rejected,
-            "mean_token_accuracy": sums["correct"] / chosen,
-        }
 
-
-def _why_no_base(model: nn.Module) -> str | None:
+def _why_no_base(model: nn.Module) -> list[str]:
     """Return why the model has no reference in itself: the base that its adapters stand on."""
     if not any(map(_is_adapter, model.modules())):
-        return "the reference is a part of the model that is no adapter"
-    if "ref" in getattr(model, "peft_config", ()):
-        return "the reference is a second adapter"
-    return None
+        return ["the reference is a part of the model that is no adapter"]
+    return (
+        ["the reference is a second adapter"] if "ref" in getattr(model, "peft_config", ()) else []
+    )
 
 
 def _is_adapter(module: nn.Module) -> bool:
@@ -358,7 +347,8 @@ def _token_extras(
         "logits/rejected": mean_logits[1].sum(),
         "chosen_tokens": tokens[0].sum(),
         "rejected_tokens": tokens[1].sum(),
-        "correct": is_correct.chunk(2)[0].sum(),
+        "answer_tokens": counted.sum(),
+        "mean_token_accuracy": is_correct.chunk(2)[0].sum(),
     }
 
 
@@ -372,6 +362,13 @@ class ExactKTO(RecordedTrainer):
     without gradients, makes it before the first forward. Mismatched answers come from the whole
     window too: TRL would rotate the answers of a micro-batch.
     """
+
+    leaves_out_empty = True
+    means_over = {"kl": "samples", "entropy": "answer_tokens"} | {
+        f"{name}/{kind}": f"{kind}{count}"
+        for name, count in (("logits", "_tokens"), ("rewards", ""), ("logps", ""))
+        for kind in ("chosen", "rejected")
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -449,14 +446,7 @@ class ExactKTO(RecordedTrainer):
 
     def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return TRL's means over tokens and over the samples of both kinds, where there are."""
-        both = sums["chosen_tokens"] + sums["rejected_tokens"]
-        found = {"kl": sums["kl"] / sums["samples"], "entropy": sums["entropy"] / max(both, 1)}
-        for kind in ("chosen", "rejected"):
-            if sums[f"{kind}_tokens"]:
-                found[f"logits/{kind}"] = sums[f"logits/{kind}"] / sums[f"{kind}_tokens"]
-            if sums[kind]:
-                found[f"rewards/{kind}"] = sums[f"rewards/{kind}"] / sums[kind]
-                found[f"logps/{kind}"] = sums[f"logps/{kind}"] / sums[kind]
+        found = super().metrics_of(sums)
         if sums["chosen"] and sums["rejected"]:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return found
@@ -494,6 +484,7 @@ def _kto_loss(
     extras = {
         "tokens": count_tokens(given),
         "samples": torch.ones_like(logps).sum(),
+        "answer_tokens": counted.sum(),
         "kl": kl.sum(),
         "entropy": (entropies(logits) * counted).sum(),
     }

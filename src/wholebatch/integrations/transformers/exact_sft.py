@@ -22,6 +22,8 @@ from wholebatch.losses.loss import Loss
 class ExactSFT(RecordedTrainer):
     """Supervised fine-tuning: a mean over the tokens with a label, of a whole window."""
 
+    means_over = {"entropy": "labels", "mean_token_accuracy": "labels"}  # noqa: RUF012
+
     def recorded_loss(self) -> Callable[..., Loss]:
         """Return the sum over the tokens with a label."""
         trainer: Any = self
@@ -36,14 +38,6 @@ class ExactSFT(RecordedTrainer):
         return super().needs_trl_loss() or (
             None if kind in ("nll", "chunked_nll", "dft") else f"loss_type={kind!r}"
         )
-
-    def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return entropy and accuracy of the tokens with a label."""
-        labels = max(sums["labels"], 1)
-        return {
-            "entropy": sums["entropy"] / labels,
-            "mean_token_accuracy": sums["correct"] / labels,
-        }
 
 
 def _sft_loss(
@@ -68,11 +62,11 @@ def _sft_loss(
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
     counted = labels != IGNORED
-    correct = (logits.detach().argmax(-1) == labels) & counted
+    is_correct = (logits.detach().argmax(-1) == labels) & counted
     extras = {
         "labels": counted.sum(),
         "entropy": (entropies(logits) * counted).sum(),
-        "correct": correct.sum(),
+        "mean_token_accuracy": is_correct.sum(),
         "tokens": count_tokens(inputs),
     }
     return Loss(total, counted.sum(), extras=extras)

@@ -29,8 +29,12 @@ _log = logging.getLogger("wholebatch")
 class RecordedTrainer(ExactTrainerMixin):
     """A trainer of TRL whose loss is computed here, as a function that can be one graph."""
 
+    means_over: ClassVar[Mapping[str, str]] = {}
+    """The metrics that are means: extras of the loss by name, and the extra that counts them."""
     combined_by: ClassVar[Mapping[str, str]] = {}
-    """How extras of the loss combine: "amin" or "amax"; all others are summed."""
+    """The metrics that are not: extras that combine by "amin" or "amax". All others are summed."""
+    leaves_out_empty: ClassVar[bool] = False
+    """True if a mean over nothing is left out of the log; else it is 0."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +47,11 @@ class RecordedTrainer(ExactTrainerMixin):
 
     def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return what TRL logs of a batch, from the extras of its loss."""
-        raise NotImplementedError
+        return {name: sums[name] for name in self.combined_by} | {
+            name: sums[name] / max(sums[count], 1)
+            for name, count in self.means_over.items()
+            if sums[count] or not self.leaves_out_empty
+        }
 
     def needs_trl_loss(self) -> str | None:
         """Return why TRL's own `compute_loss` must run, as eager code; None if it need not."""

@@ -74,8 +74,8 @@ def without_marks(spelled: str) -> str:
 def names_in(*nodes: ast.AST) -> frozenset[str]:
     """Return the names in code: of variables, attributes, parameters and options; no strings."""
     fields = ("id", "attr", "arg", "name")
-    found = {getattr(n, field, None) for node in nodes for n in ast.walk(node) for field in fields}
-    return frozenset(name for name in found if isinstance(name, str))
+    values = {getattr(n, field, None) for node in nodes for n in ast.walk(node) for field in fields}
+    return frozenset(name for name in values if isinstance(name, str))
 
 
 def has_word(word: str, spelled: str) -> bool:

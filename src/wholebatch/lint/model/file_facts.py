@@ -59,7 +59,7 @@ class Facts:
     def reached(self, start: ast.AST) -> list[ast.AST]:
         """Return a node, and the functions and classes that it names, directly or through them."""
         if id(start) not in self._reached:
-            seen = {id(start): start}
+            reached = {id(start): start}
             todo: list[ast.AST] = [start]
             while todo:
                 node = todo.pop()
@@ -69,10 +69,10 @@ class Facts:
                 for owner in self.classes:
                     more += [owner.node] if owner.node.name in named else []
                     more += [m for n, m in owner.methods.items() if n in called]
-                new = [n for n in more if id(n) not in seen]
-                seen.update((id(n), n) for n in new)
+                new = [n for n in more if id(n) not in reached]
+                reached.update((id(n), n) for n in new)
                 todo += new
-            self._reached[id(start)] = list(seen.values())
+            self._reached[id(start)] = list(reached.values())
         return self._reached[id(start)]
 
     @cached_property

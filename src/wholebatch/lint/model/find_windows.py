@@ -134,9 +134,9 @@ def _accelerate(window: LoopWindow, inner: list[Event]) -> bool:
         return all(window.when(e) == "always" for e in window.of("step"))
     window.shape = "accelerate"
     call = window.around.accelerator
-    given = keyword(call, "gradient_accumulation_steps") if call is not None else None
-    if given is not None:
-        window.every = strip_casts(given)
+    count = keyword(call, "gradient_accumulation_steps") if call is not None else None
+    if count is not None:
+        window.every = strip_casts(count)
     return True
 
 
@@ -192,8 +192,8 @@ def _boundary(window: LoopWindow, steps: list[Event], inner: list[Event]) -> boo
 def _has_backward_of_last_only(window: LoopWindow) -> bool:
     """True if every micro-batch has a loss, but only the last of a window a backward."""
     window.shape = "last_only"
-    made = {id(chain.base_call) for _, chain in window.chains}
-    losses = [e for e in window.events if id(e.node) in made]
+    loss_calls = {id(chain.base_call) for _, chain in window.chains}
+    losses = [e for e in window.events if id(e.node) in loss_calls]
     divided = any(window.counts(d) for _, chain in window.chains for d in chain.divisors)
     is_meant = divided or is_accumulation_name(window.every_name)
     return is_meant and any(window.when(e) == "always" for e in losses)
@@ -203,9 +203,9 @@ def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
     """Return the outermost boundary of each step that waits for one."""
     ends: dict[Event, Boundary] = {}
     for event in steps:
-        for found in window.boundaries(event):
-            if not found.inverse and found.kind != "deepspeed":
-                ends.setdefault(event, found)
+        for boundary in window.boundaries(event):
+            if not boundary.inverse and boundary.kind != "deepspeed":
+                ends.setdefault(event, boundary)
     return ends
 
 

@@ -25,7 +25,6 @@ from .expressions import (
 from .file_facts import Facts, methods_called
 from .name_resolution import Resolver
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LoopNode = ast.For | ast.AsyncFor | ast.While
 _Path = tuple[PathItem, ...]
 
@@ -35,10 +34,8 @@ _MAX_INLINED_LINES = 120
 _MAX_ALTERNATIVES = 4
 _EMPTY = Env()
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*` is new in Python 3.11.
-_BACKWARD = {"backward", "manual_backward", "training_step"}
 # Helpers that log: what they are handed is logged, whatever they do with it.
 _LOGS = ("log", "print", "report")
-_COUNTED_BY_FRAMEWORK = {"batch_idx", "batch_index", "batch_nb"}
 
 
 @dataclass
@@ -339,10 +336,10 @@ class Walker:
         self._inlines += 1
         self.covered.add(helper)
         is_method = helper.name in scope.methods
-        seen = {k: v for k, v in env.items() if not is_method or "." in k}
-        given = arguments(call, helper, env, _loops(path))
+        visible = {k: v for k, v in env.items() if not is_method or "." in k}
+        bound = arguments(call, helper, env, _loops(path))
         inside = replace(scope, functions=scope.functions.new_child())
-        inner = Env({**seen, **given}, frame=self._inlines)
+        inner = Env({**visible, **bound}, frame=self._inlines)
         caller_stmt = self._stmt
         self._stack.append(helper)
         self._returns.append([])
@@ -378,9 +375,9 @@ def arguments(
     if not any(isinstance(a, ast.Starred) for a in call.args):
         for name, argument in zip(names, call.args, strict=False):
             bound[name] = (Definition(argument, before, loops, argument),)
-    for given in call.keywords:
-        if given.arg is not None:
-            bound[given.arg] = (Definition(given.value, before, loops, given.value),)
+    for option in call.keywords:
+        if option.arg is not None:
+            bound[option.arg] = (Definition(option.value, before, loops, option.value),)
     return bound
 
 
@@ -407,10 +404,10 @@ def _is_batchnorm(item: PathItem) -> bool:
 
 
 def _load(target: ast.expr) -> ast.expr:
-    made = ast.parse(ast.unparse(target), mode="eval").body
-    for node in ast.walk(made):
+    expr = ast.parse(ast.unparse(target), mode="eval").body
+    for node in ast.walk(expr):
         ast.copy_location(node, target)  # A finding there then points at the statement.
-    return made
+    return expr
 
 
 def _loops(path: Iterable[PathItem]) -> tuple[Loop, ...]:

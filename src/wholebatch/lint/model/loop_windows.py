@@ -109,14 +109,11 @@ class LoopWindow:
 
     def ends_window(self, event: Event) -> bool:
         """True if an event waits for the boundary, in whatever mode of the loop it is."""
-        return any(self.is_ours(found) and not found.inverse for found in self.boundaries(event))
+        return any(self.is_ours(end) and not end.inverse for end in self.boundaries(event))
 
     def boundaries(self, event: Event) -> Iterator[Boundary]:
         """Yield the boundaries among the conditions of an event, outermost first."""
-        for guard in event.guards(self.loop):
-            found = self.boundary_of(guard)
-            if found is not None:
-                yield found
+        yield from filter(None, map(self.boundary_of, event.guards(self.loop)))
 
     def boundary_of(self, guard: Guard) -> Boundary | None:
         """Return the boundary that a condition of the loop stands for, or None."""
@@ -132,13 +129,13 @@ class LoopWindow:
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
         always_syncs = self.shape == "boundary" and "accumulate" not in self.around.calls
         for guard in event.guards(self.loop):
-            found = self.boundary_of(guard)
-            if found is None and self._without_accumulation(guard):
+            boundary = self.boundary_of(guard)
+            if boundary is None and self._without_accumulation(guard):
                 return "never"
-            if found is not None and found.kind == "accelerate" and always_syncs:
+            if boundary is not None and boundary.kind == "accelerate" and always_syncs:
                 continue
-            if found is not None and self.is_ours(found):
-                ours.add("inside" if found.inverse else "boundary")
+            if boundary is not None and self.is_ours(boundary):
+                ours.add("inside" if boundary.inverse else "boundary")
             elif guard.origin == "except" or (guard.origin == "if" and self.may_wait(guard)):
                 sometimes = True
         if ours:
@@ -152,13 +149,12 @@ class LoopWindow:
         mine = event.conditions(self.loop)
         return any(mine <= backward.conditions(self.loop) for backward in self.inner)
 
-    def is_ours(self, found: Boundary) -> bool:
+    def is_ours(self, boundary: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
-            return found.kind in {"accelerate", "deepspeed"} or is_accumulation_name(found.key)
-        if found.kind == "accelerate":
-            return True
-        return found.key == self.every_key
+            is_framework = boundary.kind in {"accelerate", "deepspeed"}
+            return is_framework or is_accumulation_name(boundary.key)
+        return boundary.kind == "accelerate" or boundary.key == self.every_key
 
     def _without_accumulation(self, guard: Guard) -> bool:
         """True if this is the branch without accumulation (`if k == 1`)."""
@@ -247,10 +243,13 @@ class LoopWindow:
         """True if the loop runs over something that ends every epoch."""
         inner = iterated(self.loop)
         if inner is None:
-            # Lightning calls the step function with an index that restarts every epoch.
-            return self.loop.virtual and "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
-        made = [text(d.expr)[:400] for d in self.loop.entry.get(dotted(inner) or "", ())]
-        spelled = [text(inner), *made]
+            # Lightning calls the step function with an index that restarts every epoch. A `while`
+            # loop whose boundary knows the last micro-batch has one.
+            if self.loop.virtual:
+                return "batch_idx" in text(self.loop.node.args)  # type: ignore[union-attr]
+            return self.boundary is not None and self.boundary.tail
+        values = [text(d.expr)[:400] for d in self.loop.entry.get(dotted(inner) or "", ())]
+        spelled = [text(inner), *values]
         if any(word in s.lower() for s in spelled for word in _ENDLESS):
             return False
         ranges = [s for s in spelled if "range(" in s]
@@ -274,11 +273,11 @@ class LoopWindow:
         return counted or any(isinstance(t, ast.Name) for t in leaves)  # `if stop: break`
 
 
-def unmoved(made: ast.expr) -> ast.expr:
+def unmoved(expr: ast.expr) -> ast.expr:
     """Return `CrossEntropyLoss(...)` for `CrossEntropyLoss(...).to(device)`."""
-    while is_call(made, *_MOVES) and isinstance(made.func, ast.Attribute):
-        made = made.func.value
-    return made
+    while is_call(expr, *_MOVES) and isinstance(expr.func, ast.Attribute):
+        expr = expr.func.value
+    return expr
 
 
 def steps_after(window: LoopWindow) -> list[Event]:

@@ -85,12 +85,12 @@ class Chain:
     @property
     def base_call(self) -> ast.Call | None:
         """Return the call that computed the loss: the `model(x)` of `out.loss`, through a name."""
-        made = None if self.base is None else root(self.base)
-        if isinstance(made, ast.Name):
-            defs = self.base_env.get(made.id, ())
+        base = None if self.base is None else root(self.base)
+        if isinstance(base, ast.Name):
+            defs = self.base_env.get(base.id, ())
             chosen = [d.expr.body if isinstance(d.expr, ast.IfExp) else d.expr for d in defs]
             return next((c for c in map(root, chosen) if isinstance(c, ast.Call)), None)
-        return made if isinstance(made, ast.Call) else None
+        return base if isinstance(base, ast.Call) else None
 
 
 def trace(expr: ast.expr | None, env: Env, resolver: Resolver) -> list[Chain]:
@@ -103,8 +103,8 @@ def trace(expr: ast.expr | None, env: Env, resolver: Resolver) -> list[Chain]:
 
 
 def _is_nothing(base: ast.expr | None) -> bool:
-    made = isinstance(base, ast.Constant) or is_call(base, "zeros", "zeros_like", "new_zeros")
-    return made or (is_call(base, "tensor", "float") and number(positional(base, 0)) == 0)
+    is_zero = isinstance(base, ast.Constant) or is_call(base, "zeros", "zeros_like", "new_zeros")
+    return is_zero or (is_call(base, "tensor", "float") and number(positional(base, 0)) == 0)
 
 
 class _Tracer:
@@ -149,7 +149,7 @@ class _Tracer:
     def _definitions(
         self, expr: ast.expr, name: str, env: Env, chain: Chain, depth: int
     ) -> list[Chain]:
-        found: list[list[Chain]] = []
+        ways: list[list[Chain]] = []
         # Beside a new value, that of an earlier iteration is an old one of the same kind.
         new = [d for d in env[name] if not (isinstance(d.expr, ast.Name) and "@" in d.expr.id)]
         for definition in new or env[name]:
@@ -157,11 +157,11 @@ class _Tracer:
             same = slot_name(definition.expr) == name
             again = same and definition.env.get(name) in (None, env[name])
             if again or "@" in text(definition.expr):
-                found.append([replace(chain, base=expr, base_env=env)])
+                ways.append([replace(chain, base=expr, base_env=env)])
             else:
-                found.append(self.follow(definition.expr, definition.env, chain, depth + 1))
+                ways.append(self.follow(definition.expr, definition.env, chain, depth + 1))
         # By turns, so that no definition is cut off by another.
-        return [c for turn in zip_longest(*found) for c in turn if c is not None][:_MAX_CHAINS]
+        return [c for turn in zip_longest(*ways) for c in turn if c is not None][:_MAX_CHAINS]
 
     def _returned_parts(self, expr: ast.Subscript, env: Env) -> list[tuple[ast.expr, Env]]:
         """Return the parts of the tuples that a followed helper returns: `helper(x)[0]`."""

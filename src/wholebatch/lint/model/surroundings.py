@@ -51,10 +51,10 @@ class Surroundings:
     @cached_property
     def accelerator(self) -> ast.Call | None:
         """Return the call that creates the Accelerator, if it is here."""
-        made = self.calls.get("Accelerator", [])
+        calls = self.calls.get("Accelerator", [])
         # Several branches may create one: take that which is given the number of steps.
-        told = [c for c in made if keyword(c, "gradient_accumulation_steps") is not None]
-        return next(iter((*told, *made)), None)
+        with_steps = [c for c in calls if keyword(c, "gradient_accumulation_steps") is not None]
+        return next(iter((*with_steps, *calls)), None)
 
     @cached_property
     def accelerator_divides(self) -> bool | None:

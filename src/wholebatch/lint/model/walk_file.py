@@ -42,9 +42,9 @@ def walk_file(tree: ast.Module, facts: Facts) -> Walker:
     # A function that the file calls is followed from its caller: begin with the others.
     called = {*facts.called, "__init__"}
     uncalled = [root for root in roots if root[0].name not in called]
-    for function, seen, scope in chain(uncalled, roots, _closures(facts, settled)):
+    for function, names, scope in chain(uncalled, roots, _closures(facts, settled)):
         if function not in walker.covered and function in relevant:
-            _walk_root(walker, function, seen, scope)
+            _walk_root(walker, function, names, scope)
     return walker
 
 

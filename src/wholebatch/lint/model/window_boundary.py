@@ -70,15 +70,15 @@ class _Position:
 def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
     """Return the boundary that a guard represents, as seen from inside it."""
     conditions = _LoopConditions(loop, resolver, text(guard.expr))
-    found = conditions.boundary(resolver.resolve(guard.expr, guard.env))
-    if found is None or (found.partial and not guard.positive):
+    boundary = conditions.boundary(resolver.resolve(guard.expr, guard.env))
+    if boundary is None or (boundary.partial and not guard.positive):
         return None
-    found = replace(found, expr=guard.expr)
-    return found if guard.positive else _negated(found)
+    boundary = replace(boundary, expr=guard.expr)
+    return boundary if guard.positive else _negated(boundary)
 
 
-def _negated(found: Boundary | None) -> Boundary | None:
-    return None if found is None else replace(found, inverse=not found.inverse)
+def _negated(boundary: Boundary | None) -> Boundary | None:
+    return None if boundary is None else replace(boundary, inverse=not boundary.inverse)
 
 
 @dataclass(eq=False)
@@ -117,13 +117,13 @@ class _LoopConditions:
         # "boundary or last" and its negation "not boundary and not last" both handle the tail.
         if is_or != main.inverse:
             tail = main.tail or any(self._is_tail(v) for v in others)
-            found = self._beside(main, others, self._is_tail)
-            return replace(found, tail=tail, expr=expr)
+            boundary = self._beside(main, others, self._is_tail)
+            return replace(boundary, tail=tail, expr=expr)
         if is_or:
             return None
         after_first = any(self._excludes_zero(v) for v in others)
-        found = self._beside(main, others, self._excludes_zero)
-        return replace(found, after_first=after_first, expr=expr)
+        boundary = self._beside(main, others, self._excludes_zero)
+        return replace(boundary, after_first=after_first, expr=expr)
 
     def _beside(
         self, main: Boundary, others: list[ast.expr], harmless: Callable[[ast.expr], bool]
@@ -236,13 +236,13 @@ class _LoopConditions:
         right = self._position(expr.right) if sign == 1 else None
         if (left is None) == (right is None):
             return None
-        found, other = (left, expr.right) if left is not None else (right, expr.left)
-        assert found is not None
+        counter, other = (left, expr.right) if left is not None else (right, expr.left)
+        assert counter is not None
         is_constant = number(other) is not None
         if not is_constant and self._varies(other):
             return None
-        offset = found.offset + sign * _constant_part(other)
-        return _Position(found.symbol, offset, found.spans_epochs or not is_constant)
+        offset = counter.offset + sign * _constant_part(other)
+        return _Position(counter.symbol, offset, counter.spans_epochs or not is_constant)
 
     # -- counters ----------------------------------------------------------------------------
 
@@ -407,9 +407,9 @@ def _alias(iterable: ast.expr, env: Env) -> Definition | None:
     """Return the definition of a name that stands for another name or a wrapped iterable."""
     name = dotted(iterable)
     kinds = (ast.Call, ast.Name, ast.IfExp)
-    made = [d for d in env.get(name or "", ()) if isinstance(d.expr, kinds)]
-    if not made or dotted(made[-1].expr) == name:
+    defs = [d for d in env.get(name or "", ()) if isinstance(d.expr, kinds)]
+    if not defs or dotted(defs[-1].expr) == name:
         return None
-    expr = made[-1].expr
+    expr = defs[-1].expr
     known = _is_wrapper(expr) or is_call(expr, "enumerate", "range", "zip", "cycle")
-    return made[-1] if known or isinstance(expr, (ast.Name, ast.IfExp)) else None
+    return defs[-1] if known or isinstance(expr, (ast.Name, ast.IfExp)) else None

@@ -95,7 +95,7 @@ def _step_after(clear: Event, steps: list[Event], window: LoopWindow) -> Event |
     later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
     # An earlier step of the same optimizer has used the gradients cleared here.
     used = any(s.order < clear.order and not s.excludes(clear) for s in steps)
-    made = [b for b in window.backwards if b.order < clear.order and not b.excludes(clear)]
+    backwards = [b for b in window.backwards if b.order < clear.order and not b.excludes(clear)]
     for step in steps if is_optimizer_of(clear, steps) and not used else ():
         if _holds_others(clear, step) or step.order < clear.order or clear.excludes(step):
             continue
@@ -103,7 +103,7 @@ def _step_after(clear: Event, steps: list[Event], window: LoopWindow) -> Event |
             continue
         # Not where the update is skipped, and not before another backward.
         again = any(clear.order < b.order < step.order for b in later)
-        useful = not all(b.excludes(step) for b in made)
+        useful = not all(b.excludes(step) for b in backwards)
         if _conditions(clear) <= _conditions(step) and useful and not again:
             return step
     return None
@@ -115,9 +115,13 @@ def _conditions(event: Event) -> set[tuple[str, bool]]:
 
 def _holds_others(clear: Event, step: Event) -> bool:
     """True if the optimizer holds the parameters of another model than the cleared one."""
-    made = " ".join(text(d.expr) for d in step.env.get(step.receiver_text, ()))
+    makers = " ".join(text(d.expr) for d in step.env.get(step.receiver_text, ()))
     owner = f"{clear.receiver_text}."
-    return clear.receiver_text != step.receiver_text and "parameters(" in made and owner not in made
+    return (
+        clear.receiver_text != step.receiver_text
+        and "parameters(" in makers
+        and owner not in makers
+    )
 
 
 @rule("WB118", "backward only at the boundary")

@@ -62,9 +62,9 @@ def _updated(loop: Loop) -> Iterator[str]:
         return
     owner = over.func.value
     for definition in loop.entry.get(dotted(owner) or "", ()):
-        made = definition.expr
-        if is_call(made, "Accumulator") and len(made.args) > 1 and text(made.args[1]) != "None":
-            yield from names_in(made.args[0])
+        maker = definition.expr
+        if is_call(maker, "Accumulator") and len(maker.args) > 1 and text(maker.args[1]) != "None":
+            yield from names_in(maker.args[0])
 
 
 @rule("WB106", "clipped before unscale")

@@ -208,8 +208,8 @@ def _framework(event: Event, window: LoopWindow) -> str:
     if event.detail in {"deepspeed", "engine"}:
         imports = window.facts.imports.values()
         known = event.detail == "deepspeed" or any("deepspeed" in i for i in imports)
-        told = keyword(event.node, "scale_wrt_gas") if isinstance(event.node, ast.Call) else None
-        kept = text(told) == "False" or _leaves_it_to_the_loop(window) or _steps_once(window)
+        scales = keyword(event.node, "scale_wrt_gas") if isinstance(event.node, ast.Call) else None
+        kept = text(scales) == "False" or _leaves_it_to_the_loop(window) or _steps_once(window)
         return "DeepSpeed" if known and not kept else ""
     divides = window.shape == "accelerate" or (
         event.detail == "accelerate" and window.around.accelerator_divides

@@ -62,8 +62,8 @@ def _freezes_itself(node: ast.AST, file: File) -> bool:
 
 def _batchnorm(node: ast.expr, file: File) -> str:
     """Return the layer or network with BatchNorm that an expression makes or names, or ""."""
-    made = node.func if isinstance(node, ast.Call) else node
-    name, full = last_part(made), file.facts.full_name(made)
+    maker = node.func if isinstance(node, ast.Call) else node
+    name, full = last_part(maker), file.facts.full_name(maker)
     if name in _LAYERS and (isinstance(node, ast.Call) or _is_value(node, file)):
         return f"`{name}`"
     if not isinstance(node, ast.Call):

@@ -7,6 +7,7 @@ real loop with that of the undivided batch.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ..model import Event, File, LoopWindow
@@ -16,20 +17,10 @@ from ..model.loss_origin import Chain
 from .rule_base import Report, framework_accumulates, framework_steps
 
 _DIVISIONS = (ast.Mod, ast.Div, ast.FloorDiv)
-# The criteria of torch, by their names in torch.nn and torch.nn.functional.
-_CRITERIA = {
-    "L1Loss", "MSELoss", "CrossEntropyLoss", "NLLLoss", "PoissonNLLLoss", "GaussianNLLLoss",
-    "KLDivLoss", "BCELoss", "BCEWithLogitsLoss", "MarginRankingLoss", "HingeEmbeddingLoss",
-    "MultiLabelMarginLoss", "HuberLoss", "SmoothL1Loss", "SoftMarginLoss",
-    "MultiLabelSoftMarginLoss", "CosineEmbeddingLoss", "MultiMarginLoss", "TripletMarginLoss",
-    "TripletMarginWithDistanceLoss", "CTCLoss", "l1_loss", "mse_loss", "cross_entropy", "nll_loss",
-    "poisson_nll_loss", "gaussian_nll_loss", "kl_div", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "margin_ranking_loss", "hinge_embedding_loss",
-    "multilabel_margin_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss",
-    "multilabel_soft_margin_loss", "cosine_embedding_loss", "multi_margin_loss",
-    "triplet_margin_loss", "triplet_margin_with_distance_loss", "ctc_loss",
-}  # fmt: skip
-_OF_TORCH = ("torch.nn.", "torch.nn.functional.", "torch.functional.")
+# The criteria of torch, by their full names: these modules have no other names of this form.
+_CRITERION = re.compile(
+    r"torch\.(nn|nn\.functional|functional)\.(\w+Loss|\w+_loss|kl_div|\w*cross_entropy\w*)"
+)
 
 
 def not_understood(file: File, path: str) -> Report | None:
@@ -120,8 +111,7 @@ def _is_seen(chain: Chain, window: LoopWindow) -> bool:
     if call is None:
         return False
     makers = [call, *(m for m, _ in window.makers(text(call.func), chain.base_env))]
-    names = [window.facts.full_name(m.func).rpartition(".") for m in makers]
-    return any(f"{module}." in _OF_TORCH and name in _CRITERIA for module, _, name in names)
+    return any(_CRITERION.fullmatch(window.facts.full_name(maker.func)) for maker in makers)
 
 
 def _trained_elsewhere(file: File) -> Iterator[ast.AST]:

@@ -114,12 +114,12 @@ def _values(shown: list[ast.expr], env: Env) -> Iterator[tuple[ast.expr, Env]]:
     while todo:
         expr, where, depth = todo.pop(0)
         name = expr.id if isinstance(expr, ast.Name) else ""
-        made = [d for d in where.get(name, ()) if isinstance(d.expr, (ast.Dict, ast.JoinedStr))]
-        inner = [(d.expr, d.env) for d in made] or [(part, where) for part in _inside(expr)]
+        values = [d for d in where.get(name, ()) if isinstance(d.expr, (ast.Dict, ast.JoinedStr))]
+        inner = [(d.expr, d.env) for d in values] or [(part, where) for part in _inside(expr)]
         if not inner:
             yield expr, where
         elif depth < _MAX_DEPTH:
-            todo += [(part, seen, depth + 1) for part, seen in inner]
+            todo += [(part, env_of_part, depth + 1) for part, env_of_part in inner]
 
 
 def _inside(expr: ast.expr) -> list[ast.expr]:

@@ -104,8 +104,8 @@ def _spelled(factor: ast.expr | None, env: Env) -> str:
 
 def is_prepared(event: Event, window: LoopWindow) -> bool | None:
     """True if Accelerate wraps a schedule and so steps it once per update, None if unknown."""
-    made = window.around.calls
-    calls = [*made.get("prepare", ()), *made.get("prepare_scheduler", ())]
+    by_name = window.around.calls
+    calls = [*by_name.get("prepare", ()), *by_name.get("prepare_scheduler", ())]
     if event.receiver is None or isinstance(event.receiver, ast.Subscript):
         return None
     name = text(event.receiver).rpartition(".")[2]

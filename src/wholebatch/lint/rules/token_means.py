@@ -103,8 +103,8 @@ def _in_frameworks(file: File) -> Iterator[Report]:
             accumulates = framework_accumulates(file)
         else:
             accumulates = "gradient_accumulation_steps" in around.words
-        told = "num_items_in_batch" in names_in(*methods)
-        for method in methods if accumulates and not told else ():
+        gets_count = "num_items_in_batch" in names_in(*methods)
+        for method in methods if accumulates and not gets_count else ():
             env = flat_env(ast.walk(method))
             means = [n for n in ast.walk(method) if _is_token_mean(n, env, around)]
             if means:
@@ -117,8 +117,8 @@ def _is_token_mean(node: ast.AST, env: Env, around: Surroundings) -> bool:
     if by is not None:
         return bool(LOSS_NAME.search(text(node))) and _is_mask_sum(by, env)
     if isinstance(node, ast.Attribute) and node.attr == "loss":
-        made = [node.value, *(d.expr for d in env.get(text(node.value), ()))]
-        return any(isinstance(m, ast.Call) and _is_language_model(m, around) for m in made)
+        makers = [node.value, *(d.expr for d in env.get(text(node.value), ()))]
+        return any(isinstance(m, ast.Call) and _is_language_model(m, around) for m in makers)
     return isinstance(node, ast.Call) and (
         _ignores_labels(node, around) or last_part(node.func) in _MASKED_MEANS
     )
@@ -143,8 +143,8 @@ def _token_mean(chain: Chain, window: LoopWindow) -> ast.AST | None:
     call = chain.base_call
     if call is None:
         return None
-    made = [call, *(m for m, _ in window.makers(text(call.func), chain.base_env))]
-    if any(_ignores_labels(m, window.around) for m in made) and not _has_one_label(call):
+    makers = [call, *(m for m, _ in window.makers(text(call.func), chain.base_env))]
+    if any(_ignores_labels(m, window.around) for m in makers) and not _has_one_label(call):
         return chain.base
     is_masked = last_part(call.func) in _MASKED_MEANS or _is_language_model(call, window.around)
     return chain.base if is_masked else None
@@ -164,9 +164,9 @@ def _is_mask_sum(expr: ast.expr, env: Env, depth: int = 0) -> bool:
         owner = expr.func.value if isinstance(expr.func, ast.Attribute) else None
         inner = [owner] if owner is not None and dotted(owner) != "torch" else expr.args[:1]
     name = dotted(expr)
-    made = [(d.expr, d.env) for d in env.get(name or "", ()) if dotted(d.expr) != name]
-    made += [(part, env) for part in inner]
-    return any(_is_mask_sum(part, where, depth + 1) for part, where in made)
+    parts = [(d.expr, d.env) for d in env.get(name or "", ()) if dotted(d.expr) != name]
+    parts += [(part, env) for part in inner]
+    return any(_is_mask_sum(part, where, depth + 1) for part, where in parts)
 
 
 def _ignores_labels(call: ast.Call, around: Surroundings) -> bool:
