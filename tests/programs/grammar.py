@@ -110,7 +110,7 @@ def _right(draw: Any) -> Program:
         style=_pick(draw, STYLES),
         names=_pick(draw, ["short", "long", "strange", "globals"]),
         optimizer=optimizer,
-        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer),
+        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer, way),
         clip=_clip(draw, way, model, optimizer),
         close=close,
         memory="none" if way == "gradient" or optimizer in ("hooked", "two") else _memory(draw),
@@ -226,9 +226,10 @@ def _optimizer(draw: Any, model: str) -> str:
     return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
-def _scheduler(draw: Any, event: str, optimizer: str) -> str:
+def _scheduler(draw: Any, event: str, optimizer: str, way: str) -> str:
     kinds = ["none", "exponential", "step", "lambda", "cosine", "restarts", "one cycle", "cyclic"]
     kinds += ["polynomial", "several", "warmup", "chained"]
+    kinds += ["list"] if way != "gradient" and event != "resume" else []
     kinds += ["momentum cycle"] if optimizer in ("momentum", "adamw", "adamw fused") else []
     if event == "rate":
         return "none"

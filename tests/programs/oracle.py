@@ -167,9 +167,10 @@ def _optimizer(program: Program, model: nn.Module, scope: Any) -> torch.optim.Op
     return made
 
 
-def _scheduler(program: Program, optimizer: torch.optim.Optimizer) -> Any:
-    text = SCHEDULERS.get(program.scheduler, "None")
-    return eval(text, {"torch": torch, "optimizer": optimizer})
+def _schedulers(program: Program, optimizer: torch.optim.Optimizer) -> list[Any]:
+    text = SCHEDULERS.get(program.scheduler, "[]")
+    made = eval(text, {"torch": torch, "optimizer": optimizer})
+    return made if isinstance(made, list) else [made]
 
 
 def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:
@@ -191,7 +192,7 @@ def _train(
     if program.model == "batchnorm" and not program.is_whole:
         model.eval()  # batchnorm="freeze"
     optimizer = _optimizer(program, model, scope)
-    scheduler = _scheduler(program, optimizer)
+    schedulers = _schedulers(program, optimizer)
     ema = torch.optim.swa_utils.AveragedModel(model) if "ema" in program.close else None
     if program.event == "thaw":
         thawed = next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
@@ -210,8 +211,8 @@ def _train(
             window.update(_update(program, model, optimizer, batch, scope))
             if ema is not None:
                 ema.update_parameters(model)
-            if scheduler is not None:
-                scheduler.step(*([window["loss"]] if program.scheduler == "plateau" else []))
+            for one in schedulers:
+                one.step(*([window["loss"]] if program.scheduler == "plateau" else []))
         window["update"] = updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]
         all_of = [*model.parameters(), *(scope["judge"].parameters() if program.joint else ())]

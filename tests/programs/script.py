@@ -87,6 +87,8 @@ SCHEDULERS = {
     "chained": "torch.optim.lr_scheduler.ChainedScheduler([\n"
     "    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
     "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])",
+    "list": "[torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
+    "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]",
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
 }
 _TRACED = """from wholebatch.compile.execute_mode import ExecutePlan

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from wholebatch.checks.check import Answer, Check, MicroBatch
-from wholebatch.coupled.mean_units import MeanUnits, is_mean_times_units
+from wholebatch.coupled.last_reduction import without_units
+from wholebatch.coupled.mean_units import MeanUnits
 
 
 class UnitsOfMeans(Check):
@@ -35,8 +36,9 @@ class UnitsOfMeans(Check):
         return None
 
     def micro_batch(self, micro: MicroBatch) -> Answer:
-        if micro.is_mean or is_mean_times_units(micro.reductions, micro.number):
-            self._means.add(micro.reductions, micro.number)
+        mean = without_units(micro.reductions, micro.number)
+        if micro.is_mean or mean is not None:
+            self._means.add(mean or micro.reductions, micro.number)
         return None
 
     def addition(self) -> Answer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -123,6 +123,16 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
             yield Reduction("unknown", name, (), scales)
 
 
+def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] | None:
+    """Return the terms of a mean that was multiplied by its units (`wb.mean_loss`), or None."""
+    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
+    if not terms or len(outermost) < len(terms):
+        return None
+    if all(one.operation == "multiplied" and math.isclose(one.by, units) for one in outermost):
+        return [replace(term, scales=term.scales[1:]) for term in terms]
+    return None
+
+
 def _is_by_sample(node: Any) -> bool:
     """True if the other factor, or the divisor, is a tensor of its own number for each sample."""
     try:
@@ -158,6 +168,9 @@ def step_division(
     a weight (the square of a temperature of 2, in 4 steps). A sum is looked at if the loss is given
     as a sum over `units` (None: as a mean).
     """
+    mean = None if units is None else without_units(terms, float(units))
+    if mean is not None:
+        terms, units = mean, None
     for number in sorted(set(steps)):
         found = {_scale_by(term, number, units) for term in terms}
         if number < 2 or not found or None in found:

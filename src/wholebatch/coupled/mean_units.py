@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wholebatch.coupled.last_reduction import Reduction, last_reductions
+from wholebatch.coupled.last_reduction import Reduction, last_reductions, without_units
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import Loss, Terms, terms_of
 from wholebatch.warn_user import warn_user
@@ -57,8 +57,9 @@ class MeanUnits:
         """Compare the means among the terms of a loss; then the next micro-batch begins."""
         for term in terms_of(loss).values():
             reductions, units = last_reductions(term.total), float(term.units)
-            if is_mean_times_units(reductions, units):
-                self.add(reductions, units)
+            mean = without_units(reductions, units)
+            if mean is not None:
+                self.add(mean, units)
         self.end_micro_batch()
 
     def _warn(self, first: float, over: float) -> None:
@@ -72,14 +73,6 @@ class MeanUnits:
                 'episode), nothing is wrong; warnings.filterwarnings("ignore", "micro-batches '
                 'count the same") silences this warning'
             )
-
-
-def is_mean_times_units(terms: Sequence[Reduction], units: float) -> bool:
-    """True for a mean that is given as a sum, times its units (`wb.mean_loss`)."""
-    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
-    return len(outermost) == len(terms) > 0 and all(
-        scale.operation == "multiplied" and math.isclose(scale.by, units) for scale in outermost
-    )
 
 
 def _is_by_sample(term: Reduction, units: float) -> bool:
