@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
+from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.forward_state import replaced_attributes, version_of
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -62,6 +63,7 @@ class Guards:
         self._manager = self._captured(model, micro)
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._outside = [(name, one) for name, one in self._inputs if id(one) not in own]
+        self._inputs.clear()
         self._watched: list[tuple[str, Tensor, int]] = []
 
     def hold(self, model: nn.Module, micro: Any) -> bool:
@@ -129,6 +131,7 @@ class Guards:
                 _dynamo_settings(),
                 calls_for_guards(),
                 _without_gradients(model),
+                self._hooks.without_requires_grad(),
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")  # Dynamo's, about what it cannot follow.
@@ -215,21 +218,41 @@ class _Hooks:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._parts = [(one._modules, list(one._modules.values())) for one in modules]
-        self._of_modules = {
-            id(held) for one in modules for name, held in vars(one).items() if "_hooks" in name
-        }
+        all_hooks = [
+            held
+            for one in modules
+            for name, held in vars(one).items()
+            if name.endswith("_hooks") and isinstance(held, dict)
+        ]
+        self._before = [(hooks, list(hooks.items())) for hooks in all_hooks if hooks]
+        self._of_modules = set(map(id, all_hooks))
         self._empty: list[Any] = []
+
+    @contextmanager
+    def without_requires_grad(self) -> Iterator[None]:
+        """Take out hooks that require gradients: Dynamo cannot follow them. They read nothing."""
+        for hooks, before in self._before:
+            if all(only_requires_grad(hook) for _, hook in before):
+                hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, before in self._before:
+                hooks.update(before)
 
     def take(self, hooks: Any) -> bool:
         """True if they are a module's of this model: then `hold` looks for new ones from now on."""
-        if id(hooks) in self._of_modules:
+        known = id(hooks) in self._of_modules
+        if known and not any(hooks is one for one, _ in self._before):
             self._empty.append(hooks)
-        return id(hooks) in self._of_modules
+        return known
 
     def hold(self) -> bool:
         """True if no module has got a hook, and all are the same ones."""
-        return not any(self._empty) and all(
-            [*parts.values()] == before for parts, before in self._parts
+        return (
+            not any(self._empty)
+            and all([*hooks.items()] == before for hooks, before in self._before)
+            and all([*parts.values()] == before for parts, before in self._parts)
         )
 
 
@@ -317,15 +340,27 @@ def _written(effects: Any, loss: Any) -> str | None:
         if not kind.endswith("Existing"):
             continue  # The code has made it itself.
         source = getattr(variable, "source", None)
-        name = "a variable" if source is None else _plain_name(_name_of(source), loss)
+        path = "" if source is None else _name_of(source)
+        if path.startswith(_MICRO_BATCH) and _only_removes(variable):
+            continue  # `micro.pop("labels")`: the next one has its own.
+        name = _plain_name(path, loss) if path else "a variable"
         changed = effects.store_attr_mutations.get(variable, {})
+        if not changed:
+            return name  # A container, whose values may be any.
         owner = getattr(variable, "value", None)
         fields = [field for field, to in changed.items() if not _is_as_before(owner, field, to)]
-        if fields and hasattr(owner, "__dict__"):
-            return f"{name}.{fields[0]}"
-        if fields or not changed:
-            return name
+        if fields:
+            return f"{name}.{fields[0]}" if hasattr(owner, "__dict__") else name
     return None
+
+
+def _only_removes(variable: Any) -> bool:
+    """True if nothing is left in this dictionary but what was in it."""
+    items, before = (getattr(variable, name, None) for name in ("items", "original_items"))
+    if not isinstance(items, dict) or not isinstance(before, dict):
+        return False
+    kept = [(before.get(getattr(key, "vt", key)), value) for key, value in items.items()]
+    return all(was is not None and was.unwrap() is value.unwrap() for was, value in kept)
 
 
 _MISSING = object()

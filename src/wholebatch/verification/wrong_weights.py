@@ -47,13 +47,13 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
         divisor = max(reading.divisor for row in terms for reading in row)
         own = replace(counts, divisor=divisor)
         tables = [
-            [(one, list(wrong_weights(weights.rows(one.units), own))) for one in row]
+            [(reading, list(wrong_weights(weights.rows(reading.units), own))) for reading in row]
             for row in terms
         ]
         findings: dict[str, Finding] = {}
         for number, (key, words, _) in enumerate(tables[0][0][1]):
             fits = key not in findings and all(
-                any(one.apart(table[number][2]) <= limit for one, table in row)
+                any(reading.apart(table[number][2]) <= limit for reading, table in row)
                 for row, is_wrong in zip(tables, are_wrong, strict=True)
                 if is_wrong or key in _CONSTANT
             )
@@ -63,7 +63,7 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
             ):
                 findings[key] = Finding(key, words)
         if findings:
-            return sorted(findings.values(), key=lambda one: _ORDER.index(one.key))
+            return sorted(findings.values(), key=lambda finding: _ORDER.index(finding.key))
     return []
 
 
@@ -104,7 +104,7 @@ def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
     else:
         yield "other-units", own, [1 / u / ranks if u else 0.0 for u in every]
     for name, counted in counts.others.items():
-        by = [one / (sum(row) or 1.0) / ranks for row in counted for one in row]
+        by = [count / (sum(row) or 1.0) / ranks for row in counted for count in row]
         over = [1 / (sum(row) or 1.0) / ranks for row in counted for _ in row]
         yield "other-units", f"mean losses weighed by {name}", by
         yield (
@@ -128,8 +128,9 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     def mean(times: float = 1.0) -> list[float]:
         return [times * unit / total for unit in row]
 
+    nominals = counts.nominals
     if count == usual == 1 and counts.divisor > 2:
-        words = f"the loss is divided by {counts.divisor}"
+        nominals, words = [], f"the loss is divided by {counts.divisor}"
         yield "stepped-every-micro-batch", words, means(counts.divisor)
     is_first_alone = counts.number == 1 and count == 1 < usual
     if is_first_alone:
@@ -138,23 +139,23 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     yield "not-divided", "mean losses added", means(1)
     yield "not-divided", "sums added", list(row)
     yield "not-divided", f"the mean, times {count}", mean(size)
-    for by in counts.nominals:
+    for by in nominals:
         if by != count and not is_first_alone:
             yield "nominal-count", f"mean losses divided by {by}", means(by)
             yield "nominal-count", f"the mean, times {count}/{by}", mean(size / by)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", means(size)
     own = [unit / (sum(row) or 1.0) for unit in row]
     yield "mean-of-means", "each rank's own mean, averaged over the ranks", own
-    for by in counts.nominals:
-        for one, other in ((count, count), (count, by), (by, by)):
-            yield "divided-twice", f"mean losses divided by {one}·{other}", means(one * other)
+    for by in nominals:
+        for first, second in ((count, count), (count, by), (by, by)):
+            yield "divided-twice", f"mean losses divided by {first}·{second}", means(first * second)
         for times in (count, by):
             yield "divided-twice", f"the mean divided by {times}", mean(1 / times)
     words = f"by {count} after every backward, with all gradients so far"
     yield "divided-twice", words, [size ** -float(size - place) for place in range(size)]
     for key, place in (("only-the-last", -1), ("only-the-first", 0)) if count > 1 else ():
         kept, unit = place % size, row[place]
-        divided = {f"its mean / {by}": 1 / by for by in (count, *counts.nominals)}
+        divided = {f"its mean / {by}": 1 / by for by in (count, *nominals)}
         alone = {"its mean": 1.0, "its sum": unit, "its share of the units": unit / total}
         for words, weight in (alone | divided).items():
             yield key, words, [weight * (at == kept) for at in range(size)]
