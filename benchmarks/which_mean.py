@@ -59,8 +59,7 @@ def _preference(loss: str, name: str, over: str, others: str, write: str) -> Row
 
 def rows() -> list[Row]:
     """The losses of the table."""
-    averaged = "mean per micro-batch, averaged"
-    pairs_of = "mean over the pairs of a micro-batch, averaged"
+    averaged = "per micro-batch"
     return [
         _policy(
             "DAPO, PPO",
@@ -99,10 +98,10 @@ def rows() -> list[Row]:
             "prompts, each a mean over its sequences",
             f"{averaged}; right with equally large groups",
         ),
-        _preference("DPO", "dpo", "pairs", f"TRL: {pairs_of}", "wb.losses.dpo_loss(…)"),
-        _preference("IPO", "ipo", "pairs", f"TRL: {pairs_of}", "wb.losses.ipo_loss(…)"),
-        _preference("SimPO", "simpo", "pairs", f"TRL: {pairs_of}", "wb.losses.simpo_loss(…)"),
-        _preference("ORPO", "orpo", "pairs", pairs_of, "wb.losses.orpo_loss(…)"),
+        _preference("DPO", "dpo", "pairs", f"TRL: {averaged}", "wb.losses.dpo_loss(…)"),
+        _preference("IPO", "ipo", "pairs", f"TRL: {averaged}", "wb.losses.ipo_loss(…)"),
+        _preference("SimPO", "simpo", "pairs", f"TRL: {averaged}", "wb.losses.simpo_loss(…)"),
+        _preference("ORPO", "orpo", "pairs", averaged, "wb.losses.orpo_loss(…)"),
         _preference(
             "ORPO, likelihood over tokens",
             "orpo, tokens",
@@ -118,7 +117,7 @@ def rows() -> list[Row]:
             "wb.Coupled(encode, wb.losses.kto_loss)",
         ),
         _preference(
-            "reward model", "reward", "pairs", f"TRL: {pairs_of}", "wb.losses.reward_loss(…)"
+            "reward model", "reward", "pairs", f"TRL: {averaged}", "wb.losses.reward_loss(…)"
         ),
         _preference(
             "GKD, logit distillation",
