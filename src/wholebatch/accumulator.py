@@ -237,24 +237,24 @@ class Accumulator(LoopWindows):
         """
         with self._turn:
             refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
-            is_last = self._begin_backward(last)
+            reduces = self._begin_backward(last) and not more
+            ledger, checks = self._ledger, self._checks
             progress, loop = self._progress, self._progress.loop
-            if self._checks.active and not self._ledger.added.owners:
-                self._watch()
             if loop is not None and loop.joint.are_several:
                 used = total if mean is None else mean
                 loop.joint.refuse_moved(self, lambda: parameters_below(used))
-            reduces = is_last and not more
-            place: Any = {"in_parts": self._in_parts, "steps": self._planned_steps}
-            if isinstance(total, Terms) and self._ledger.known is not None:
-                self._checks.check(total, **place)
-                self._ledger.add_loss(total, last=reduces, counts=progress.counts)
+            has_terms = isinstance(total, Terms) and ledger.known is not None
+            summed, count = (None, 1) if has_terms else sum_and_units(total, units, mean)
+            if checks.are_asked or isinstance(total, Loss | Terms):
+                if not ledger.added.owners:
+                    self._watch()
+                where: Any = {"in_parts": self._in_parts, "steps": self._planned_steps}
+                checks.check(total, count, mean=mean, **where)
+            if summed is None:
+                ledger.add_loss(cast(Terms, total), last=reduces, counts=progress.counts)
             else:
-                summed, of = sum_and_units(total, units, mean)
-                if self._checks.active or self._checks.tests_units or isinstance(total, Loss):
-                    self._checks.check(total, of, mean=mean, **place)
-                self._ledger.add(summed, of, last=reduces, counts=progress.counts)
-            self._ledger.added.are_units_given = True
+                ledger.add(summed, count, last=reduces, counts=progress.counts)
+            ledger.added.are_units_given = True
             return self._end_backward(more)
 
     def run(

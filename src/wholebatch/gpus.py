@@ -46,7 +46,7 @@ def find_gpu(text: str) -> Gpu:
     def key(name: str) -> str:
         return re.sub(r"nvidia|geforce|tesla|rtx|gi?b|[^a-z0-9]", "", name.lower())
 
-    found = [gpu for gpu in GPUS if key(gpu.name) == key(text)]
-    if not found:
+    matches = [gpu for gpu in GPUS if key(gpu.name) == key(text)]
+    if not matches:
         raise OptionError(f"{text}: must be one of {', '.join(gpu.name for gpu in GPUS)}")
-    return found[0]
+    return matches[0]

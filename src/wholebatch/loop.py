@@ -368,11 +368,15 @@ class Loop:
     def _leave_item(self, member: Member) -> None:
         """End the body of the loop. A body without a backward counts as an item too."""
         progress = member._progress
+        if progress.loop is not self:
+            raise WindowError(_NESTED)
+        if progress.state is State.DONE or progress.state is State.BETWEEN:
+            return
         if progress.state is State.MORE:
             member._ledger.added.end_micro_batch()
         if progress.state is State.WINDOW_GONE:
             progress.leave_item()
-        elif progress.is_item_open and progress.end_item():
+        elif progress.end_item():
             member._end_unused()
 
     def _items_of_window(self, lead: Member | None) -> Iterator[Any]:
@@ -390,8 +394,6 @@ class Loop:
         self.joint.unguard()
         self._latest_item = item
         yield item
-        if any(member._progress.loop is not self for member in self.members):
-            raise WindowError(_NESTED)
         for member in self.members:
             self._leave_item(member)
 

@@ -117,7 +117,7 @@ class LoopWindows(HasLedger):
             self._ledger.added.more_of_micro_batch = True
             self._progress.expect_more()
             return None
-        if self._checks.active or self._checks.tests_units:
+        if self._checks.are_asked:
             self._checks.end_micro_batch()
         if self._progress.counts:
             self._ledger.added.end_micro_batch()
@@ -129,9 +129,9 @@ class LoopWindows(HasLedger):
         return not self._progress.is_whole or self._ledger.sync.ranks > 1
 
     @property
-    def _planned_steps(self) -> int:
-        """The number of micro-batches of the window; 0 if it is not known before its end."""
-        return self._progress.size if self._knows_steps else 0
+    def _planned_steps(self) -> tuple[int, ...]:
+        """The number of micro-batches of the window; empty if it is not known before its end."""
+        return (self._progress.size,) if self._knows_steps else ()
 
     def _watch(self) -> None:
         """Check the forwards of a first window in parts; none with collectives is repeated."""

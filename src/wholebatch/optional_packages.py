@@ -30,5 +30,5 @@ def require(package: str, *, at_least: str, extra: str, purpose: str) -> str:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match.group().split("."))) if match else ()

@@ -186,10 +186,18 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Close):
-            flat.update((one, getattr(value, one)) for one in _CLOSE if one in _given_fields(value))
+            flat.update(
+                (option, getattr(value, option))
+                for option in _CLOSE
+                if option in _given_fields(value)
+            )
         elif isinstance(value, Memory):
             parts = {"memory": value.budget, "optimizer_state": value.optimizer_state}
-            flat.update((one, part) for one, part in parts.items() if part not in (None, "device"))
+            flat.update(
+                (option, value_of)
+                for option, value_of in parts.items()
+                if value_of not in (None, "device")
+            )
         elif isinstance(value, Samples):
             flat.update(micro_batch=value.micro_batch, static=value.static)
             flat.update({} if value.batch_size is None else {"batch_size": value.batch_size})

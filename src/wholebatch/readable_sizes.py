@@ -64,13 +64,13 @@ def percent(value: float) -> str:
     return f"{value:.1e}" if value < 0.001 else f"{value:.2%}"
 
 
-def precision_meant(given: object, names: Iterable[str]) -> str:
+def precision_meant(precision: object, names: Iterable[str]) -> str:
     """Return which of our precisions another library's name means, in words; else nothing.
 
     >>> precision_meant("bf16-mixed", ["full", "bf16"]), precision_meant("int4", ["full"])
     (' (did you mean bf16?)', '')
     """
-    text = str(given).removeprefix("torch.").removesuffix("-mixed").removesuffix("-true")
+    text = str(precision).removeprefix("torch.").removesuffix("-mixed").removesuffix("-true")
     text = text.replace("bfloat", "bf").replace("float", "fp")
     name = {"16": "fp16", "half": "fp16", "32": "full", "fp32": "full"}.get(text, text)
     return f" (did you mean {name}?)" if name in names else ""

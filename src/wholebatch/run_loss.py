@@ -52,15 +52,14 @@ class RunFunctions:
             "audit": audit,
             "untouched": untouched,
         }
-        self._functions: dict[Any, RunLoss] = {}
+        self._functions: list[RunLoss] = []
 
     def __getitem__(self, loss: Callable[[Any], Any]) -> RunLoss:
-        known = self._functions.get(_key_of(loss))
-        if known is None:
+        for function in self._functions:
             # A lambda that is made in the loop is another object each time, and the same function.
-            same = (run for run in self._functions.values() if _is_same(run.loss, loss))
-            known = next(same, None)
-        return known or self.prepare(loss)
+            if function.loss is loss or _identity(function.loss) == _identity(loss):
+                return function
+        return self.prepare(loss)
 
     def prepare(
         self, loss: Callable[[Any], Any], reads: Callable[..., Any] | None = None
@@ -72,46 +71,26 @@ class RunFunctions:
                 "its own test and graph: define the function once, before the loop, and pass what "
                 "changes in the micro-batch"
             )
-        function = RunLoss(loss, self._ledger, reads=reads, **self._options)
-        self._functions[_key_of(loss)] = function
-        return function
+        self._functions.append(RunLoss(loss, self._ledger, reads=reads, **self._options))
+        return self._functions[-1]
 
     def clear(self) -> None:
         """Forget all functions: their graphs leave the device's memory."""
         self._functions.clear()
 
 
-def _key_of(loss: object) -> Any:
-    """Return the function itself, or the id of one that has no hash (a dataclass)."""
-    try:
-        hash(loss)
-    except TypeError:
-        return id(loss)
-    return loss
-
-
-def _is_same(known: Any, given: Any) -> bool:
-    """True if two functions have the same code, and now read the same objects."""
-    if isinstance(known, functools.partial) and isinstance(given, functools.partial):
-        is_same = known.keywords.keys() == given.keywords.keys() and _are_same(
-            (*known.args, *known.keywords.values()),
-            (*given.args, *(given.keywords[name] for name in known.keywords)),
-        )
-        return is_same and _is_same(known.func, given.func)
-    if not (isinstance(known, FunctionType) and isinstance(given, FunctionType)):
-        return known is given
-    return known.__code__ is given.__code__ and _are_same(_read_by(known), _read_by(given))
-
-
-def _are_same(known: Sequence[Any], given: Sequence[Any]) -> bool:
-    return len(known) == len(given) and all(a is b for a, b in zip(known, given, strict=True))
-
-
-def _read_by(function: FunctionType) -> list[Any]:
-    """Return the objects that a function reads beside its arguments."""
-    cells = function.__closure__ or ()
+def _identity(function: Any) -> list[Any]:
+    """Return the ids of a function's code and of the objects that it reads now."""
+    if isinstance(function, functools.partial):
+        named = [(name, id(value)) for name, value in sorted(function.keywords.items())]
+        return [*_identity(function.func), *map(id, function.args), *named]
+    if isinstance(function, MethodType):
+        return [id(function.__self__), *_identity(function.__func__)]
+    if not isinstance(function, FunctionType):
+        return [id(function)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return [function.__globals__, *defaults, *(_contents(cell) for cell in cells)]
+    cells = map(_contents, function.__closure__ or ())
+    return list(map(id, (function.__code__, function.__globals__, *defaults, *cells)))
 
 
 def _contents(cell: CellType) -> Any:
@@ -157,7 +136,7 @@ class RunLoss:
             sync if sync.counts_must_agree else None,
             enabled=audit,
             shares_forwards=not sync.runs_alone,
-            given=nn.ModuleList(models),
+            owned=nn.ModuleList(models),
         )
         this = proxy(self)
         self._step = MicroStep(
@@ -169,12 +148,11 @@ class RunLoss:
             execute=execute,
             audit=audit,
             untouched=untouched,
-            read_loss=self._test.read,
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
         self._replicas = [
-            one for m in models for one in m.modules() if isinstance(one, DistributedDataParallel)
+            m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
         ]
         self.executor.guard(lambda _, micro: loss(micro["micro"]), lambda: this.as_read())
 
@@ -185,8 +163,8 @@ class RunLoss:
         with ExitStack() as stack:
             if dtype is not None:
                 stack.enter_context(torch.autocast(self._kind, dtype=dtype))
-            for one in self._replicas:  # call the module inside of DDP directly
-                stack.enter_context(replaced_attributes(one, forward=one.module))
+            for replica in self._replicas:  # call the module inside of DDP directly
+                stack.enter_context(replaced_attributes(replica, forward=replica.module))
             yield
 
     def __call__(self, micro: Any, place: Place) -> Loss:
@@ -212,7 +190,7 @@ class RunLoss:
         is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
-            self._step.means.begin_window()
+            self._step.begin_window()
         elif self._unmoved is not None and place.last:
             self._unmoved.check()
         begins = is_first and place.in_parts
@@ -228,9 +206,10 @@ class RunLoss:
         def run(few: Any) -> Any:
             return self._call(None, {**call, "micro": few})
 
-        if is_tested and (place.last or place.position >= self._test.turn % max(place.steps, 1)):
-            data = WindowData(call["micro"], [call["micro"]], steps=[place.steps])
-            self._test.test(run, data)
+        if is_tested and (
+            place.last or place.position >= self._test.turn % max(place.steps, default=1)
+        ):
+            self._test.test(run, WindowData(call["micro"], [call["micro"]]))
         if begins and is_tested and is_alone and not place.last:
             self._unmoved = UnmovedLoss(self.modules, run, call["micro"])
         if self._gathered is not None:
@@ -284,7 +263,7 @@ def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:
     more = []
     values = level = [loss]
     for _ in range(_LEVELS):
-        level = [one for value in level if isinstance(value, _FUNCTIONS) for one in inside(value)]
+        level = [held for value in level if isinstance(value, _FUNCTIONS) for held in inside(value)]
         values = [*values, *level]
     for module in values:
         if isinstance(module, nn.Module) and known.isdisjoint(module.modules()):

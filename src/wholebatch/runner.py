@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
+from wholebatch.checks.divided_by_steps import DividedBySteps
+from wholebatch.checks.loop_checks import LoopChecks
+from wholebatch.checks.mean_units import UnitsOfMeans
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
-from wholebatch.coupled.mean_units import MeanUnits
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     refuse_new_norms,
@@ -38,15 +40,14 @@ from wholebatch.loss_functions import LossFunction
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import (
     Loss,
+    OfTheBatch,
     Terms,
     as_loss,
-    refuse_in_parts,
 )
 from wholebatch.window.autocast import Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -67,6 +68,8 @@ class WindowRun:
     """The number of micro-batches that every rank must run; None if ranks may differ."""
     stand_in: Any = None
     """A micro-batch that is not counted, for a rank that has none."""
+    batches: int = 0
+    """The number of batches that a trainer divides its loss by; 0 without a trainer."""
 
 
 class Place(NamedTuple):
@@ -76,8 +79,8 @@ class Place(NamedTuple):
     """The number of micro-batches of its window before it."""
     in_parts: bool
     """True if it is not the whole global batch."""
-    steps: int
-    """The number of micro-batches of the window; 0 if it is not known before its end."""
+    steps: Collection[int]
+    """What a loop may call its accumulation steps; empty if it is not known before the end."""
     last: bool
     """True if its backward is the last one of the window, which reduces the gradients."""
     counts: bool = True
@@ -99,7 +102,6 @@ class MicroStep:
         audit: Refuse a loss that cannot be split, and means over other units.
         untouched: Refuses writes by the loss function to the window.
         prepare: Returns a micro-batch as the loss function gets it, before each eager call.
-        read_loss: Called with each loss that eager code has made, before its backward.
     """
 
     def __init__(
@@ -114,14 +116,13 @@ class MicroStep:
         audit: bool,
         untouched: Untouched,
         prepare: Callable[[Any], Any],
-        read_loss: Callable[[Loss | Terms], object],
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
-        self._audits, self._untouched = audit, untouched
-        self._prepare, self._read_loss = prepare, read_loss
+        self._untouched, self._prepare = untouched, prepare
+        self._has_tested = False  # a loss of a micro-batch that is not the whole batch
+        self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         self._place: Place  # of the micro-batch that a graph or its eager code runs now
-        self.means = MeanUnits()
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
         this = proxy(self)  # no cycle: a deleted WholeBatch is gone at once
@@ -142,6 +143,12 @@ class MicroStep:
         """True if autograd adds every gradient, so that writes of others can be told from it."""
         return self.is_plain or self.executor.is_eager
 
+    def begin_window(self) -> None:
+        """Begin a window, or begin it again."""
+        if self._has_tested:
+            self._laws.end_window()
+        self._laws.begin_window(self._ledger.number)
+
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
         self._place = place
@@ -154,12 +161,10 @@ class MicroStep:
         micro = self._prepare(micro)
         with self._precision.forward():
             loss = as_loss((loss_function or self._loss)(self._model, micro))
-        if place.in_parts and self._audits:
-            if type(loss) is not Loss:
-                refuse_in_parts(loss)
-            if place.counts and is_tested_window(self._ledger.number):
-                self.means.add_loss(loss)
-        self._read_loss(loss)
+        self._has_tested |= place.in_parts
+        if isinstance(loss, OfTheBatch | Terms) or self._laws.are_asked:
+            self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)
+            self._laws.end_micro_batch()
         if self.is_eager:
             self._untouched.check(rates=True)
         self._ledger.add_loss(loss, last=place.last, counts=place.counts)
@@ -218,7 +223,6 @@ class Runner:
             audit=audit,
             untouched=self._untouched,
             prepare=lambda micro: this._on_device(micro),
-            read_loss=self._test.read,
         )
         self.executor = self._step.executor
 
@@ -240,7 +244,6 @@ class Runner:
         batch: Any,
         micros: Sequence[Any],
         layout: Mapping[str, Any],
-        steps: Collection[int] = (),
     ) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         sync = self._ledger.sync
@@ -261,12 +264,12 @@ class Runner:
 
         refuse_new_norms([self._root], self._known_norms)
         name = getattr(function, "__name__", "a function")
-        self._test.test(run, WindowData(batch, micros, layout, steps), outputs=encodes, name=name)
+        self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
 
     @property
-    def is_tested(self) -> bool:
-        """True if the next window is not one of those that are tested."""
-        return not self._test.is_next_due
+    def tests_next_window(self) -> bool:
+        """True if the next window is one of those that are tested."""
+        return self._test.is_next_due
 
     def look_at_padding(self, batch: Any, by: Tokens, layout: Mapping[str, Any]) -> None:
         """Refuse a loss that is another one without padding, or in a row of several sequences."""
@@ -291,8 +294,7 @@ class Runner:
     def begin_window(self, before: ForwardState | None) -> None:
         """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
         self._untouched.forget()
-        if is_tested_window(self._ledger.number):
-            self._step.means.begin_window()
+        self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
         training = [norm for _, norm in self._norms if norm.training]
@@ -327,13 +329,14 @@ class Runner:
         self._prepare(micros)
         ledger, step = self._ledger, self._step
         places, of = how.forwards or len(micros), len(micros)
+        steps = {of, how.batches or of}
         # With several ranks, BatchNorms of an undivided batch run collectives.
         is_eager = step.is_plain or (ledger.sync.ranks > 1 and self.is_undivided())
         run = step.eager if is_eager else step.run
         with self._norms_over_ranks():
             for index in range(places):
                 counts, last = index < of, how.reduces and index == places - 1
-                place = Place(index, self._in_parts, of, last, counts)
+                place = Place(index, self._in_parts, steps, last, counts)
                 if counts:
                     extras = getattr(run(micros[index], place), "extras", None)  # terms have none
                     if extras:
@@ -354,7 +357,7 @@ class Runner:
         is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
         if is_cut:
             layout = {**(self._undivided or {}), "batch_size": None}
-            self.test_window(micros[0], micros, layout, steps=[len(micros)])
+            self.test_window(micros[0], micros, layout)
 
     def is_undivided(self) -> bool:
         """True if the batch must not be split: a layer trains with the statistics of the batch."""

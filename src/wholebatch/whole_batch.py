@@ -92,6 +92,8 @@ class WholeBatch(BatchWindows):
 
     _handover: ClassVar[Handover | None] = None
     """How a trainer that makes the step gets the gradients; None without a trainer."""
+    _batches = 0
+    """The batches of this window, if a trainer gave several."""
 
     def __init__(
         self,
@@ -132,8 +134,7 @@ class WholeBatch(BatchWindows):
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, sync)
         self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
-        keeps = sync.adds_to_parameters  # else weights come and go with each micro-batch
-        self._precision = precisions.choose(precision, target.device.type, keeps=keeps)
+        self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
         self._ledger = ledger
         self._runner = choose_runner(
             model,
@@ -283,17 +284,12 @@ class WholeBatch(BatchWindows):
         """Return all units of a window by term, if `units=` counts them before."""
         return None if self._count is None else self._count(micros)
 
-    def _test(self, batch: Any, micros: Sequence[Any], batches: int = 0) -> None:
-        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split.
-
-        `batches` is how many batches a trainer divides its loss by, if not by the micro-batches.
-        """
+    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
+        """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
         like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
-        self._runner.test_window(
-            like, micros, self._layout, steps={len(micros), batches or len(micros)}
-        )
+        self._runner.test_window(like, micros, self._layout)
 
     @property
     def _meets(self) -> bool:
@@ -320,7 +316,8 @@ class WholeBatch(BatchWindows):
         )
         reduces = self._ledger.sync.ranks == 1 or not alone
         forwards = forwards if self._ledger.sync.counts_must_agree else None
-        self._runner.run(micros, WindowRun(reduces, after, forwards))
+        run = WindowRun(reduces, after, forwards, batches=self._batches)
+        self._runner.run(micros, run)
 
     # --------------------------------------------------------------- the loop
 

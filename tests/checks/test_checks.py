@@ -61,7 +61,7 @@ class Places(Check):
         return None
 
     def micro_batch(self, micro: MicroBatch) -> Answer:
-        self.places.append(f"{micro.number:g} of {micro.steps}")
+        self.places.append(f"{micro.number:g} of {max(micro.steps)}")
         return None
 
     def addition(self) -> Answer:

@@ -173,6 +173,17 @@ def test_slices_within_the_traced_micro_step(joins: bool, monkeypatch: pytest.Mo
     assert distance(models[0].parameters(), models[1].parameters()) <= EXACT
 
 
+@pytest.mark.usefixtures("small_slices")
+def test_logits_that_are_bent_are_part_of_the_graph() -> None:
+    """As Gemma's are."""
+    train = traced(
+        Model(bias=False, bend=lambda x: 30 * torch.tanh(x / 30)).double(), loss=wb.causal_lm
+    )
+    for _ in range(3):
+        train.step(batch(8))
+    assert mode_of(train) == "operations"
+
+
 def test_slices_are_matrix_products_of_a_good_size() -> None:
     assert sliced_cross_entropy.rows_at_once(50304) == 1280
     assert sliced_cross_entropy.rows_at_once(256000) == 1024

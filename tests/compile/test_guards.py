@@ -796,3 +796,14 @@ def test_code_does_not_run_where_torch_compile_is_switched_off() -> None:
     ):
         Guards(loss, nn.Linear(4, 4), torch.randn(3, 4))
     assert not calls
+
+
+def test_a_hook_that_requires_gradients_is_passed_over() -> None:
+    """PEFT and transformers put one on the embeddings, for checkpointing."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4)
+    hook = model[0].register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    guards = Guards(lambda model, x: model(x).sum(), model, x)
+    assert len(model[0]._forward_hooks) == 1
+    assert guards.hold(model, x)
+    hook.remove()
+    assert not guards.hold(model, x)

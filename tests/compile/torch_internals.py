@@ -118,15 +118,25 @@ WINDOW_INTERNALS = (
         "they would run on each micro-batch",
         ("_backward_hooks", "_post_accumulate_grad_hooks"),
     ),
-    Internal("torch", "_foreach_mul_", "one kernel multiplies all gradients", _TEST),
+    Internal(
+        "torch",
+        "_foreach_mul_",
+        "one kernel multiplies all gradients, takes all norms or copies all buffers",
+        _TEST,
+        ("_foreach_norm", "_foreach_copy_"),
+    ),
+    Internal(
+        "torch.autograd",
+        "Variable._execution_engine",
+        "a backward without the checks of torch.autograd.backward: 15% of a tiny micro-step",
+        _TEST,
+    ),
     Internal(
         "torch._dynamo.eval_frame",
         "cached_backends",
         "no hook on all modules where torch.compile is used, of which torch warns",
         _TEST,
     ),
-    Internal("torch", "_foreach_norm", "one kernel takes all norms", _TEST),
-    Internal("torch", "_foreach_copy_", "one kernel copies all buffers", _TEST),
     Internal(
         "torch.nn",
         "Module._apply",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +200,16 @@ def logs(trainer: Any) -> list[dict[str, float]]:
         {name: value for name, value in row.items() if name not in TIMES}
         for row in trainer.state.log_history
     ]
+
+
+def test_the_script_to_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    script = Path(__file__).parents[2] / "examples" / "integrations" / "trl_sft.py"
+    trainer = runpy.run_path(str(script))["trainer"]
+    first, *_, last = (row for row in trainer.state.log_history if "loss" in row)
+    assert last["loss"] < first["loss"]
+    assert last["num_tokens"] > first["num_tokens"] > 0  # counted by the recorded loss
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,20 @@ def test_longer_windows_after_a_right_one(in_loss: Any, after: Any, found: str) 
     assert found_in(watch.verdict) == found, watch.verdict
 
 
+def test_what_would_be_wrong_in_every_window_is_not_named_beside_a_right_one() -> None:
+    """Two means over 4 are half of the mean: "divided twice" in this window alone."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(), wb.watch(model, optimizer) as watch:
+        for count in (4, 4, 2):
+            for x in torch.randn(count, 8, 6):
+                (model(x).square().mean() / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watch.verdict.mistakes == ("nominal-count",)
+    assert "divided twice" not in str(watch.verdict)
+
+
 def test_gradients_of_every_sample_beside_the_loop() -> None:
     """Per-sample gradients for a log are no backward of the loop, and do not end the watch."""
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))

@@ -192,33 +192,33 @@ def _rebuild_dataclass(node: Any, values: list[Any]) -> Any:
     if not changed:
         return node
     # Not dataclasses.replace: it runs __init__ again and loses init=False fields.
-    made = copy.copy(node)
+    copied = copy.copy(node)
     for name, new in changed:
-        object.__setattr__(made, name, new)  # Works for frozen dataclasses too.
-    return made
+        object.__setattr__(copied, name, new)  # Works for frozen dataclasses too.
+    return copied
 
 
 def _rebuild_mapping(node: Mapping[Any, Any], values: list[Any]) -> Any:
     items = dict(zip(node, values, strict=False))
     if not isinstance(node, MutableMapping):
         return type(node)(items)  # type: ignore[call-arg]
-    made = copy.copy(node)
+    copied = copy.copy(node)
     # A class that keeps its items in a dict of its own and has no __copy__ shares that dict with
     # its copy. Writing the new values would then change the caller's batch.
     for key, new in items.items():
         old = node[key]
         if old is new:
             continue
-        made[key] = new
+        copied[key] = new
         if node[key] is new:
-            made[key] = old
+            copied[key] = old
             raise SplitError(
                 f"a batch of type {type(node).__name__}: its copy.copy() shares its items with the "
                 "original; give the class a __copy__ that copies them, or pass a dict"
             )
     for name, new in zip(_list_attributes(node), values[len(items) :], strict=True):
-        setattr(made, name, new)
-    return made
+        setattr(copied, name, new)
+    return copied
 
 
 def to_device(micro: Any, device: torch.device | str | int) -> Any:
@@ -312,11 +312,11 @@ def layout_of(
             return source == ""
         return _has_one_item_per_sample(name, node, size)
 
-    found, structure = flatten(batch, is_leaf)
-    if missing := fixed - {leaf.name for leaf in found}:
-        names = ", ".join(leaf.name for leaf in found) or "none"
+    flat, structure = flatten(batch, is_leaf)
+    if missing := fixed - {leaf.name for leaf in flat}:
+        names = ", ".join(leaf.name for leaf in flat) or "none"
         raise SplitError(f"static={min(missing)!r}: the batch has no such leaf; it has {names}")
-    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size) for leaf in found)
+    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size) for leaf in flat)
     if strict:
         for leaf in leaves:
             if leaf.name not in fixed and not leaf.batched:
@@ -541,13 +541,13 @@ def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf
     """Refuse a tensor with another number of rows; one row is shared by all samples."""
     if size == 1 or not is_array(leaf.value) or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
         return
-    given = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
-    rows = [one.value.shape[0] for one in leaves if is_array(one.value) and one.value.ndim]
+    expected = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
+    rows = [each.value.shape[0] for each in leaves if is_array(each.value) and each.value.ndim]
     is_odd = rows.count(size) == 1 < rows.count(leaf.value.shape[0])  # the first one, not this one
     name = source if is_odd and source != "batch_size=" else leaf.name
     raise SplitError(
-        f"{given}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs one "
-        "row for each sample; check the function that makes the batch (collate_fn). If "
+        f"{expected}, and {leaf.name!r} has {leaf.value.shape[0]}: each tensor of a batch needs "
+        "one row for each sample; check the function that makes the batch (collate_fn). If "
         f"{name!r} is not a value per sample, pass {_as_options(f'static={name!r}')}"
     )
 

@@ -10,7 +10,7 @@ is certain or likely, and what it cannot see. docs/laws.md shows them as a table
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
@@ -50,8 +50,8 @@ class MicroBatch:
     units: Units
     is_mean: bool
     """True if the loss is a mean over its units, False if it is their sum."""
-    steps: int
-    """The number of micro-batches of the window; 0 if it is not known."""
+    steps: Collection[int]
+    """What a loop may call its accumulation steps; empty if it is not known."""
     outputs: Sequence[Tensor]
     """What the models returned, with a row for each sample."""
     models: Sequence[nn.Module]

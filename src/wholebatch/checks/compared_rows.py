@@ -49,18 +49,20 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> Answer
     Row i is linked with row j if the second derivative of the loss by both is not zero. Rows that
     are linked are one group: the loss has as many independent parts as there are groups.
     """
-    outputs = [one for one in outputs if _can_be_differentiated(one, units)]
-    outputs = [one for one in outputs if not _is_below_a_batchnorm(one, outputs)]
+    outputs = [output for output in outputs if _can_be_differentiated(output, units)]
+    outputs = [output for output in outputs if not _is_below_a_batchnorm(output, outputs)]
     if units <= 1 or not outputs:
         return None
-    between = graph_nodes([loss], {one.grad_fn for one in outputs})
+    between = graph_nodes([loss], {output.grad_fn for output in outputs})
     if any(isinstance(node, BackwardCFunction) for node in between):
         return None  # A custom autograd function may change what it has saved.
-    hooks = [one._backward_hooks for one in outputs]  # Fabric refuses a backward that is not its
+    hooks = [
+        output._backward_hooks for output in outputs
+    ]  # Fabric refuses a backward that is not its
     try:
         with emptied(hooks), torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
-            made = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
-            used = [(o, g) for o, g in zip(outputs, made, strict=True) if g is not None]
+            gradients = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
             for size in {len(output) for output, _ in used}:
                 answer = _comparison(size, units, used)
                 if answer is not None:
@@ -127,10 +129,10 @@ def _group_of(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> 
     reached = {len(output): torch.zeros(len(output), dtype=torch.bool) for output, _ in outputs}
     reached[size][row] = True
     for _ in range(_MOST_LINKS):
-        found = _linked_with(reached, outputs)
-        if found is None:
+        linked = _linked_with(reached, outputs)
+        if linked is None:
             return None
-        before, reached = reached, {n: found[n] | rows for n, rows in reached.items()}
+        before, reached = reached, {n: linked[n] | rows for n, rows in reached.items()}
         if all(bool((before[n] == rows).all()) for n, rows in reached.items()):
             break
     return reached[size]
@@ -147,15 +149,15 @@ def _linked_with(
         return None
     tensors = [output for output, _ in outputs]
     moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
-    found = [
-        one.nan_to_num().abs().reshape(len(one), -1).amax(1).cpu()
-        for one in moved
-        if one is not None
+    distances = [
+        distance.nan_to_num().abs().reshape(len(distance), -1).amax(1).cpu()
+        for distance in moved
+        if distance is not None
     ]
-    largest = max((float(one.max()) for one in found), default=0.0)
+    largest = max((float(distance.max()) for distance in distances), default=0.0)
     linked = {size: torch.zeros(size, dtype=torch.bool) for size in rows}
-    for one in found:
-        linked[len(one)] |= one > _LINKED * largest
+    for distance in distances:
+        linked[len(distance)] |= distance > _LINKED * largest
     return linked
 
 

@@ -6,7 +6,7 @@ Your own loop passes its losses, but runs the forwards itself. So only a list of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -85,6 +85,11 @@ class LoopChecks:
         self._have_warned: set[Check] = set()
         self._has_stopped = False
 
+    @property
+    def are_asked(self) -> bool:
+        """True if checks are asked in this window."""
+        return self.active or self.tests_units
+
     def _asked(self) -> list[Check]:
         """Return the checks that are asked in this window."""
         return [
@@ -112,13 +117,13 @@ class LoopChecks:
         *,
         mean: Tensor | None = None,
         in_parts: bool = True,
-        steps: int = 0,
+        steps: Collection[int] = (),
     ) -> None:
         """Refuse a loss with one of the mistakes that are tested.
 
         Give what the entry point was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts`
         is False where this micro-batch is all of its window and there is one rank: any loss is
-        right. `steps` is the number of micro-batches of the window, if it is known.
+        right. `steps` are the numbers that a loop may call its accumulation steps.
         """
         if not self._audits or not in_parts:
             return
@@ -127,15 +132,16 @@ class LoopChecks:
         if not checks:
             return
         if isinstance(total, Loss | Terms):
-            given = [(term.total, term.units) for term in terms_of(total).values()]
+            losses = [(term.total, term.units) for term in terms_of(total).values()]
         else:
-            given = [(one, units) for one in (total if mean is None else mean,) if one is not None]
-        for loss, of in given:
+            summed = total if mean is None else mean
+            losses = [] if summed is None else [(summed, units)]
+        for loss, count in losses:
             if loss.grad_fn is None:
                 continue  # no loss at all, which is refused elsewhere
             micro = MicroBatch(
                 loss,
-                of,
+                count,
                 is_mean=mean is not None or isinstance(total, OfMean),
                 steps=steps,
                 outputs=self._calls.outputs,
@@ -176,7 +182,7 @@ class LoopChecks:
             if answer is None or isinstance(answer, Refused | Warned | AuditFinding):
                 flat.append((check, answer))
             else:
-                flat.extend((check, one) for one in answer)
+                flat.extend((check, each) for each in answer)
         for _, answer in flat:
             if isinstance(answer, Refused):
                 raise answer.error(answer.because)

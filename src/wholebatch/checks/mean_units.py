@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from wholebatch.checks.check import Answer, Check, MicroBatch
-from wholebatch.coupled.mean_units import MeanUnits, is_mean_times_units
+from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
+from wholebatch.coupled.last_reduction import Reduction
+from wholebatch.errors import LossError
+
+_CLOSE = 1e-2  # a number of labels may have been rounded to bfloat16
 
 
 class UnitsOfMeans(Check):
@@ -28,17 +32,76 @@ class UnitsOfMeans(Check):
     windows = "1, 2, 4, 8, …"
 
     def __init__(self) -> None:
-        self._means = MeanUnits()
+        self.window_begins(())
 
     def window_begins(self, models: Sequence[nn.Module]) -> Answer:
-        self._means.begin_window()
+        # Each mean of the window's first micro-batch: what it is over, and its units.
+        self._first: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+        self._backwards = 0  # of the micro-batch
         return None
 
-    def micro_batch(self, micro: MicroBatch) -> Answer:
+    def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
         if micro.is_mean or is_mean_times_units(micro.reductions, micro.number):
-            self._means.add(micro.reductions, micro.number)
-        return None
+            yield from self._compare(micro.reductions, micro.number)
+            self._backwards += 1
 
     def addition(self) -> Answer:
-        self._means.end_micro_batch()
+        self._backwards = 0
         return None
+
+    def _compare(self, terms: Sequence[Reduction], units: float) -> Iterable[Answer]:
+        """Compare the terms of a mean with those of the window's first micro-batch.
+
+        A mean over 4 labels and one over 7 must have units in the proportion 4 : 7. Means over
+        equally many are not judged: one may be a penalty of the weights.
+        """
+        for place, term in enumerate(terms):
+            over = term.divisor
+            if not over or not math.isfinite(over) or units <= 0 or _is_by_sample(term, units):
+                continue
+            key = (self._backwards, len(terms), place, term.node)
+            first, first_units = self._first.setdefault(key, (over, units))
+            proportional = math.isclose(over * first_units, first * units, rel_tol=_CLOSE)
+            # Of labels that are ignored, as many may be left by chance.
+            ignores = term.labels is not None and term.labels < term.count
+            if proportional or (over == first and not ignores):
+                continue
+            if units != 1 or first_units != 1:
+                yield Refused(LossError, _text(term, (first, first_units), (over, units)))
+                continue
+            begin = "micro-batches count the same"
+            yield Warned(
+                f"{begin}: their losses are means over {first:g} and {over:g}, and each has "
+                "units=1. If the loss is a mean over samples or tokens, give their number as "
+                "units=. If each micro-batch is one unit (one graph, one episode), nothing is "
+                f"wrong; {silenced(begin)}"
+            )
+
+
+def is_mean_times_units(terms: Sequence[Reduction], units: float) -> bool:
+    """True for a mean that is given as a sum, times its units (`wb.mean_loss`)."""
+    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
+    return len(outermost) == len(terms) > 0 and all(
+        scale.operation == "multiplied" and math.isclose(scale.by, units) for scale in outermost
+    )
+
+
+def _is_by_sample(term: Reduction, units: float) -> bool:
+    """True for a mean over all elements of as many samples: images of another size, for example."""
+    is_all = term.labels is None or term.labels == term.count
+    return term.kind == "mean" and is_all and term.sizes[:1] == (units,) != term.sizes
+
+
+def _text(term: Reduction, first: tuple[float, float], now: tuple[float, float]) -> str:
+    counted, what = "elements", f"what {term.function} is a mean over"
+    if term.kind == "sum":
+        counted, what = "units", "what its sum is divided by"
+    elif term.labels is not None and term.labels == int(term.labels) <= term.count:
+        counted, what = "labels", f"{what}, (labels != -100).sum() of the labels that it gets"
+    elif term.labels is not None:
+        counted, what = "weights of labels", f"{what}, weight[labels].sum()"
+    return (
+        f"the mean of one micro-batch is over {first[0]:g} {counted}, and that of another over "
+        f"{now[0]:g}, but their units= are {first[1]:g} and {now[1]:g}: the update would not be "
+        f"that of the whole batch. Give as units= {what} (audit=False: leave this check out)"
+    )

@@ -116,11 +116,11 @@ class ModelCalls:
         if self._paused or transforms_active():
             return
         self._depth -= 1
-        given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
-        if self._depth or in_backward() or not given or not torch.is_grad_enabled():
+        inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
+        if self._depth or in_backward() or not inputs or not torch.is_grad_enabled():
             return
-        made = (one for one in tensors_of(output) if one.dim() and one.requires_grad)
-        self.outputs += [one for one in made if len(one) == len(given[0])]
+        outputs = (tensor for tensor in tensors_of(output) if tensor.dim() and tensor.requires_grad)
+        self.outputs += [tensor for tensor in outputs if len(tensor) == len(inputs[0])]
 
     def _note_norm(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, BatchNorm) and module.training and not self._paused:
@@ -157,7 +157,7 @@ class ModelCalls:
             if not result.conclusive:
                 return
             self._called |= inside
-            mixes = any(one.kind not in ("state", "outside") for one in result.findings)
+            mixes = any(finding.kind not in ("state", "outside") for finding in result.findings)
             doubt = _other_dimension(inner, args, kwargs) if mixes else None
         if doubt is None:
             self.findings += result.findings
@@ -187,8 +187,10 @@ def parts_of_call(
     def run(few: Any) -> dict[str, Tensor]:
         rows = len(next(tensor for tensor in tensors_of(few) if tensor.dim()))
         leaves, _ = flatten(module(*few["args"].values(), **few["kwargs"]))
-        made = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
-        return {name: one for name, one in made.items() if one.dim() and len(one) == rows}
+        outputs = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
+        return {
+            name: tensor for name, tensor in outputs.items() if tensor.dim() and len(tensor) == rows
+        }
 
     # A tuple of two arguments would be taken for a list of two samples.
     call = {"args": {str(place): one for place, one in enumerate(args)}, "kwargs": dict(kwargs)}
@@ -206,11 +208,11 @@ def parts_of_call(
 
 def _of_other_rows(args: Any, kwargs: Any) -> list[Tensor] | None:
     """Return the tensors with other rows than the first has; None if that has fewer than two."""
-    given = tensors_of((args, kwargs))
-    rows = next((len(tensor) for tensor in given if tensor.dim()), 0)
+    tensors = tensors_of((args, kwargs))
+    rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
     if rows < 2:
         return None
-    return [tensor for tensor in given if not tensor.dim() or len(tensor) != rows]
+    return [tensor for tensor in tensors if not tensor.dim() or len(tensor) != rows]
 
 
 def _other_dimension(module: nn.Module, args: Any, kwargs: Any) -> str | None:
@@ -242,14 +244,16 @@ def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
             super().__init__()
             self.inner = module
 
-        def forward(self, *given: Any, **named: Any) -> dict[str, Tensor]:
-            rows = len(given[0] if given else next(iter(named.values())))
-            back = [_turned_back(one, rows) for one in given]
-            made = self.inner(*back, **{k: _turned_back(one, rows) for k, one in named.items()})
+        def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            rows = len(args[0] if args else next(iter(kwargs.values())))
+            back = [_turned_back(tensor, rows) for tensor in args]
+            result = self.inner(
+                *back, **{k: _turned_back(tensor, rows) for k, tensor in kwargs.items()}
+            )
             outputs = {
-                str(number): one if len(one) == rows else one.transpose(0, 1)
-                for number, one in enumerate(tensors_of(made))
-                if one.shape[:2].count(rows) == 1  # else either may be that of the samples
+                str(number): tensor if len(tensor) == rows else tensor.transpose(0, 1)
+                for number, tensor in enumerate(tensors_of(result))
+                if tensor.shape[:2].count(rows) == 1  # else either may be that of the samples
             }
             if outputs:
                 sizes.add(rows)
@@ -277,10 +281,10 @@ class _Hook:
     def __init__(self, method: Callable[..., None]) -> None:
         self._method = WeakMethod(method)  # checks that nobody holds any more keep no outputs
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *call: Any) -> None:
         method = None if torch.compiler.is_compiling() else self._method()
         if method is not None:
-            method(*given)
+            method(*call)
 
     def __reduce__(self) -> Any:
         return partial, (_do_nothing,)
@@ -291,5 +295,5 @@ def _itself(value: Tensor) -> Tensor:
     return value
 
 
-def _do_nothing(*given: Any) -> None:
+def _do_nothing(*call: Any) -> None:
     """Stand for a hook in a copy of the model."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.checks.mean_units import is_mean_times_units
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
-from wholebatch.coupled.mean_units import is_mean_times_units
 
 _LOSS = "the loss"
 
@@ -43,7 +43,7 @@ def sum_or_mean(
         terms = list(reductions)
     elif len(reductions) == units > 2:  # one of each unit, which a loop over the samples adds up
         # A loss of as many features may be divided by these.
-        terms = [one for one in reductions if _is_divided_by(one, units) and one.count != units]
+        terms = [term for term in reductions if _is_divided_by(term, units) and term.count != units]
         if len(terms) < units:
             return None
     # One unit may be a sample, whose loss is a mean over its parts: `MeanAsOneUnit` warns.
@@ -52,9 +52,9 @@ def sum_or_mean(
     first, number = terms[0], f"{units:g}"
     if not is_mean and all(_is_mean(term, units) for term in terms):
         is_whole = first.kind == "mean" and len(terms) < units
-        made = "a mean" if is_whole else f"a mean, a sum divided by {number}"
+        what = "a mean" if is_whole else f"a mean, a sum divided by {number}"
         text = (
-            f"total is {made}, and must be the sum over its units={number}: its "
+            f"total is {what}, and must be the sum over its units={number}: its "
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
             f"say that it is a mean: backward(mean=..., units={_over(first, units)})"
         )

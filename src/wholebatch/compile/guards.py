@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
+from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.forward_state import replaced_attributes, version_of
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -129,6 +130,7 @@ class Guards:
                 _dynamo_settings(),
                 calls_for_guards(),
                 _without_gradients(model),
+                self._hooks.without_requires_grad(),
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")  # Dynamo's, about what it cannot follow.
@@ -215,21 +217,41 @@ class _Hooks:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._parts = [(one._modules, list(one._modules.values())) for one in modules]
-        self._of_modules = {
-            id(held) for one in modules for name, held in vars(one).items() if "_hooks" in name
-        }
+        all_hooks = [
+            held
+            for one in modules
+            for name, held in vars(one).items()
+            if name.endswith("_hooks") and isinstance(held, dict)
+        ]
+        self._before = [(hooks, list(hooks.items())) for hooks in all_hooks if hooks]
+        self._of_modules = set(map(id, all_hooks))
         self._empty: list[Any] = []
+
+    @contextmanager
+    def without_requires_grad(self) -> Iterator[None]:
+        """Take out hooks that require gradients: Dynamo cannot follow them. They read nothing."""
+        for hooks, before in self._before:
+            if all(only_requires_grad(hook) for _, hook in before):
+                hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, before in self._before:
+                hooks.update(before)
 
     def take(self, hooks: Any) -> bool:
         """True if they are a module's of this model: then `hold` looks for new ones from now on."""
-        if id(hooks) in self._of_modules:
+        known = id(hooks) in self._of_modules
+        if known and not any(hooks is one for one, _ in self._before):
             self._empty.append(hooks)
-        return id(hooks) in self._of_modules
+        return known
 
     def hold(self) -> bool:
         """True if no module has got a hook, and all are the same ones."""
-        return not any(self._empty) and all(
-            [*parts.values()] == before for parts, before in self._parts
+        return (
+            not any(self._empty)
+            and all([*hooks.items()] == before for hooks, before in self._before)
+            and all([*parts.values()] == before for parts, before in self._parts)
         )
 
 

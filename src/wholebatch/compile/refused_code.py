@@ -25,20 +25,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def _is_traceable_hook(hook: Any) -> bool:
     """True for hooks that leave nothing behind in Python.
 
-    They are `output.requires_grad_(True)`, which PEFT and transformers register on embeddings, and
-    the hooks by which transformers hands the outputs of inner layers to its caller.
+    They are those that require gradients, and the hooks by which transformers hands the outputs of
+    inner layers to its caller.
     """
-    code = getattr(hook, "__code__", None)
-    if code is None:
-        return False
-    model = _require_grad.__code__
-    if (code.co_code, code.co_names, code.co_consts[-1:]) == (
+    return only_requires_grad(hook) or hook.__module__ == "transformers.utils.output_capturing"
+
+
+def only_requires_grad(hook: Any) -> bool:
+    """True for `output.requires_grad_(True)`, which PEFT and transformers put on embeddings."""
+    code, model = getattr(hook, "__code__", None), _require_grad.__code__
+    return code is not None and (code.co_code, code.co_names, code.co_consts[-1:]) == (
         model.co_code,
         model.co_names,
         model.co_consts[-1:],
-    ):
-        return True
-    return str(hook.__module__) == "transformers.utils.output_capturing"
+    )
 
 
 def _require_grad(module: Any, args: Any, output: Any) -> None:

@@ -1,7 +1,7 @@
 """When to test that a loss adds up, on which samples, and on which ranks.
 
-Entry points that run the forward have one `AdditivityTest`, and call it before every split window.
-See `adds_up` for the test itself.
+Entry points that run the forward have one `AdditivityTest`, and call it before every split window:
+choose samples (`WindowData`, `Plan`), compare them with their parts (`adds_up`), refuse the cause.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch.samples import Layout, Leaf, readable_layout, take
+from wholebatch.batch.micro_batches import joined
+from wholebatch.batch.samples import Layout, Leaf, readable_layout
 from wholebatch.coupled.adds_up import (
     SAMPLES,
     UNTESTED,
@@ -28,13 +29,11 @@ from wholebatch.coupled.adds_up import (
 )
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
-from wholebatch.coupled.last_reduction import last_reductions, step_division
 from wholebatch.coupled.normalisation_layers import is_spectral_norm
 from wholebatch.coupled.sample_runs import spread_rows
 from wholebatch.distributed.sync_strategy import Sync
 from wholebatch.errors import UnsupportedError, WholebatchError
-from wholebatch.losses.loss import Loss, OfTheBatch, Terms, as_loss, terms_of
-from wholebatch.warn_user import warn_user
+from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.forward_state import (
     ForwardState,
     capture_random,
@@ -46,7 +45,12 @@ from wholebatch.window.forward_state import (
 from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
+_NOT_TESTED = "the loss was not tested to add up over micro-batches: %s"
 _TRIES = 8
+_NUMBERS = (int, float, str)
+
+
+# --------------------------------------------------------------------- choose samples
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,11 @@ class WindowData:
     batch: Any
     micros: Sequence[Any] = ()
     layout: Mapping[str, Any] = field(default_factory=lambda: {"batch_size": None, "static": ()})
-    steps: Collection[int] = ()
-    """Numbers that a loop may call its accumulation steps: no mean may be divided by them."""
+
+    @property
+    def is_split_by_us(self) -> bool:
+        """False for what acc.run and a trainer are given: its rows may be nodes of a graph."""
+        return len(self.micros) > 1
 
     def samples(self) -> Layout | None:
         """Return the batch, whose samples are tested; None if it cannot be taken apart."""
@@ -65,20 +72,19 @@ class WindowData:
 
     def micro_sizes(self) -> list[int]:
         """Return the numbers of samples of the micro-batches; 1 where it is not known."""
-        return [1 if one is None else one.size for one in map(self._layout, self.micros)]
+        layouts = map(self._layout, self.micros)
+        return [1 if layout is None else layout.size for layout in layouts]
 
     def micro_batch(self, turn: int) -> Layout | None:
         """Return a whole micro-batch, another one at each turn."""
-        if not self.micros:
-            return self.samples()
-        return self._layout(self.micros[turn % len(self.micros)])
+        return self._layout(self.micros[turn % len(self.micros)]) if self.micros else self.samples()
 
     def _layout(self, micro: Any) -> Layout | None:
         return readable_layout(micro, None, self.layout["static"])
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """How many samples of a batch a test runs: in the memory of a micro-batch."""
 
     layout: Layout
@@ -95,13 +101,14 @@ class _Plan:
     @property
     def without_graph(self) -> int:
         """The number of samples whose losses alone are compared: they leave no activations."""
-        return int(
-            min(self.layout.size, max(3, min(2 * self.micro, SAMPLES), self.micro), self.fits)
-        )
+        most = max(3, min(2 * self.micro, SAMPLES), self.micro)
+        return int(min(self.layout.size, most, self.fits))
 
-    @property
-    def most(self) -> int:
-        return max(self.with_graph, self.without_graph)
+    def in_another_order(self) -> Any:
+        """Return samples of which other ones make the parts."""
+        rows = list(reversed(range(self.layout.size)))
+        mixed = [row for start in range(3) for row in rows[start::3]]
+        return self.layout.take(mixed[: self.without_graph])
 
     def fewer_tokens(self) -> Layout | None:
         """Return two samples with half of their tokens, which take the memory of one sample.
@@ -110,15 +117,14 @@ class _Plan:
         """
         values = [leaf.value for leaf in self.layout.leaves if leaf.batched]
         tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 1]
-        ids = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
-        length = ids[0].shape[1] if ids else 0
-        if length < 4:
+        lengths = [t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()]
+        if not lengths or lengths[0] < 4:
             return None
 
         def cut(leaf: Leaf) -> Leaf:
             value = leaf.value
-            if leaf.batched and isinstance(value, Tensor) and value.shape[1:2] == (length,):
-                return replace(leaf, value=value[:, : length // 2])
+            if leaf.batched and isinstance(value, Tensor) and value.shape[1:2] == (lengths[0],):
+                return replace(leaf, value=value[:, : lengths[0] // 2])
             return leaf
 
         return replace(self.layout, leaves=tuple(map(cut, self.layout.leaves)))
@@ -131,49 +137,29 @@ class GatheredSamples:
     class), a mean over the wrong units adds up in all of them, and not over the window.
     """
 
-    def __init__(self) -> None:
-        self._taken: list[Layout] = []
+    def __init__(self, micros: Sequence[Any] = ()) -> None:
+        self._few: list[Any] = []
         self._smallest = SAMPLES
+        for micro in micros:
+            self.add(micro)
 
     def add(self, micro: Any) -> None:
         """Copy the first and the last sample of a micro-batch."""
         layout = readable_layout(micro, None, ())
         if layout is not None:
-            rows = sorted({0, layout.size - 1})
-            taken = [
-                replace(leaf, value=take(leaf.value, rows)) if leaf.batched else leaf
-                for leaf in layout.leaves
-            ]
-            self._taken.append(replace(layout, size=len(rows), leaves=tuple(taken)))
+            self._few.append(layout.take(sorted({0, layout.size - 1})))
             self._smallest = min(self._smallest, layout.size)
 
     def layout(self) -> Layout | None:
         """Return the samples as one batch; None if they have different shapes, or are too few."""
-        count = max(3, min(2 * self._smallest, SAMPLES))
-        number = min(len(self._taken), count)
-        chosen = [self._taken[place] for place in spread_rows(len(self._taken), number)]
-        if number < 2 or len({tuple(leaf.name for leaf in one.leaves) for one in chosen}) > 1:
+        number = min(len(self._few), max(3, min(2 * self._smallest, SAMPLES)))
+        if number < 2:
             return None
-        leaves = []
-        for same in zip(*(one.leaves for one in chosen), strict=True):
-            values = [leaf.value for leaf in same]
-            if len({leaf.batched for leaf in same}) > 1:
-                return None
-            if not same[0].batched:
-                leaves.append(same[0])
-            elif all(isinstance(value, list) for value in values):
-                leaves.append(replace(same[0], value=[item for one in values for item in one]))
-            elif len({_row_of(value) for value in values} - {None}) == 1:
-                leaves.append(replace(same[0], value=torch.cat(values)))
-            else:
-                return None
-        size = sum(one.size for one in chosen)
-        return replace(chosen[0], size=size, leaves=tuple(leaves))
+        whole = joined([self._few[place] for place in spread_rows(len(self._few), number)])
+        return None if whole is None else readable_layout(whole, None, ())
 
 
-def _row_of(value: Any) -> tuple[Any, ...] | None:
-    """Return shape and dtype of a tensor's rows; None if it is no tensor."""
-    return (value.shape[1:], value.dtype) if isinstance(value, Tensor) else None
+# --------------------------------------------------------------------- when, and on which ranks
 
 
 def _parts_and_numbers(model: nn.Module) -> list[Any]:
@@ -181,12 +167,8 @@ def _parts_and_numbers(model: nn.Module) -> list[Any]:
     return [
         (
             module,
-            [
-                (name, one)
-                for name, one in vars(module).items()
-                if isinstance(one, (int, float, str))
-            ],
-            [len(one) for name, one in vars(module).items() if name.endswith("_hooks")],
+            [(n, value) for n, value in vars(module).items() if isinstance(value, _NUMBERS)],
+            [len(hooks) for n, hooks in vars(module).items() if n.endswith("_hooks")],
         )
         for module in model.modules()
     ]
@@ -215,19 +197,20 @@ class AdditivityTest:
         enabled: bool,
         shares_forwards: bool = False,
         off: str = "audit=False",
-        given: nn.Module | None = None,
+        owned: nn.Module | None = None,
     ) -> None:
-        self._given = given
+        self._owned = owned
         self._model, self._sync, self._off = model, sync, off
         self._ranks = 1 if sync is None else sync.ranks
         self._enabled, self._shares_forwards = enabled, shares_forwards
-        self._windows = self._tests = 0
+        self._windows = self.turn = 0
+        """The number of tests so far: each takes another micro-batch."""
         self._tries = _TRIES  # of the first test
         self._as_tested: list[Any] | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
-        self._is_due = False
-        self._unread_steps: Collection[int] = ()
-        self._says_no_gradient = self._says_unreadable = True
+        self.is_due = False
+        """True if the window that has begun is to be tested, and was not yet."""
+        self._says_unreadable = True
         self._most: float = math.inf  # samples that fit into memory, as far as is known
 
     def begin_window(self, changed: bool = False) -> bool:
@@ -238,9 +221,8 @@ class AdditivityTest:
         self._windows += 1
         if self._ranks == 1 and self._is_another(changed):
             self._tries = 1
-        due = self._tries > 0 or is_tested_window(self._windows)
-        self._is_due = self._enabled and due
-        return self._is_due
+        self.is_due = self._enabled and (self._tries > 0 or is_tested_window(self._windows))
+        return self.is_due
 
     def _is_another(self, changed: bool) -> bool:
         """True if the model or what its loss reads is another than at the first test.
@@ -262,20 +244,10 @@ class AdditivityTest:
         """True if the next window is to be tested, unless the model changes before it."""
         return self._enabled and (self._tries > 0 or is_tested_window(self._windows + 1))
 
-    @property
-    def is_due(self) -> bool:
-        """True if the window that has begun is to be tested, and was not yet."""
-        return self._is_due
-
-    @property
-    def turn(self) -> int:
-        """The number of tests so far: each takes another micro-batch."""
-        return self._tests
-
     def test(
         self,
         run: Callable[[Any], Any],
-        samples: WindowData,
+        data: WindowData,
         *,
         outputs: bool = False,
         name: str = "the loss function",
@@ -284,97 +256,89 @@ class AdditivityTest:
 
         `run`, `outputs` and `name` are those of `check_adds_up`.
         """
-        self._is_due, is_first = False, self._tries > 0
-        divisions: list[str | None] = []
-
-        def first(few: Any) -> Any:
-            result = run(few)
-            if not divisions and torch.is_grad_enabled():
-                divisions.append(_division(result, samples.steps))
-            return result
-
-        found = refused_by_type(self._model)
-        layout = samples.samples()
+        self.is_due = False
+        self.turn += 1
+        layout, result = data.samples(), AdditivityResult(conclusive=False)
         if layout is None and self._says_unreadable:
             self._says_unreadable = False
-            _log.warning(
-                "the loss was not tested to add up over micro-batches: a %s cannot be taken apart "
-                "into samples. Give a dict, a tuple or a dataclass of tensors, or run wb.verify",
-                type(samples.batch).__name__,
+            why = (
+                f"a {type(data.batch).__name__} cannot be taken apart into samples. Give a dict, a "
+                "tuple or a dataclass of tensors, or run wb.verify"
             )
-        result = AdditivityResult(conclusive=False)
-        self._tests += 1
+            _log.warning(_NOT_TESTED, why)
         if self._all(layout is not None and layout.size > 1 and self._most > 1):
             assert layout is not None
-            sizes = samples.micro_sizes()
-            is_part = layout.size < sum(sizes)  # a trainer's batches, of which it is one
-            # Samples of several micro-batches may all be long ones: the smallest holds as many.
-            smallest = layout.size if is_part else min(sizes[:-1] or sizes or [layout.size])
-            plan = _Plan(layout, smallest, self._most)
-            check = partial(
-                check_adds_up,
-                self._model,
-                first if is_first else run,
-                names_layers=self._ranks == 1 and not self._shares_forwards,
-                outputs=outputs,
-                name=name,
-                micro_sizes=sizes[:-1],
-                batch=layout,
-                given=self._given,
-            )
-            try:
-                result = self._compare(check, plan, is_first)
-                for other in self._others(samples, layout, plan) if is_first else ():
-                    if not (result.conclusive or result.findings):
-                        result = check(other(), gradients=False)
-            except torch.OutOfMemoryError:
-                self._most = plan.most // 2
-                result = AdditivityResult()
-                _log.warning(
-                    "the loss was not tested to add up over micro-batches: %d samples ran out of "
-                    "memory in the test, and are not tried again",
-                    plan.most,
-                )
-            except Exception as error:  # most often the loss's own, and the step will raise it
-                found += self._not_testable(error, run, samples, outputs)
-            result = self._without_doubtful(result, samples)
-            free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
-            if is_part and self._ranks == 1 and not (self._shares_forwards or outputs):
-                gathered = GatheredSamples()
-                for micro in samples.micros:
-                    gathered.add(micro)
-                found += self._over_micro_batches(run, gathered, layout)
-        if is_first and not divisions:  # no graph was made: the step's own is read
-            self._unread_steps = samples.steps
-        self._end((*found, *result.findings), result.conclusive)
-        for division in divisions:
-            if division is not None:
-                warn_user(division)
+            result = self._result(run, data, layout, outputs=outputs, name=name)
+        by_type = refused_by_type(self._model)
+        self._end((*by_type, *result.findings), result.conclusive)
         if not self._tries and self._ranks == 1:
             self._as_tested = _parts_and_numbers(self._model)
 
-    def _others(
-        self, samples: WindowData, layout: Layout, plan: _Plan
-    ) -> Sequence[Callable[[], Layout | None]]:
-        """Return more samples to compare, where the first ones tell nothing, on one rank.
+    def _result(
+        self,
+        run: Callable[[Any], Any],
+        data: WindowData,
+        layout: Layout,
+        *,
+        outputs: bool,
+        name: str,
+    ) -> AdditivityResult:
+        """Compare samples of this window, on this rank."""
+        sizes = data.micro_sizes()
+        is_part = layout.size < sum(sizes)  # a trainer's batches, of which it is one
+        # Samples of several micro-batches may all be long ones: the smallest holds as many.
+        smallest = layout.size if is_part else min(sizes[:-1] or sizes or [layout.size])
+        plan = Plan(layout, smallest, self._most)
+        check = partial(
+            check_adds_up,
+            self._model,
+            run,
+            names_layers=self._ranks == 1 and not self._shares_forwards,
+            outputs=outputs,
+            name=name,
+            micro_sizes=sizes[:-1],
+            batch=layout,
+            owned=self._owned,
+        )
+        try:
+            result = self._compare(check, plan, data)
+        except torch.OutOfMemoryError:
+            most = max(plan.with_graph, plan.without_graph)
+            self._most, result = most // 2, AdditivityResult()
+            why = f"{most} samples ran out of memory in the test, and are not tried again"
+            _log.warning(_NOT_TESTED, why)
+        except Exception as error:  # most often the loss's own, and the step will raise it
+            refused = self._not_testable(error, run, data, layout, outputs)
+            result = AdditivityResult(tuple(refused), conclusive=False)
+        free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
+        findings = self._without_doubtful(result.findings, data)
+        if is_part and self._ranks == 1 and not (self._shares_forwards or outputs):
+            findings += self._over_micro_batches(run, GatheredSamples(data.micros), layout)
+        return AdditivityResult(tuple(findings), result.conclusive)
+
+    def _compare(
+        self, check: Callable[..., AdditivityResult], plan: Plan, data: WindowData
+    ) -> AdditivityResult:
+        """Compare samples; in the first test other ones too, where these tell nothing.
 
         One part of them may have no units: other samples, in another order, have some. Eight
         samples may have none, where a micro-batch has some.
         """
-        if self._ranks > 1:
-            return ()
-        rows = list(reversed(range(layout.size)))
-        mixed = [row for start in range(3) for row in rows[start::3]][: plan.without_graph]
-        return (
-            lambda: readable_layout(layout.take(mixed), **samples.layout),
-            lambda: samples.micro_batch(self._tests - 1),
-        )
+        if self._tries <= 0:
+            return check(plan.layout, count=plan.without_graph, gradients=False)
+        result = self._compare_first(check, plan)
+        if self._ranks == 1 and not (result.conclusive or result.findings):
+            mixed = readable_layout(plan.in_another_order(), **data.layout)
+            result = check(mixed, gradients=False)
+        if self._ranks == 1 and not (result.conclusive or result.findings):
+            result = check(data.micro_batch(self.turn - 1), gradients=False)
+        return result
 
-    def _compare(
-        self, check: Callable[..., AdditivityResult], plan: _Plan, is_first: bool
+    def _compare_first(
+        self, check: Callable[..., AdditivityResult], plan: Plan
     ) -> AdditivityResult:
-        """Compare samples with their parts: with a graph, no more of them than a micro-batch."""
-        if not is_first or self._shares_forwards:
+        """Compare losses, and gradients with no more samples than a micro-batch has."""
+        if self._shares_forwards:
             return check(plan.layout, count=plan.without_graph, gradients=False)
         losses = min(plan.without_graph, SAMPLES)
         if self._ranks > 1:  # equally often on all of them, whatever is found: their losses meet
@@ -394,13 +358,7 @@ class AdditivityTest:
         if shorter is not None:
             with suppress(RuntimeError, ValueError, IndexError):  # It needs all of its tokens.
                 return check(shorter, count=2, batch=shorter)
-        if self._says_no_gradient:
-            self._says_no_gradient = False
-            _log.info(
-                "micro-batches of one sample: the test of the loss compared losses, not "
-                "gradients (wb.verify compares whole updates)"
-            )
-        return whole
+        return whole  # micro-batches of one sample: no gradients are compared
 
     def test_gathered(
         self, run: Callable[[Any], Any], gathered: GatheredSamples, micro: Any
@@ -409,14 +367,15 @@ class AdditivityTest:
 
         `micro` is one of them: neighbours that belong together are found in it.
         """
-        found = self._over_micro_batches(run, gathered, readable_layout(micro, None, ()))
-        AdditivityResult(tuple(found)).refuse(self._off)
+        findings = self._over_micro_batches(run, gathered, readable_layout(micro, None, ()))
+        AdditivityResult(tuple(findings)).refuse(self._off)
 
     def _over_micro_batches(
         self, run: Callable[[Any], Any], gathered: GatheredSamples, batch: Layout | None
     ) -> list[AuditFinding]:
-        layout, result = gathered.layout(), AdditivityResult()
+        layout, result = None, AdditivityResult()
         try:
+            layout = gathered.layout()
             if layout is not None and layout.size <= self._most:
                 result = check_adds_up(self._model, run, layout, gradients=False, batch=batch)
         except torch.OutOfMemoryError:
@@ -424,35 +383,12 @@ class AdditivityTest:
         except Exception as error:  # samples of different micro-batches do not go together
             _log.debug("samples of a window's micro-batches were not run together: %r", error)
         free_memory_of_test()
-        return [one for one in result.findings if one.kind not in UNTESTED]
-
-    def _without_doubtful(self, result: AdditivityResult, samples: WindowData) -> AdditivityResult:
-        """Return the result without what could not be run, where the rows may be no samples.
-
-        What acc.run and a trainer are given is split by no rule of ours: it may be a graph of
-        nodes.
-        """
-        doubtful = [one for one in result.findings if one.kind == "unrunnable"]
-        if not doubtful or len(samples.micros) > 1:
-            return result
-        _log.warning(
-            "the loss was not tested to add up over micro-batches: %s",
-            doubtful[0].advice.partition(", so wholebatch")[0]
-            + ". wb.verify compares whole updates",
-        )
-        return AdditivityResult(tuple(one for one in result.findings if one not in doubtful))
-
-    def read(self, loss: Loss | Terms) -> None:
-        """Warn of a first loss that is divided by the number of steps; the test made no graph."""
-        if self._unread_steps:
-            found, self._unread_steps = _division(loss, self._unread_steps), ()
-            if found is not None:
-                warn_user(found)
+        return [finding for finding in result.findings if finding.kind not in UNTESTED]
 
     def join(self) -> None:
         """Take part in the other ranks' test, without a sample of one's own."""
-        if self._is_due:
-            self._is_due = False
+        if self.is_due:
+            self.is_due = False
             self._all(False)
             self._end((), False)
 
@@ -462,49 +398,58 @@ class AdditivityTest:
             return is_true
         return self._sync.sum([float(is_true)])[0] == self._ranks
 
-    def _end(self, found: tuple[AuditFinding, ...], conclusive: bool) -> None:
+    def _end(self, findings: tuple[AuditFinding, ...], conclusive: bool) -> None:
         """Refuse what any rank has found; test again if the test told nothing on one of them."""
-        sums = [float(len(found)), float(conclusive)]
+        sums = [float(len(findings)), float(conclusive)]
         if self._sync is not None:
             sums = self._sync.sum(sums)
         self._tries = 0 if sums[1] == self._ranks else self._tries - 1
-        AdditivityResult(found).refuse(self._off, on_another_rank=sums[0] > 0)
+        AdditivityResult(findings).refuse(self._off, on_another_rank=sums[0] > 0)
 
-    @torch.no_grad()
+    # ------------------------------------------------------------ what could not be run
+
+    def _without_doubtful(
+        self, findings: Sequence[AuditFinding], data: WindowData
+    ) -> list[AuditFinding]:
+        """Return the findings, without what could not be run where the rows may be no samples."""
+        doubtful = [finding for finding in findings if finding.kind == "unrunnable"]
+        if not doubtful or data.is_split_by_us:
+            return list(findings)
+        begin = doubtful[0].advice.partition(", so wholebatch")[0]
+        _log.warning(_NOT_TESTED, f"{begin}. wb.verify compares whole updates")
+        return [finding for finding in findings if finding not in doubtful]
+
     def _not_testable(
-        self, error: Exception, run: Callable[[Any], Any], samples: WindowData, outputs: bool
+        self,
+        error: Exception,
+        run: Callable[[Any], Any],
+        data: WindowData,
+        layout: Layout,
+        outputs: bool,
     ) -> list[AuditFinding]:
         """Refuse a loss that runs on a micro-batch, but not on a part of it.
 
-        What cannot be refused is logged, if the step itself will not raise it.
+        What cannot be refused is logged, if the step itself will not raise it. An error that does
+        not come again on a part is the user's own, and is raised.
         """
-        is_alone = self._ranks == 1 and bool(samples.micros)
-        if is_alone:
-            try:
-                own = own_generators(self._model, run)
-                with ForwardState(self._model, generators=own):
-                    made = run(samples.micros[0])
-                    if not outputs:
-                        as_loss(made)
-            except Exception:
-                if len(samples.micros) > 1:
-                    _log.warning(
-                        "the loss function failed on a micro-batch. If the batch has a leaf that "
-                        "is not a value per sample (class weights), name it: "
-                        "micro_batch=wb.samples(..., static=...)"
-                    )
-                return []  # The step will raise it.
-            if self._passes_again(error, run, samples):
-                raise error
-        # What acc.run and a trainer are given may be split by no rule of ours: a graph of nodes.
+        is_alone = self._ranks == 1 and bool(data.micros)
+        if is_alone and not self._runs(run, data.micros[0], is_loss=not outputs):
+            if data.is_split_by_us:
+                _log.warning(
+                    "the loss function failed on a micro-batch. If the batch has a leaf that is "
+                    "not a value per sample (class weights), name it: "
+                    "micro_batch=wb.samples(..., static=...)"
+                )
+            return []  # The step will raise it.
+        is_refused = isinstance(error, WholebatchError)
+        parts = ([0], list(range(min(layout.size, 2))))
+        if is_alone and not is_refused and all(self._runs(run, layout.take(p)) for p in parts):
+            raise error
         # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
-        is_ours = len(samples.micros) > 1 and not isinstance(samples.batch, list)
-        if isinstance(error, WholebatchError) or not is_alone or not is_ours:
-            _log.warning(
-                "the loss was not tested to add up over micro-batches: a part of a micro-batch "
-                "could not be run (%r). wb.verify compares whole updates",
-                error,
-            )
+        is_ours = data.is_split_by_us and not isinstance(data.batch, list)
+        if is_refused or not is_alone or not is_ours:
+            why = f"a part of a micro-batch could not be run ({error!r})"
+            _log.warning(_NOT_TESTED, f"{why}. wb.verify compares whole updates")
             return []
         text = (
             f"it runs on a micro-batch, but not on another number of samples ({error!r}), so "
@@ -513,20 +458,16 @@ class AdditivityTest:
         )
         return [AuditFinding("the loss function", type(error).__name__, "loss", text)]
 
-    def _passes_again(
-        self, error: Exception, run: Callable[[Any], Any], samples: WindowData
-    ) -> bool:
-        """True if an error does not come again on a part: the user's own, which must be raised."""
-        layout = samples.samples()
-        if layout is None or isinstance(error, WholebatchError):
+    @torch.no_grad()
+    def _runs(self, run: Callable[[Any], Any], few: Any, *, is_loss: bool = False) -> bool:
+        """True if this runs on these samples, and returns a loss if it must; leave no trace."""
+        try:
+            with ForwardState(self._model, generators=own_generators(self._model, run)):
+                result = run(few)
+                if is_loss:
+                    as_loss(result)
+        except Exception:
             return False
-        count = min(layout.size, 2)
-        for rows in ([0], list(range(count))):
-            try:
-                with ForwardState(self._model):
-                    run(layout.take(rows))
-            except Exception:
-                return False
         return True
 
 
@@ -542,17 +483,15 @@ class UnmovedLoss:
         self._few = micro if layout is None else layout.take(list(range(min(layout.size, SAMPLES))))
         self._model, self._run = model, run
         self._random = capture_random()
-        self._generators = [(one, state_of(one)) for one in own_generators(model, run)]
-        self._first: float | None = None
+        self._generators = [(each, state_of(each)) for each in own_generators(model, run)]
         # A spectral norm moves with every forward, and was warned of.
-        if not any(map(is_spectral_norm, model.modules())):
-            self._first = self._value()
-        again = self._value() if self._first is not None else None
-        if self._first is None or again is None:
-            self._first = None
-            return
-        # Some kernels, and generators of the user's own, give another number each time.
-        self._allowed = max(10 * abs(again - self._first), 1e-6 * abs(self._first))
+        is_still = not any(map(is_spectral_norm, model.modules()))
+        first = self._value() if is_still else None
+        again = None if first is None else self._value()
+        self._first = None if again is None else first
+        if first is not None and again is not None:
+            # Some kernels, and generators of the user's own, give another number each time.
+            self._allowed = max(10 * abs(again - first), 1e-6 * abs(first))
 
     def check(self) -> None:
         """Refuse a loss that has moved since this test was made."""
@@ -570,12 +509,12 @@ class UnmovedLoss:
     @torch.no_grad()
     def _value(self) -> float | None:
         """Return the loss of the samples; None if it is not finite, or if they cannot run alone."""
+        own = [generator for generator, _ in self._generators]
         try:
-            own = [one for one, _ in self._generators]
             with ForwardState(self._model, generators=own):
                 restore_random(self._random)
-                for one, state in self._generators:
-                    set_state_of(one, state)
+                for generator, state in self._generators:
+                    set_state_of(generator, state)
                 terms = terms_of(as_loss(self._run(copy.deepcopy(self._few))))
                 total = sum(float(term.total) for term in terms.values())
         except Exception as problem:
@@ -584,14 +523,3 @@ class UnmovedLoss:
         finally:
             free_memory_of_test()
         return total if math.isfinite(total) else None
-
-
-def _division(loss: Any, steps: Collection[int]) -> str | None:
-    """Return a warning of a loss that is divided by the number of steps, or None."""
-    if not isinstance(loss, Loss | Terms) or isinstance(loss, OfTheBatch):
-        return None
-    read = (
-        step_division(last_reductions(term.total), term.units, steps)
-        for term in terms_of(loss).values()
-    )
-    return next((found for found in read if found is not None), None)

@@ -100,19 +100,15 @@ def check_adds_up(
     *,
     count: int = 0,
     gradients: bool = True,
-    outputs: bool = False,
     names_layers: bool = True,
-    name: str = "the loss function",
     micro_sizes: Collection[int] = (),
     batch: Layout | None = None,
-    given: nn.Module | None = None,
+    **options: Any,
 ) -> AdditivityResult:
-    """Compare the samples of `layout` with their two parts.
+    """Compare the samples of `layout` with their two parts; leave `model` as it was.
 
     `run(few)` runs forward and loss function as training does, precision included, on a batch of
-    the same structure; it returns a `Loss`, `Terms` or a tensor of per-unit losses (with
-    `outputs=True` a structure of tensors that have a row for each sample). `name` is how findings
-    call it.
+    the same structure. `options` are those of `ChosenSamples`.
 
     `count` samples are run, spread over `layout`. With `gradients`, their gradients are compared
     too (of up to 8, if no `count` is given). Without, they run under `torch.no_grad()`.
@@ -120,40 +116,33 @@ def check_adds_up(
     equally often on all of them. Neighbours that belong together (pairs) may be coupled if the
     micro-batches hold them whole: `micro_sizes` are the numbers of samples of all micro-batches of
     `batch` but the last.
-
-    `model` holds all modules that `run` is known to use, and `given` those that the user gave (by
-    default all): a BatchNorm elsewhere is refused in training mode. `model` is left
-    as found: parameters, gradients, buffers, attributes and random generators.
     """
     if layout is None or layout.size < 2:
         return AdditivityResult(conclusive=False)
     count = min(layout.size, count or (SAMPLES if gradients else layout.size))
 
-    def samples_of(layout: Layout, count: int, graph: bool) -> ChosenSamples:
-        return ChosenSamples(
-            model, run, layout, count, graph=graph, outputs=outputs, name=name, given=given
-        )
+    def choose(layout: Layout, count: int, *, graph: bool) -> ChosenSamples:
+        return ChosenSamples(model, run, layout, count, graph=graph, **options)
 
+    problem: Exception | None = None
     try:
         # Without a graph, a function that takes gradients itself cannot run.
         for graph in (True,) if gradients else (False, True):
-            problem: Exception | None = None
-            result = AdditivityResult()
-            samples = samples_of(layout, count, graph)
-            test = _Test(samples, names_layers)
+            samples = choose(layout, count, graph=graph)
+            comparison = _Comparison(samples, names_layers)
             with samples.testing():
                 try:
-                    result = test.result()
+                    result, problem = comparison.result(), None
                     break
                 except (torch.OutOfMemoryError, Uncheckable):
                     raise
                 except Exception as error:
-                    if names_layers and test.runs_now():
+                    if names_layers and comparison.runs_now():
                         raise
-                    problem = error
-        couples = any(found.kind in ("loss", "probe", *UNTESTED) for found in result.findings)
+                    result, problem = AdditivityResult(), error
+        couples = any(finding.kind in ("loss", "probe", *UNTESTED) for finding in result.findings)
         if names_layers and (couples or problem is not None):
-            groups = samples_of(layout if batch is None else batch, 0, graph=False)
+            groups = choose(layout if batch is None else batch, 0, graph=False)
             if _adds_up_in_groups(groups, math.gcd(*micro_sizes)):
                 return AdditivityResult()
         if problem is not None:
@@ -202,16 +191,16 @@ def _adds_up_in_groups(samples: ChosenSamples, micro: int) -> bool:
 
 
 def audit(model: nn.Module, batch: Any, run: Callable[[Any], Any]) -> list[AuditFinding]:
-    """Return all that keeps micro-batches from the update of the whole batch, as far as is found.
+    """Return all that keeps micro-batches from the update of the whole batch, as far as it shows.
 
     These are layers that couple samples by their type, and what `check_adds_up` finds. `run(batch)`
     returns a loss.
     """
-    found = check_adds_up(model, run, readable_layout(batch, None, ())).findings
-    return layers_by_type(model) + [one for one in found if one.kind not in UNTESTED]
+    findings = check_adds_up(model, run, readable_layout(batch, None, ())).findings
+    return layers_by_type(model) + [each for each in findings if each.kind not in UNTESTED]
 
 
-class _Test:
+class _Comparison:
     """Four runs of some samples, and the causes where they do not add up."""
 
     def __init__(self, samples: ChosenSamples, names_layers: bool) -> None:
@@ -219,6 +208,7 @@ class _Test:
         self._tolerance = samples.tolerance
 
     def result(self) -> AdditivityResult:
+        """Run the whole and its parts; compare state, sums, gradients and the state left behind."""
         samples, cut = self._samples, self._samples.cut
         whole = samples.whole()
         self._tolerance = samples.tolerance
@@ -248,11 +238,11 @@ class _Test:
             return AdditivityResult((outside_norm(samples.name, samples.called.outside_norm),))
         if not whole.terms or not whole.units or not whole.is_finite:
             return AdditivityResult(conclusive=False)
-        found = tuple(self._moved_parameters())
-        if not found and not self._tolerance.same_again(second, again):
-            found = self._state_in_loss(first, second, again)
-        if found:
-            return AdditivityResult(found)
+        findings = tuple(self._moved_parameters())
+        if not findings and not self._tolerance.same_again(second, again):
+            findings = self._state_in_loss(first, second, again)
+        if findings:
+            return AdditivityResult(findings)
         parts = (first, again)
         if not samples.draws.held or not whole.drew_alike(parts):
             return self._without_random_numbers()
@@ -260,28 +250,26 @@ class _Test:
             return self._not_in_parts("is not finite for a part of them", is_finite=False)
         if not self._tolerance.adds_up(whole, parts):
             return AdditivityResult(self._causes(whole, first, again))
-        if self._names_layers and (found := self._other_cuts(whole)):
-            return AdditivityResult(found)
+        if self._names_layers and (findings := self._other_cuts(whole)):
+            return AdditivityResult(findings)
         if self._tolerance.gradient_gap(whole, (first, second)) is not None:
             if self._adds_up_in_full_precision():
                 return AdditivityResult()
             return AdditivityResult((gradient_cause(samples, (whole, first, second)),))
-        found = tuple(self._state_after(whole, first, second, again)) or self._carried_over(again)
+        findings = tuple(self._state_after(whole, first, second, again))
+        findings = findings or self._carried_over(again)
         # A mean of one unit is its sum: a part without units tells nothing of ignored labels.
         # So does a loss of exactly 0: a triplet loss without a triplet.
         tells = bool(whole.total) and all(part.units for part in parts)
-        return AdditivityResult(found, samples.reads_outputs or tells)
+        return AdditivityResult(findings, samples.reads_outputs or tells)
 
     # ------------------------------------------------------------ causes of a loss
 
     def _causes(self, whole: SampleRun, *parts: SampleRun) -> tuple[AuditFinding, ...]:
         """Return why the loss does not add up, by numbers and by changing one sample."""
-        found = loss_cause(self._samples, (whole, *parts), may_run=self._names_layers)
-        if found.kind != "loss":
-            return (found,)
-        if not self._names_layers:
-            return (found,)
-        return self._layers() or (found,)
+        cause = loss_cause(self._samples, (whole, *parts), may_run=self._names_layers)
+        names_layers = cause.kind == "loss" and self._names_layers
+        return (names_layers and self._layers()) or (cause,)
 
     def _adds_up_in_full_precision(self) -> bool:
         """True if gradients that do not add up under autocast do without it.
@@ -325,11 +313,11 @@ class _Test:
 
     def _not_in_parts(self, why: str, *, is_finite: bool = True) -> AdditivityResult:
         """Refuse a loss that has no value for uneven parts: it may not add up."""
-        found: tuple[AuditFinding, ...] = ()
+        layers: tuple[AuditFinding, ...] = ()
         if self._names_layers:
             with suppress(RuntimeError, ValueError):
-                found = self._layers()
-        return AdditivityResult(found or (not_tested(self._samples, why, is_finite=is_finite),))
+                layers = self._layers()
+        return AdditivityResult(layers or (not_tested(self._samples, why, is_finite=is_finite),))
 
     def _layers(self) -> tuple[AuditFinding, ...]:
         return tuple(layers_that_couple(self._samples, min(self._samples.count, SAMPLES)))
@@ -454,9 +442,9 @@ class _Test:
         return AuditFinding(name, type(owner).__name__, "state", text)
 
 
-def _outside(one: SampleRun, other: SampleRun) -> AuditFinding:
+def _outside(run: SampleRun, again: SampleRun) -> AuditFinding:
     text = (
-        f"the same samples give {one.total:.6g} and then {other.total:.6g}, from the same state of "
+        f"the same samples give {run.total:.6g} and then {again.total:.6g}, from the same state of "
         "the model and with the same random numbers: something outside of the model changes with "
         "every call (a teacher that follows the model, a Python variable that the loss function "
         "sets). It would change once per micro-batch, not once per update: change it once per "

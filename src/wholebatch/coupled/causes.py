@@ -92,7 +92,7 @@ def loss_cause(
     tolerance = samples.tolerance
     if not all(run.is_finite for run in runs) or tolerance.adds_up(whole, [first, second]):
         return samples_compared(samples, runs)
-    seen = (
+    losses = (
         f"the loss of {samples.count} samples is {whole.total:.6g}, that of their parts "
         f"{first.total:.6g} and {second.total:.6g}"
     )
@@ -102,12 +102,12 @@ def loss_cause(
             f"the units of {samples.count} samples are {whole.units:.6g}, and so are those of each "
             "of their parts: the units do not follow the micro-batch. Count them in it, such as "
             "wb.mean_loss(mean, units=len(labels)), or in a trainer's units=lambda batch: "
-            f"len(batch['labels']); {seen}: a mean where a sum is expected",
+            f"len(batch['labels']); {losses}: a mean where a sum is expected",
         )
     elif _is_mean(samples, runs):
         kind, text = (
             "mean",
-            f"{seen}: a mean where a sum is expected. Give wb.mean_loss(mean, units), or compute "
+            f"{losses}: a mean where a sum is expected. Give wb.mean_loss(mean, units), or compute "
             'it with reduction="sum" and give wb.Loss(total, units)',
         )
     elif not tolerance.units_add_up(whole, [first, second]):
@@ -120,13 +120,13 @@ def loss_cause(
     elif _is_sum_times_units(samples, runs):
         kind, text = (
             "sum",
-            f"{seen}: a sum given as a mean, so it is multiplied by the units a second time. Give "
-            "wb.Loss(total, units) instead of wb.mean_loss",
+            f"{losses}: a sum given as a mean, so it is multiplied by the units a second time. "
+            "Give wb.Loss(total, units) instead of wb.mean_loss",
         )
     elif may_run and (added := _added_once(samples, runs)) is not None:
         kind, text = (
             "added",
-            f"{seen}: {added:.6g} is added once per micro-batch (a regulariser, a penalty on the "
+            f"{losses}: {added:.6g} is added once per micro-batch (a regulariser, a penalty on the "
             "weights), so its share grows with the number of micro-batches. Multiply it by the "
             "micro-batch's units",
         )
@@ -141,7 +141,7 @@ def samples_compared(samples: ChosenSamples, runs: Sequence[SampleRun]) -> Audit
     mean = whole.total / (whole.units or math.nan)
     apart = (first.total + second.total) / (first.units + second.units or math.nan)
     gap = abs(mean - apart) / max(abs(mean), abs(apart), 1e-300)
-    seen = (
+    losses = (
         f"the loss of some samples is {mean:.6g}, of the same in two parts {apart:.6g} (relative "
         f"difference {gap:.0e})"
     )
@@ -157,7 +157,7 @@ def samples_compared(samples: ChosenSamples, runs: Sequence[SampleRun]) -> Audit
     cures = [_COUPLES, is_mean, terms, _GROUPS]
     if min(parts) < mean < max(parts):  # as for a mean with other weights
         cures = [is_mean, terms, _COUPLES, _GROUPS]
-    return AuditFinding(_LOSS, samples.name, "loss", _listed(seen, cures))
+    return AuditFinding(_LOSS, samples.name, "loss", _listed(losses, cures))
 
 
 def _is_mean(samples: ChosenSamples, runs: Sequence[SampleRun]) -> bool:

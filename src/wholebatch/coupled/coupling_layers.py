@@ -68,17 +68,17 @@ _MOVED = 1e-5
 
 def layers_by_type(model: nn.Module) -> list[AuditFinding]:
     """Return the layers that couple samples or move with each micro-batch, in their mode."""
-    found = [(name, m, _kind(m)) for name, m in batchnorms(model) if uses_batch_statistics(m)]
-    found += [(name, m, "running") for name, m in tracked_instance_norms(model) if m.training]
+    layers = [(name, m, _kind(m)) for name, m in batchnorms(model) if uses_batch_statistics(m)]
+    layers += [(name, m, "running") for name, m in tracked_instance_norms(model) if m.training]
     for name, module in model.named_modules():
         scales = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq
         if scales and module.weight.requires_grad:
-            found.append((name, module, "frequency"))
+            layers.append((name, module, "frequency"))
         if module.training and is_spectral_norm(module):
-            found.append((name, module, "spectral"))
+            layers.append((name, module, "spectral"))
     return [
         AuditFinding(name, type(module).__name__, kind, _ADVICE[kind])
-        for name, module, kind in found
+        for name, module, kind in layers
     ]
 
 
@@ -124,14 +124,14 @@ def layers_that_couple(samples: ChosenSamples, count: int) -> list[AuditFinding]
     times, without a backward.
     """
     count = min(count, len(samples.rows))
-    found = _origins(samples, count) if count > 1 else []
-    if found and count > 2:
+    origins = _origins(samples, count) if count > 1 else []
+    if origins and count > 2:
         # A dimension that happens to be as long as the samples are many is told by another
         # number of them.
         fewer = _origins(samples, count - 1)
-        found = [name for name in found if name in fewer]
+        origins = [name for name in origins if name in fewer]
     types = {name: type(module).__name__ for name, module in samples.model.named_modules()}
-    return [AuditFinding(name, types.get(name, samples.name), "probe", _LAYER) for name in found]
+    return [AuditFinding(name, types.get(name, samples.name), "probe", _LAYER) for name in origins]
 
 
 def _origins(samples: ChosenSamples, count: int) -> list[str]:
@@ -154,11 +154,14 @@ def _origins(samples: ChosenSamples, count: int) -> list[str]:
         if key not in after or key not in again:
             continue  # the path through the model depends on the sample itself
         noise = _distance(outputs, again[key][1])
-        given, got = _distance(inputs, after[key][0]), _distance(outputs, after[key][1])
-        moved = given <= _MOVED and got > _MOVED + 10 * noise
+        inputs_gap, outputs_gap = (
+            _distance(inputs, after[key][0]),
+            _distance(outputs, after[key][1]),
+        )
+        moved = inputs_gap <= _MOVED and outputs_gap > _MOVED + 10 * noise
         name = key[0]
         below = f"{name}." if name and name != _FUNCTION else ""
-        if moved and not any(one == name or one.startswith(below) for one in origins):
+        if moved and not any(inner == name or inner.startswith(below) for inner in origins):
             origins.append(name)
     return origins
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-
-from wholebatch.losses.loss import Units
 
 # Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
 # over no units.
@@ -84,7 +82,7 @@ def last_reductions(loss: Tensor) -> list[Reduction]:
 
 @torch.no_grad()
 def _reductions(loss: Tensor) -> Iterator[Reduction]:
-    one = torch.ones((), dtype=loss.dtype, device=loss.device)
+    unit = torch.ones((), dtype=loss.dtype, device=loss.device)
     waiting: list[tuple[Any, tuple[Scale, ...]]] = [(loss.grad_fn, ())]
     for _ in range(_MOST_NODES):
         if not waiting:
@@ -102,13 +100,13 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
         if (operation in _PASS or of_one_number) and inner:
             waiting += [(child, scales) for child in inner]
         elif operation in ("Mul", "Div") and len(inner) == 1 and not _is_by_sample(node):
-            waiting.append((inner[0], (*scales, _scale(node, operation, one))))
+            waiting.append((inner[0], (*scales, _scale(node, operation, unit))))
         elif operation in ("Mean", "Sum"):
             kind: Literal["mean", "sum"] = "mean" if operation == "Mean" else "sum"
             yield Reduction(kind, name, tuple(sizes or ()), scales)
         elif reduction in (1, 2):  # torch's own loss functions
-            given = getattr(node, "_saved_self", None)
-            shape = tuple(given.shape) if isinstance(given, Tensor) else ()
+            logits = getattr(node, "_saved_self", None)
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
             if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
                 shape = shape[:1] + shape[2:]
             labels = getattr(node, "_saved_total_weight", None) if reduction == 1 else None
@@ -132,78 +130,14 @@ def _is_by_sample(node: Any) -> bool:
     return isinstance(other, Tensor) and other.dim() > 0
 
 
-def _scale(node: Any, operation: str, one: Tensor) -> Scale:
+def _scale(node: Any, operation: str, unit: Tensor) -> Scale:
     """Return the factor of a product, or the divisor: the node's own derivative tells it."""
     try:
-        made = node(one)
-        slopes = made if isinstance(made, tuple) else (made,)
+        results = node(unit)
+        slopes = results if isinstance(results, tuple) else (results,)
         slope = abs(float(next(s for s in slopes if s is not None)))
     except RuntimeError:  # the graph has been used, or the saved factor was changed in place
         slope = math.nan
     if operation == "Mul":
         return Scale("multiplied", slope)
     return Scale("divided", 1 / slope if slope else math.inf)
-
-
-# --------------------------------------------------------------- a division by the number of steps
-
-
-def step_division(
-    terms: Sequence[Reduction], units: Units | None, steps: Collection[int]
-) -> str | None:
-    """Return a warning of a loss that is scaled by 1 / (number of steps), or None.
-
-    `terms` are the `last_reductions` of a loss, `steps` the numbers that it may be. A division by
-    exactly this number is likely left over from a loop that averaged over its steps, but it may be
-    a weight (the square of a temperature of 2, in 4 steps). A sum is looked at if the loss is given
-    as a sum over `units` (None: as a mean).
-    """
-    for number in sorted(set(steps)):
-        found = {_scale_by(term, number, units) for term in terms}
-        if number < 2 or not found or None in found:
-            continue
-        what = "multiplied by 1 /" if "by the inverse" in found else "divided by"
-        begin = f"this loss is {what} {number}"
-        return (
-            f"{begin}, and {number} is the number of steps. If that is left over from a loop that "
-            "averaged over its steps, remove it: the window divides by its units. If it is a "
-            "weight, nothing is wrong; "
-            f'warnings.filterwarnings("ignore", "{begin}") silences this warning'
-        )
-    return None
-
-
-def _scale_by(
-    term: Reduction, number: int, units: Units | None
-) -> Literal["of a mean", "of a sum", "by the inverse"] | None:
-    """Return how a term is scaled by 1 / number."""
-    found: Literal["of a mean", "of a sum", "by the inverse"] | None = None
-    for place, scale in enumerate(term.scales):
-        below = term.scales[place + 1 :]
-        divided_below = any(one.operation == "divided" for one in below)
-        if scale.operation == "multiplied" and _close(scale.by * number, 1.0):
-            found = found or "by the inverse"
-        if scale.operation == "multiplied" or not _close(scale.by, number):
-            continue
-        if any(one.operation == "multiplied" and one.by > 1 for one in below):
-            continue  # mean * count / number: a sum, divided by the features of a sample
-        if term.kind == "mean" or (term.kind == "sum" and divided_below):
-            return "of a mean"
-        divided_above = any(one.operation == "divided" for one in term.scales[:place])
-        # A sum over labels has no features that it may be divided by. Any other vector over its
-        # own length, which is also its units, is a mean, for one.
-        is_label = term.node.startswith("NllLoss")
-        is_vector = is_label or (len(term.sizes) == 1 and _close(number, float(units or 0)))
-        if units is not None and is_vector and place == 0:
-            found = "of a sum"
-            continue
-        is_a_size = any(_close(number, size) for size in (*term.sizes, term.count))
-        if term.kind == "sum" and divided_above and not is_a_size:
-            return "of a mean"  # sum / steps / units
-        if units is not None and place == 0 and not (is_a_size or _close(number, float(units))):
-            found = "of a sum"
-    return found
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_CLOSE)

@@ -64,8 +64,8 @@ def needs_whole_batch(model: nn.Module) -> bool:
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a normalisation layer's training-mode forward moves."""
     names = ("running_mean", "running_var", "num_batches_tracked")
-    found = {name: getattr(module, name, None) for name in names}
-    return {name: buffer for name, buffer in found.items() if isinstance(buffer, Tensor)}
+    buffers = {name: getattr(module, name, None) for name in names}
+    return {name: buffer for name, buffer in buffers.items() if isinstance(buffer, Tensor)}
 
 
 def is_spectral_norm(module: nn.Module) -> bool:

@@ -133,7 +133,7 @@ class ChosenSamples:
         graph: bool,
         outputs: bool = False,
         name: str = "the loss function",
-        given: nn.Module | None = None,
+        owned: nn.Module | None = None,
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self.graph, self.name = graph, name
@@ -163,9 +163,9 @@ class ChosenSamples:
         self._is_clean = True
         self.moved: list[Key] = []
         """The buffers and attributes that a run of all samples has changed."""
-        self.called = CalledModules(model, given)
+        self.called = CalledModules(model, owned)
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
-        self._norms = [n for n in batchnorms(given or model) if uses_batch_statistics(n[1])]
+        self._norms = [n for n in batchnorms(owned or model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
 
     @contextmanager
@@ -257,20 +257,20 @@ class ChosenSamples:
         batch = self.layout.take([self.rows[row] for row in rows])
         with torch.set_grad_enabled(self.graph):
             result = self.run(batch)
-            made = _output_terms(result, rows) if self.reads_outputs else _loss_terms(result)
+            pairs = _output_terms(result, rows) if self.reads_outputs else _loss_terms(result)
         del result
-        terms = {name: term for name, (term, _) in made.items()}
+        terms = {name: term for name, (term, _) in pairs.items()}
         if not self._seeds:
             self._seeds = {n: t.weight / t.units if t.units else t.weight for n, t in terms.items()}
         digests = None
         totals = {
             name: total
-            for name, (_, total) in made.items()
+            for name, (_, total) in pairs.items()
             if total.requires_grad and not is_nothing(total)
         }
         if backward and totals and self.parameters:
             digests = self._digests(totals, scale)
-        del made, totals
+        del pairs, totals
         if self._changes_nothing:  # Reading the state takes longer than a small forward.
             self._is_clean, self._may_have_drawn = True, False
             return SampleRun(terms, digests, self.start)
@@ -288,11 +288,11 @@ class ChosenSamples:
             for name, total in totals.items()
         ]
         parameters = [parameter for _, parameter in self.parameters]
-        made = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
+        digests = gradient_digests(self.model, parameters, list(totals.values()), seeds) / factor
         sizes = [self.weights[n] / max(p.numel(), 1) ** 0.5 for n, p in self.parameters]
         # Divided by the parameter's size it is like a sum of random signs, as the others are.
-        made[:, 2] /= torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
-        return made
+        digests[:, 2] /= torch.tensor(sizes, dtype=torch.float64).clamp_min(1e-30)
+        return digests
 
 
 def _output_terms(result: Any, of: Sequence[int]) -> dict[str, tuple[SampledTerm, Tensor]]:
@@ -313,8 +313,8 @@ def _output_terms(result: Any, of: Sequence[int]) -> dict[str, tuple[SampledTerm
         signs = ((columns * 2654435761 >> 7) % 2 * 2 - 1).to(rows.dtype)
         weighted = weighted * signs * (1 + 0.37 * places)[:, None]
         total, size = weighted.sum(), float(weighted.detach().norm())
-        made = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
-        terms[leaf.name] = (made, total)
+        sampled = SampledTerm(float(total.detach()), float(len(rows)), size, 1.0, rows.dtype)
+        terms[leaf.name] = (sampled, total)
     return terms
 
 
@@ -330,8 +330,8 @@ def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
         total = float(term.total.detach())
         summed = abs(total) if size is None else size
         units, dtype = float(term.units), _narrowest(term.total)
-        made = SampledTerm(total, units, summed, term.weight, dtype, _rounding(term.units))
-        terms[name] = (made, term.total)
+        sampled = SampledTerm(total, units, summed, term.weight, dtype, _rounding(term.units))
+        terms[name] = (sampled, term.total)
     return terms
 
 
@@ -343,8 +343,8 @@ def _rounding(units: Units) -> float:
 
 def _narrowest(total: Tensor) -> torch.dtype:
     """Return float32 for a float64 loss that was computed in float32 at some place."""
-    made = (m for node in graph_nodes([total]) for m in getattr(node, "_input_metadata", ()))
-    narrow = total.dtype is torch.float64 and any(m.dtype is torch.float32 for m in made)
+    inputs = (m for node in graph_nodes([total]) for m in getattr(node, "_input_metadata", ()))
+    narrow = total.dtype is torch.float64 and any(m.dtype is torch.float32 for m in inputs)
     return torch.float32 if narrow else total.dtype
 
 
@@ -363,8 +363,8 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 class CalledModules:
     """Records whether modules compute in 16 bits, and a BatchNorm that is in no given model."""
 
-    def __init__(self, model: nn.Module, given: nn.Module | None = None) -> None:
-        self._own = {id(module) for module in (given or model).modules()}
+    def __init__(self, model: nn.Module, owned: nn.Module | None = None) -> None:
+        self._own = {id(module) for module in (owned or model).modules()}
         dtypes = {parameter.dtype for parameter in model.parameters()}
         self.sixteen_bit = any(dtype in SIXTEEN_BIT for dtype in dtypes)
         self.fp16 = torch.float16 in dtypes
@@ -437,25 +437,25 @@ class HeldDraws(_DispatchMode):
         is_draw = self._is_draw.get(id(func))
         if is_draw is None:
             is_draw = self._is_draw[id(func)] = torch.Tag.nondeterministic_seeded in func.tags
-        made = func(*args, **(kwargs or {}))
+        drawn = func(*args, **(kwargs or {}))
         if not is_draw or _fused_dropout(func, args, kwargs or {}) == 0.0:
-            return made
+            return drawn
         name = func.name().partition(".")[0]
         if name in _DROPOUTS:  # The mask is what was drawn; the output follows from it.
-            out, mask = made
+            out, mask = drawn
             if self._hold(name, mask) and args[1] < 1:
                 kept = args[1] if name == "aten::_fused_dropout" else 1.0 - args[1]
                 out = args[0] * mask.to(args[0].dtype) * (1.0 / kept)
             return out, mask
-        if name in _DRAWS_BY_INPUT or not isinstance(made, Tensor):
+        if name in _DRAWS_BY_INPUT or not isinstance(drawn, Tensor):
             self.held = False
         else:
-            self._hold(name, made)
-        return made
+            self._hold(name, drawn)
+        return drawn
 
-    def _hold(self, name: str, made: Tensor) -> bool:
+    def _hold(self, name: str, drawn: Tensor) -> bool:
         """Put one row into all of a draw; return False if this is another draw than recorded."""
-        row = made[:1] if made.dim() else made
+        row = drawn[:1] if drawn.dim() else drawn
         if self._records:
             self._rows.append((name, row.detach().clone()))
             self._next = len(self._rows) - 1
@@ -464,7 +464,7 @@ class HeldDraws(_DispatchMode):
         if not known or self._rows[place][1].shape != row.shape:
             self.held = False
             return False
-        made.copy_(self._rows[place][1].expand_as(made))
+        drawn.copy_(self._rows[place][1].expand_as(drawn))
         return True
 
 
@@ -487,8 +487,8 @@ def gradient_digests(
     sums: dict[int, Tensor] = {}
 
     def take(place: int, gradient: Tensor) -> Tensor | None:
-        made = _digest(gradient.detach(), parameters[place].detach())
-        sums[place] = sums[place] + made if place in sums else made
+        digest = _digest(gradient.detach(), parameters[place].detach())
+        sums[place] = sums[place] + digest if place in sums else digest
         if gradient.layout is not torch.strided:
             return None
         return gradient.new_zeros(()).expand_as(gradient)  # frees the gradient at once
@@ -507,7 +507,7 @@ def gradient_digests(
     read = torch.zeros(len(parameters), _LINEAR + 1, dtype=torch.float64)
     if sums:
         device = next(iter(sums.values())).device
-        read[list(sums)] = torch.stack([made.to(device) for made in sums.values()]).cpu()
+        read[list(sums)] = torch.stack([digest.to(device) for digest in sums.values()]).cpu()
     return read
 
 
@@ -519,20 +519,20 @@ def _digest(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.dtype in SIXTEEN_BIT:
         gradient = gradient.float()
     flat, weights = gradient.reshape(-1), parameter.reshape(-1).to(gradient.dtype)
-    made = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
-    return torch.stack(made).double()
+    numbers = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
+    return torch.stack(numbers).double()
 
 
 @contextmanager
 def emptied(dictionaries: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
     """Empty dictionaries of hooks for a while; autograd holds them, so they cannot be replaced."""
-    found = [(held, dict(held)) for held in dictionaries if held]
-    for held, _ in found:
+    before = [(held, dict(held)) for held in dictionaries if held]
+    for held, _ in before:
         held.clear()
     try:
         yield
     finally:
-        for held, hooks in found:
+        for held, hooks in before:
             held.update(hooks)
 
 
@@ -589,12 +589,12 @@ class Tolerance:
             return True
         return abs(a - b) <= self.relative * size + self.absolute * units
 
-    def same_again(self, one: SampleRun, other: SampleRun) -> bool:
+    def same_again(self, first: SampleRun, second: SampleRun) -> bool:
         """True if two runs of the same samples gave the same loss."""
         return not any(
             (math.isfinite(a.total) and abs(a.total - b.total) > self.rerun * max(a.size, b.size))
             or abs(a.units - b.units) > 1e-6 * max(a.units, b.units)
-            for a, b in _by_term(one, [other])
+            for a, b in _by_term(first, [second])
         )
 
     def gradient_gap(
@@ -602,10 +602,10 @@ class Tolerance:
     ) -> tuple[int, float] | None:
         """Return the parameter whose gradient adds up worst, and by how much; None if all do."""
         first, *others = (run.digests for run in (whole, *parts))
-        made = [digests for digests in others if digests is not None]
-        if first is None or len(made) < len(parts):
+        digested = [digests for digests in others if digests is not None]
+        if first is None or len(digested) < len(parts):
             return None
-        apart = torch.stack(made).sum(0)
+        apart = torch.stack(digested).sum(0)
         if not (first.isfinite().all() and apart.isfinite().all()):
             return None
         gaps = (first - apart)[:, :_LINEAR].abs()
@@ -625,11 +625,11 @@ class Tolerance:
 
 def _by_term(whole: SampleRun, parts: Sequence[SampleRun]) -> list[tuple[SampledTerm, SampledTerm]]:
     """Return each term of the whole beside the sum of that term over the parts."""
-    made = []
+    pairs = []
     for name in {name: None for run in (whole, *parts) for name in run.terms}:
         terms = [part.terms.get(name, SampledTerm()) for part in parts]
         total = math.fsum(term.total for term in terms)
         units = math.fsum(term.units for term in terms)
         size = math.fsum(term.size for term in terms)
-        made.append((whole.terms.get(name, SampledTerm()), SampledTerm(total, units, size)))
-    return made
+        pairs.append((whole.terms.get(name, SampledTerm()), SampledTerm(total, units, size)))
+    return pairs

@@ -41,8 +41,8 @@ class Representations:
     """The containers that `encode` returned, without the tensors."""
 
     @classmethod
-    def of(cls, given: Any) -> Representations:
-        leaves, structure = flatten(given)
+    def of(cls, encoded: Any) -> Representations:
+        leaves, structure = flatten(encoded)
         values = [leaf.value for leaf in leaves]
         tensors = [
             torch.tensor(float(value)) if isinstance(value, int | float) else value
@@ -74,8 +74,8 @@ class Representations:
 
 def encoding_loss(coupled: Coupled, model: Any, micro: Any) -> Loss:
     """Return a loss of one micro-batch that needs the memory of `encode`, to choose a size."""
-    made = Representations.of(coupled.encode(model, micro)).tensors
-    total = sum((t.float().square().sum() for t in made if t.requires_grad), torch.zeros(()))
+    tensors = Representations.of(coupled.encode(model, micro)).tensors
+    total = sum((t.float().square().sum() for t in tensors if t.requires_grad), torch.zeros(()))
     return Loss(total, 1)
 
 
@@ -213,17 +213,17 @@ class TwoPasses:
                 # The first one shows which representations depend on the model. The others are
                 # data, which a loss may count: its units must not require a gradient.
                 with torch.set_grad_enabled(keeps or index == 0):
-                    made = Representations.of(self.encode(micro))
+                    encoded = Representations.of(self.encode(micro))
                 if index == 0:
-                    trained = [tensor.requires_grad for tensor in made.tensors]
+                    trained = [tensor.requires_grad for tensor in encoded.tensors]
             except RuntimeError as error:
                 if "does not require grad" in str(error):
                     raise UnsupportedError(_OWN_GRADIENT) from error
                 raise
             if keeps:
-                self.kept[index] = made
-            parts.append(made.detached())
-            del made
+                self.kept[index] = encoded
+            parts.append(encoded.detached())
+            del encoded
             if index == 0 and not keeps:
                 torch.clear_autocast_cache()
         with torch.no_grad():
@@ -252,16 +252,18 @@ class TwoPasses:
         # kept.
         order = range(len(self.micros))
         for index in order if self._changes_buffers else reversed(order):
-            made = self.kept.pop(index, None)
-            if made is None:
+            encoded = self.kept.pop(index, None)
+            if encoded is None:
                 restore_random(self._starts[index])
-                made = Representations.of(self.encode(self.micros[index]))
-            farthest.extend(whole.distances(index, made))
-            inject(index, *whole.gradients(index, made))
-            del made  # its graph, before that of the next
+                encoded = Representations.of(self.encode(self.micros[index]))
+            farthest.extend(whole.distances(index, encoded))
+            inject(index, *whole.gradients(index, encoded))
+            del encoded  # its graph, before that of the next
         restore_random(after)
         if farthest:
-            worst = float(torch.stack([found.to(farthest[0].device) for found in farthest]).max())
+            worst = float(
+                torch.stack([distance.to(farthest[0].device) for distance in farthest]).max()
+            )
             # A NaN distance is expected if a representation was not finite: the close reports that.
             if not math.isnan(worst) or all(self.finite):
                 _check_replay(worst, [tensor.dtype for tensor in whole.tensors], tolerance)
@@ -272,13 +274,13 @@ class TwoPasses:
     @torch.no_grad()
     def _put_buffers_back(self) -> bool:
         """Restore the buffers of before the first pass; return True if any had changed."""
-        moved = [one for one in self._saved if version_of(one[0]) != one[1]]
+        moved = [saved for saved in self._saved if version_of(saved[0]) != saved[1]]
         for buffer, _, before in moved:
             buffer.copy_(before)
         return bool(moved) or [id(b) for b in self._buffers()] != [id(b) for b, *_ in self._saved]
 
 
-def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:
+def _check_replay(distance: float, dtypes: Iterable[torch.dtype], allowed: float | None) -> None:
     """Refuse representations that differ between the passes by more than rounding."""
     if allowed is None:
         # Some kernels add in a different order each time: allow 500 rounding steps of the dtype.
@@ -288,10 +290,10 @@ def _check_replay(found: float, dtypes: Iterable[torch.dtype], allowed: float | 
             for dtype in dtypes
             if dtype.is_floating_point
         )
-    if not found <= allowed:
+    if not distance <= allowed:
         raise WindowError(
             "encode returned different representations the second time (relative difference "
-            f"{found:.1e}, allowed {allowed:.1e}), so the gradient would be wrong. It must depend "
-            "on the model, the micro-batch and the global random generators only; "
+            f"{distance:.1e}, allowed {allowed:.1e}), so the gradient would be wrong. It must "
+            "depend on the model, the micro-batch and the global random generators only; "
             "Coupled(tolerance=...) allows more"
         )

@@ -53,8 +53,10 @@ class Buckets:
     ) -> None:
         self._send = send or (lambda flat: dist.all_reduce(flat, group=group, async_op=True))
         # In the order of a backward.
-        some = in_buckets(reversed(parameters), _BUCKET_BYTES, lambda p: (_grad_dtype(p), p.device))
-        self._buckets = [_Bucket(one, _grad_dtype(one[0])) for one in some]
+        buckets = in_buckets(
+            reversed(parameters), _BUCKET_BYTES, lambda p: (_grad_dtype(p), p.device)
+        )
+        self._buckets = [_Bucket(bucket, _grad_dtype(bucket[0])) for bucket in buckets]
         self._next = 0
         self.filled_in: set[int] = set()
         """The parameters, by id, that had no gradient here at the last reduction."""

@@ -110,7 +110,9 @@ class DeepSpeed(Sync):
 
     def optimizer(self, optimizer: Any) -> EngineOptimizer:
         engine = self._engine
-        if not any(optimizer is one for one in (engine, engine.optimizer, engine.basic_optimizer)):
+        if not any(
+            optimizer is known for known in (engine, engine.optimizer, engine.basic_optimizer)
+        ):
             raise OptionError(
                 f"optimizer={type(optimizer).__name__}: a DeepSpeed engine steps its own; pass "
                 "engine.optimizer"
@@ -144,7 +146,7 @@ class DeepSpeed(Sync):
                 "ema= with ZeRO 3: no rank holds whole parameters to average; use ZeRO 2"
             )
         own = self._engine.lr_scheduler
-        if own is not None and any(own is one for one in options["schedulers"]):
+        if own is not None and any(own is each for each in options["schedulers"]):
             raise OptionError(
                 "scheduler= is the one that deepspeed.initialize got: the engine steps it already, "
                 "and it would move twice per update; give it to one of the two"
@@ -196,10 +198,10 @@ class DeepSpeed(Sync):
         self._check_order()
         optimizer = self._engine.optimizer
         slices: list[list[Any]] = [[] for _ in groups]  # of this rank, as holders of a gradient
-        found = dict(optimizer.averaged_gradients)
+        gradients = dict(optimizer.averaged_gradients)
         if self._offloads:
-            found = {i: [host.grad] for i, host in enumerate(self._host_copies())}
-        for index, pieces in found.items():
+            gradients = {i: [host.grad] for i, host in enumerate(self._host_copies())}
+        for index, pieces in gradients.items():
             place = optimizer.sub_group_to_group_id[index] if self._stage == 3 else index
             slices[place] += [SimpleNamespace(grad=piece) for piece in pieces]
         return slices

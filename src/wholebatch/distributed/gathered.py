@@ -50,14 +50,14 @@ def why_not(model: nn.Module) -> str | None:
         return f"it needs torch 2.11 or newer, and this is {torch.__version__}"
     if len({p.device_mesh for p in shards}) != 1:
         return "its parameters are on several meshes"
-    for one in shards:
-        *replicas, last = one.placements
+    for shard in shards:
+        *replicas, last = shard.placements
         if type(last) is not Shard or any(type(p) is not Replicate for p in replicas):
             return "its layers are sliced by tensor parallelism too"
-        local = one.to_local()
-        if type(local.detach()) not in (Tensor, nn.Parameter) or not one.is_floating_point():
-            return f"a parameter is a {type(local).__name__} of {one.dtype}"
-        if local.device.type != one.device_mesh.device_type:
+        local = shard.to_local()
+        if type(local.detach()) not in (Tensor, nn.Parameter) or not shard.is_floating_point():
+            return f"a parameter is a {type(local).__name__} of {shard.dtype}"
+        if local.device.type != shard.device_mesh.device_type:
             return "its shards are offloaded to the host"
     return None
 
@@ -127,12 +127,12 @@ class _Wire:
             place[: local.numel()].copy_(local.reshape(-1))
         flat = own.new_empty(own.numel() * dist.get_world_size(self.group))
         _all_gather(flat, own, group=self.group)
-        pairs = list(self.slices(flat, [one.detach() for one in self.whole]))
+        pairs = list(self.slices(flat, [parameter.detach() for parameter in self.whole]))
         torch._foreach_copy_([whole for _, whole in pairs], [sent for sent, _ in pairs])
 
     def send(self) -> Callable[[], None]:
         """Reduce the whole gradients and scatter them; return what makes them the shards'."""
-        gradients = [one.grad for one in self.whole]
+        gradients = [parameter.grad for parameter in self.whole]
         dtype = self.shards[0].dtype
         ranks = dist.get_world_size(self.group)
         flat = self.whole[0].new_zeros(sum(self.lengths) * ranks, dtype=dtype)
@@ -178,9 +178,9 @@ class _Swap:
 
     def _replace(self, old: dict[int, Any], new: dict[int, Any]) -> None:
         """Replace hooks at their places; hooks that were added meanwhile stay behind them."""
-        found = {key: hook for key, hook in self.hooks.items() if key not in old} | new
+        hooks = {key: hook for key, hook in self.hooks.items() if key not in old} | new
         self.hooks.clear()
-        self.hooks.update({key: found.pop(key) for key in self.order if key in found} | found)
+        self.hooks.update({key: hooks.pop(key) for key in self.order if key in hooks} | hooks)
 
 
 def _swaps(module: Any) -> Iterator[_Swap]:
@@ -259,8 +259,8 @@ class Gathered(Sync):
             for shards in kinds.values():
                 whole = [_empty(shard, state._mp_policy.param_dtype) for shard in shards]
                 self._wires.append(_Wire(shards, whole, self._mesh))
-                for shard, one in zip(shards, whole, strict=True):
-                    self._whole[id(shard)], self._shards[id(one)] = one, shard
+                for shard, parameter in zip(shards, whole, strict=True):
+                    self._whole[id(shard)], self._shards[id(parameter)] = parameter, shard
         for owner in self._model.modules():
             if "_is_fsdp_managed_module" in vars(owner):
                 self._flagged.append(owner)
@@ -327,7 +327,7 @@ class Gathered(Sync):
         }
         underway: deque[Callable[[], None]] = deque()
         for wire in self._wires:
-            if not any(one.requires_grad for one in wire.whole):
+            if not any(parameter.requires_grad for parameter in wire.whole):
                 continue
             underway.append(wire.send())
             if len(underway) == _AT_ONCE:

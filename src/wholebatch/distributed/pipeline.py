@@ -304,7 +304,7 @@ class Pipeline(HasLedger):
                 f"clip_norm={clip_norm!r} in a pipeline: stages have parameter groups of their "
                 "own; give one number, for the norm over all stages"
             )
-        modules = [one.submod for one in stages]
+        modules = [each.submod for each in stages]
         allowed = ("clip_value", "nonfinite", "zero_units")
         options = close_options(close_with_only(close, *allowed, where="in a pipeline"), clip_norm)
         sync = Pipelined(modules, stages[0].group, data_parallel, torch.device(stages[0].device))
@@ -367,17 +367,17 @@ class Pipeline(HasLedger):
 
 def _stages(stage: Any) -> list[PipelineStage]:
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
-    if not stages or not all(isinstance(one, PipelineStage) for one in stages):
+    if not stages or not all(isinstance(each, PipelineStage) for each in stages):
         raise OptionError(
             f"stage={type(stage).__name__}: must be a torch.distributed.pipelining.PipelineStage, "
             'or a list of them for schedule="interleaved"'
         )
-    for one in stages:
-        inside: list[nn.Module] = list(one.submod.modules())
+    for each in stages:
+        inside: list[nn.Module] = list(each.submod.modules())
         for kind in (DistributedDataParallel, FSDPModule):
             if any(isinstance(module, kind) for module in inside):
                 raise UnsupportedError(
-                    f"stage {one.stage_index} is wrapped in {kind.__name__}: it would reduce "
+                    f"stage {each.stage_index} is wrapped in {kind.__name__}: it would reduce "
                     "gradients in addition to the window; pass the plain module, and as "
                     "data_parallel= the process group of the ranks that hold replicas of this "
                     "stage"

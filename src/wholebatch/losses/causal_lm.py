@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,14 +110,17 @@ class _Logits:
         if torch.is_autocast_enabled(kind):  # here, and not where they are used
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         self.hidden, self.head = hidden, head
+        self._computed: Tensor | None = None
 
-    @cached_property
+    @property
     def computed(self) -> Tensor:
         """The logits themselves."""
-        dtype, bias = self.hidden.dtype, self.head.bias
-        with torch.autocast(self.hidden.device.type, enabled=False):
-            cast = None if bias is None else bias.to(dtype)
-            return functional.linear(self.hidden, self.head.weight.to(dtype), cast)
+        if self._computed is None:  # Dynamo cannot follow a cached_property of Python 3.11.
+            dtype, bias = self.hidden.dtype, self.head.bias
+            with torch.autocast(self.hidden.device.type, enabled=False):
+                cast = None if bias is None else bias.to(dtype)
+                self._computed = functional.linear(self.hidden, self.head.weight.to(dtype), cast)
+        return self._computed
 
     def dim(self) -> int:
         return self.hidden.dim()

@@ -156,8 +156,8 @@ def supcon_loss(
         logits = (some @ others.T / temperature).masked_fill(self_pairs, float("-inf"))
         log_probability = logits - logits.logsumexp(1, keepdim=True)
         same = same & ~self_pairs
-        found = log_probability.masked_fill(~same, 0.0).sum(1)
-        return -(found / same.sum(1).clamp_min(1)).sum()
+        matching = log_probability.masked_fill(~same, 0.0).sum(1)
+        return -(matching / same.sum(1).clamp_min(1)).sum()
 
     total = _in_rows(part, z, z, temperature, rows)
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)

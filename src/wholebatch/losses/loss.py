@@ -50,12 +50,12 @@ def check_total(total: object, name: Literal["total", "mean"] = "total") -> Tens
     """
     must_be, reduce = _MUST_BE[name]
     if not isinstance(total, Tensor):
-        given = f"{name}={total!r}" if isinstance(total, Real) else name
+        what = f"{name}={total!r}" if isinstance(total, Real) else name
         do = "Add losses that have the same units; others go into wb.Loss.terms({...})"
         if isinstance(total, Real):
             do = "Give the tensor that the loss function returned, without .item() or float()"
         raise LossError(
-            f"{given} is a {type(total).__name__}: must be a 0-dim tensor, {must_be}. {do}"
+            f"{what} is a {type(total).__name__}: must be a 0-dim tensor, {must_be}. {do}"
         )
     if total.dim() != 0:
         raise LossError(
@@ -174,9 +174,9 @@ class Loss:
         parsed = {}
         for name, term in terms.items():
             term = term if isinstance(term, tuple) else (term,)
-            given = term[0] if term else None
-            if isinstance(given, Loss):
-                term = (given.total, given.units, *term[1:])
+            loss = term[0] if term else None
+            if isinstance(loss, Loss):
+                term = (loss.total, loss.units, *term[1:])
             if len(term) not in (2, 3):
                 raise LossError(
                     f"term {name!r} is {term!r}: must be (total, units) or (total, units, weight), "
@@ -185,7 +185,7 @@ class Loss:
             weight = term[2] if len(term) == 3 else 1.0
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
-            whole = isinstance(given, OfTheBatch)
+            whole = isinstance(loss, OfTheBatch)
             parsed[name] = Term(check_total(term[0]), check_units(term[1]), float(weight), whole)
         return Terms(parsed)
 
@@ -208,7 +208,7 @@ def as_loss(result: object) -> Loss | Terms:
         return Loss(result.sum(), result.numel())
     kind = type(result).__name__
     if isinstance(result, tuple):
-        kind = f"({', '.join(type(one).__name__ for one in result)})"
+        kind = f"({', '.join(type(each).__name__ for each in result)})"
     raise LossError(
         f"the loss function returned {kind}: must be wb.Loss(total, units), wb.mean_loss(mean, "
         "units), wb.Loss.terms({...}) or a tensor of per-unit losses"
@@ -309,7 +309,7 @@ def is_nothing(total: Tensor) -> bool:
     Its backward would divide a zero gradient by zero again, so it is left out where nothing else
     needs it.
     """
-    return type(total.grad_fn).__name__ == f"{_Nothing.__name__}Backward"
+    return type(total.grad_fn).__name__ == "_NothingBackward"
 
 
 def cross_entropy(
@@ -336,10 +336,10 @@ def cross_entropy(
         label_smoothing: As in torch.
         dim: The dimension of the classes: -1, or 1.
     """
-    for name, given in (("logits", logits), ("labels", labels)):
-        if not isinstance(given, Tensor):
+    for name, tensor in (("logits", logits), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
             raise LossError(
-                f"{name} of type {type(given).__name__}: must be a tensor (labels in a list: "
+                f"{name} of type {type(tensor).__name__}: must be a tensor (labels in a list: "
                 "torch.tensor(labels); the output of a Hugging Face model: its .logits)"
             )
     shape, has_more = logits.shape, logits.dim() > 2

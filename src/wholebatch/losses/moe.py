@@ -75,12 +75,12 @@ class _Mixture:
 
     def _parts(self, model: Any, micro: Any) -> tuple[Mapping[str, Term], Sums]:
         """Return the terms of the loss itself, and the sums over this micro-batch's tokens."""
-        with recorded_routing(model) as seen:
-            made = self.loss(model, micro)
-        if isinstance(made, tuple):
-            made, routers, mask = (*made, None)[:3]
+        with recorded_routing(model) as routing:
+            result = self.loss(model, micro)
+        if isinstance(result, tuple):
+            result, routers, mask = (*result, None)[:3]
         else:
-            routers, mask = seen.get("logits"), seen.get("mask")
+            routers, mask = routing.get("logits"), routing.get("mask")
         if not routers:
             raise LossError(
                 "wb.moe_loss found no router logits: a Hugging Face model needs "
@@ -88,7 +88,7 @@ class _Mixture:
                 "return (loss, router logits of each layer)"
             )
         top_k = self.top_k or int(_setting(model, None, "top_k", ("num_experts_per_tok",)))
-        by_name = terms_of(as_loss(made))
+        by_name = terms_of(as_loss(result))
         self._weights = {name: term.weight for name, term in by_name.items()}
         self._weights["balance"] = _setting(model, self.balance, "balance", _COEFFICIENTS)
         return by_name, routing_sums(routers, top_k, mask, z=self.z != 0.0)
@@ -136,7 +136,7 @@ def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool =
     """
     first = routers[0]
     if isinstance(first, tuple):
-        probability, chosen = (_stacked([one[i] for one in routers]) for i in (0, 1))
+        probability, chosen = (_stacked([router[i] for router in routers]) for i in (0, 1))
     else:
         logits = _stacked(routers)  # type: ignore[arg-type]
         probability = logits.softmax(-1)
@@ -166,7 +166,7 @@ def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool =
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([one.to(tensors[0].device) for one in tensors])
+    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
 
 
 def balance_of(sums: Mapping[str, Tensor], *, each: bool = False) -> Tensor:
@@ -182,36 +182,38 @@ def balance_of(sums: Mapping[str, Tensor], *, each: bool = False) -> Tensor:
 @contextmanager
 def recorded_routing(model: Any) -> Iterator[dict[str, Any]]:
     """Record the router logits and the mask of a Hugging Face model's last forward within."""
-    seen: dict[str, Any] = {}
+    routing: dict[str, Any] = {}
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if (logits := getattr(output, "router_logits", None)) is not None:
             second = args[1] if len(args) > 1 else None
-            seen.update(logits=tuple(logits), mask=kwargs.get("attention_mask", second))
+            routing.update(logits=tuple(logits), mask=kwargs.get("attention_mask", second))
 
     inner = getattr(model, "module", model)
-    modules = {id(one): one for one in (inner, getattr(inner, "base_model", None))}.values()
+    modules = {
+        id(module): module for module in (inner, getattr(inner, "base_model", None))
+    }.values()
     with ExitStack() as hooks:
-        for one in modules:
-            if isinstance(one, nn.Module):
-                hooks.enter_context(one.register_forward_hook(record, with_kwargs=True))
-        yield seen
+        for module in modules:
+            if isinstance(module, nn.Module):
+                hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
+        yield routing
 
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-def _setting(model: Any, given: float | None, option: str, names: Sequence[str]) -> float:
+def _setting(model: Any, option_value: float | None, option: str, names: Sequence[str]) -> float:
     """Return the option as given, or what the model or its configuration has by these names."""
-    if given is not None:
-        return given
+    if option_value is not None:
+        return option_value
     inner = getattr(model, "module", model)
     config = getattr(inner, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     for place in (inner, text):
         for name in names:
-            if isinstance(found := getattr(place, name, None), int | float):
-                return found
+            if isinstance(value := getattr(place, name, None), int | float):
+                return value
     raise OptionError(
         f"wb.moe_loss({option}=None): {type(inner).__name__} has no {' or '.join(names)}; pass "
         f"{option}="

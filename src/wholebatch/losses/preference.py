@@ -203,7 +203,7 @@ def _log1mexp(logprob: Tensor) -> Tensor:
 
 
 def _check_pairs(*each: Tensor) -> None:
-    shapes = {tuple(one.shape) for one in each}
+    shapes = {tuple(values.shape) for values in each}
     if len(shapes) > 1 or each[0].dim() != 1:
         raise LossError(
             f"log probabilities or rewards of shapes {', '.join(map(str, sorted(shapes)))}: must "

@@ -6,7 +6,7 @@ It allocates what a window of the library allocates, up to a few scalars.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class PlainWindow:
     def __post_init__(self) -> None:
         device = next(self.model.parameters()).device
         self._casts = precisions.choose(self.precision, device.type, keeps=self.sharding is None)
+        self._window = ExitStack()
         self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
 
     def run(self, micros: Sequence[Any]) -> None:
@@ -46,7 +47,8 @@ class PlainWindow:
 
     def begin(self) -> None:
         self._sixteen_bit.begin()
-        self._casts.begin()
+        self._window.close()  # of a run that has failed
+        self._window.enter_context(self._casts.window())
 
     def add(self, micro: Any, *, is_last: bool) -> None:
         """Run the forward and backward of a micro-batch."""
@@ -59,7 +61,7 @@ class PlainWindow:
 
     def end(self) -> None:
         """Run what comes between the last backward and the optimizer's step."""
-        self._casts.end()
+        self._window.close()
         self._sixteen_bit.round_once()
 
     def totals(self, micro: Any) -> list[torch.Tensor]:

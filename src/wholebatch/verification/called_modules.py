@@ -122,7 +122,7 @@ def _modules_in_frames() -> dict[int, nn.Module]:
     for frame, _ in traceback.walk_stack(None):
         for value in frame.f_locals.values():
             held = [] if isinstance(value, ModuleType) else getattr(value, "__dict__", {}).values()
-            for one in (value, *held):
-                if isinstance(one, nn.Module):
-                    modules[id(one)] = one
+            for candidate in (value, *held):
+                if isinstance(candidate, nn.Module):
+                    modules[id(candidate)] = candidate
     return modules

@@ -73,7 +73,7 @@ class Scale:
         """Return the norm of each tensor, or of its difference to `other`, in float64."""
         minus = [None] * len(ours) if other is None else other
         return [
-            norm_of(*(None if one is None else one.to(device) for one in pair))
+            norm_of(*(None if tensor is None else tensor.to(device) for tensor in pair))
             for *pair, device in zip(ours, minus, self.devices, strict=True)
         ]
 
@@ -107,7 +107,7 @@ class Scale:
         for name, error, size, *others in zip(self.names, errors, sizes, *floors, strict=True):
             differs = not error <= max(TIMES_THE_FLOOR * max(others), noise)
             lines.append(Line(name, ratio(error, size), ratio(max(others), size), differs))
-        floor = ratio(max(math.hypot(*one) for one in floors), all_size)
+        floor = ratio(max(math.hypot(*row) for row in floors), all_size)
         # The floor is capped at the root of the resolution: a larger one cannot be rounding.
         floor = min(floor, math.sqrt(self.unit) / TIMES_THE_FLOOR)
         off = ratio(math.hypot(*errors), all_size)
@@ -124,9 +124,9 @@ def ratio(above: float, below: float) -> float:
 def norm_of(tensor: Tensor | None, minus: Tensor | None = None) -> float:
     """Return the L2 norm of a tensor, or of its difference to another; None is zero."""
     wide = [
-        one.to(torch.complex128 if one.is_complex() else torch.float64)
-        for one in (tensor, minus)
-        if one is not None
+        operand.to(torch.complex128 if operand.is_complex() else torch.float64)
+        for operand in (tensor, minus)
+        if operand is not None
     ]
     if not wide:
         return 0.0

@@ -88,16 +88,16 @@ def other_counts(ranks: Sequence[Sequence[Any]]) -> dict[str, list[list[float]]]
 
     `ranks` are the micro-batches of each rank.
     """
-    tensors = [[[v for v in tensors_of(one) if v.dim() > 0] for one in row] for row in ranks]
+    tensors = [[[v for v in tensors_of(micro) if v.dim() > 0] for micro in row] for row in ranks]
     counts = {}
-    if all(one for row in tensors for one in row):
-        counts["samples"] = [[float(len(one[0])) for one in row] for row in tensors]
+    if all(held for row in tensors for held in row):
+        counts["samples"] = [[float(len(held[0])) for held in row] for row in tensors]
     tokens = [
-        [[v for v in one if v.dim() > 1 and not v.is_floating_point()] for one in row]
+        [[v for v in held if v.dim() > 1 and not v.is_floating_point()] for held in row]
         for row in tensors
     ]
-    if all(one for row in tokens for one in row):
+    if all(held for row in tokens for held in row):
         counts["tokens, with padding"] = [
-            [float(one[-1].shape[:2].numel()) for one in row] for row in tokens
+            [float(held[-1].shape[:2].numel()) for held in row] for row in tokens
         ]
     return counts

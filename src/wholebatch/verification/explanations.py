@@ -55,7 +55,7 @@ def _unsynchronised(ranks: Ranks) -> Finding | None:
     if len(gradients) < 2 or len(gradients) < len(ranks):
         return None
     limit = TIMES_THE_FLOOR**2 * max(window.eps for window in ranks)
-    if any(apart(one, gradients[0]) > limit for one in gradients[1:]):
+    if any(apart(gradient, gradients[0]) > limit for gradient in gradients[1:]):
         return Finding("unsynchronised-ranks", "each rank steps with another gradient")
     before = [window.last_clips[-1].before for window in ranks if window.last_clips]
     if len(before) == len(ranks) and any(apart(b, before[0]) > limit for b in before[1:]):
@@ -137,10 +137,10 @@ def _clipped_early(ranks: Ranks) -> Finding | None:
 def same_twice(ranks: Ranks) -> Finding | None:
     """Find a micro-batch whose gradient was brought twice."""
     for window in ranks:
-        for one, two in combinations(range(len(window.backwards)), 2):
-            brought = [window.backwards[place].contribution for place in (one, two)]
+        for first, second in combinations(range(len(window.backwards)), 2):
+            brought = [window.backwards[place].contribution for place in (first, second)]
             if apart(*brought) <= 1e-6:
-                return Finding("counted-twice", f"number {one + 1} and {two + 1}")
+                return Finding("counted-twice", f"number {first + 1} and {second + 1}")
     return None
 
 
@@ -159,10 +159,10 @@ LOST = (_never_cleared, _cleared, _clipped_early, same_twice, _in_16_bits)
 def is_lost(ranks: Ranks) -> bool:
     """True if the gradient of the step is not what all backwards brought, with one factor."""
     brought = [micro.contribution for window in ranks for micro in window.backwards]
-    if not brought or any(one.gradient is None or not one.backwards for one in ranks):
+    if not brought or any(window.gradient is None or not window.backwards for window in ranks):
         return False
     flow = torch.stack(brought).sum(0)
-    tolerance = TIMES_THE_FLOOR * floor_of(brought, flow, max(one.eps for one in ranks))
+    tolerance = TIMES_THE_FLOOR * floor_of(brought, flow, max(window.eps for window in ranks))
     return not parallel(
         before_clip(ranks[0]), flow, ranks[0].eps if ranks[0].is_half else tolerance
     )
@@ -181,7 +181,7 @@ def _scheduled(ranks: Ranks) -> Finding | None:
     for window in ranks:
         rates = [micro.rates for micro in window.backwards if micro.rates]
         if len(set(rates)) > 1:
-            changed = next(one for one in zip(*rates, strict=True) if len(set(one)) > 1)
+            changed = next(column for column in zip(*rates, strict=True) if len(set(column)) > 1)
             variant = f"from {changed[0]:.3g} to {changed[-1]:.3g}"
             return Finding("scheduled-per-micro-batch", variant)
         if window.ledger is not None and window.ledger.schedule_moved:
@@ -219,7 +219,7 @@ def _mean_as_sum(ranks: Ranks) -> Finding | None:
         if len(alone) < len(ledger.terms):
             continue
         factors = [math.prod(term.times) / math.prod(term.over) for term in alone]
-        are_same = all(math.isclose(one, factors[0], rel_tol=SAME_WEIGHT) for one in factors)
+        are_same = all(math.isclose(factor, factors[0], rel_tol=SAME_WEIGHT) for factor in factors)
         is_over_many = all(term.count > 1 for term in alone) and min(ledger.units) > 1
         if are_same and is_over_many and factors[0] < 2:
             return Finding("mean-as-sum", f"means over {alone[0].count:g} and more")

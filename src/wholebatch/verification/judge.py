@@ -56,9 +56,9 @@ def judge(
     if isinstance(weights, Weights):
         trial = trial.with_weights(weights)
     findings = _findings(ranks, weights, counts)
-    is_sum = trial.source == "weights" and any(one.variant == "sums added" for one in findings)
+    is_sum = trial.source == "weights" and "sums added" in [f.variant for f in findings]
     if is_sum:
-        findings = [one for one in findings if one.is_beside]
+        findings = [finding for finding in findings if finding.is_beside]
     if findings:
         return trial.with_answer(DIFFERENT, findings=findings)
     if is_sum:
@@ -125,7 +125,7 @@ def _doubt(ranks: Sequence[WindowEvidence], counts: Counts) -> str:
     penalties = [term for micro in every for term in micro.terms if term.kind == "penalty"]
     numbers = [factor for term in penalties for factor in (*term.over, *term.times)]
     steps = (counts.micro_batches, 1 / max(counts.micro_batches, 1))
-    is_divided = any(math.isclose(n, one, rel_tol=SAME_WEIGHT) for n in numbers for one in steps)
+    is_divided = any(math.isclose(n, k, rel_tol=SAME_WEIGHT) for n in numbers for k in steps)
     doubt = _PENALTY if penalties and not is_divided else ""
     doubt = doubt or next((window.doubt for window in ranks if window.doubt), "")
     return doubt and f"{doubt}: use wb.verify"

@@ -53,7 +53,7 @@ class LedgerWindow:
         self._terms.append(tuple(terms))
 
     def _note_rates(self) -> None:
-        self._rates = {id(one): rates_of(one) for one in self._window.target.optimizers}
+        self._rates = {id(optimizer): rates_of(optimizer) for optimizer in self.optimizers}
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -62,7 +62,7 @@ class LedgerWindow:
     def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
         """Return the ledger of a window that is complete."""
         record = self._window.added
-        columns = [[float(one) for one in column] for column in record.units.values()]
+        columns = [[float(count) for count in column] for column in record.units.values()]
         before = self._rates.get(id(optimizer))
         return Ledger(
             units=tuple(max(columns, key=sum, default=[])),

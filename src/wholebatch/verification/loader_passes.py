@@ -51,16 +51,16 @@ class LoaderPasses:
 
     def note_backward(self) -> None:
         """Note which passes this backward's batch comes from: not from one that has evaluated."""
-        new = [one for one in self._passes if one.batches > one.noted]
-        for one in new:
-            one.noted = one.batches
-            one.backwards += not one.is_exhausted or len(new) == 1 == one.batches
+        new = [a_pass for a_pass in self._passes if a_pass.batches > a_pass.noted]
+        for a_pass in new:
+            a_pass.noted = a_pass.batches
+            a_pass.backwards += not a_pass.is_exhausted or len(new) == 1 == a_pass.batches
 
     @property
     def training(self) -> _Pass | None:
         """Return the first of the passes that most backwards came from."""
-        trained = [one for one in self._passes if one.backwards]
-        return max(trained, key=lambda one: one.backwards, default=None)
+        trained = [a_pass for a_pass in self._passes if a_pass.backwards]
+        return max(trained, key=lambda a_pass: a_pass.backwards, default=None)
 
     @property
     def are_known(self) -> bool:

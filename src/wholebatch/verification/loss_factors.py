@@ -135,14 +135,14 @@ class _LoopNumbers:
     def factor(self) -> float:
         """Return what the loop puts on all gradients between the last backward and the step."""
         first = self.factors[0] * self.counts.ranks
-        same = all(math.isclose(one, self.factors[0], rel_tol=1e-3) for one in self.factors)
+        same = all(math.isclose(factor, self.factors[0], rel_tol=1e-3) for factor in self.factors)
         return first if same and first else 1.0
 
     def is_steps(self, value: float) -> bool:
         """True for the number of micro-batches, on one rank or on all."""
         count = self.counts.micro_batches
         steps = {count, self.counts.usual, count * self.counts.ranks}
-        return any(close(value, one) for one in steps if one > 1)
+        return any(close(value, number) for number in steps if number > 1)
 
     def is_total(self, value: float, units: Sequence[float]) -> bool:
         """True for the units of the window, on one rank or on all."""
@@ -153,10 +153,10 @@ class _LoopNumbers:
         total, ranks, count = sum(units), self.counts.ranks, self.counts.micro_batches
         numbers = {count, self.counts.usual, ranks, count * ranks, count**2, self.factor}
         numbers |= {total, total / ranks, *([units[0]] if _same(units) else [])}
-        inverse = {1 / one for one in numbers if one}
+        inverse = {1 / number for number in numbers if number}
         if is_loss_scale(value):
             return True
-        return any(close(value, one) for one in (numbers | inverse) if not close(one, 1))
+        return any(close(value, number) for number in (numbers | inverse) if not close(number, 1))
 
 
 def _readings(terms: Sequence[LossTerm], loop: _LoopNumbers) -> Iterator[Reading]:
@@ -165,7 +165,7 @@ def _readings(terms: Sequence[LossTerm], loop: _LoopNumbers) -> Iterator[Reading
         times, over = _by_place(terms, "times"), _by_place(terms, "over")
         if used is not None:
             over.remove(used)
-        over = [one for one in over if not _match(one, [1.0] * len(one))]
+        over = [column for column in over if not _match(column, [1.0] * len(column))]
         is_mean = terms[0].kind == "mean" or used is not None
         own, divisor = _own(times, over, units, is_mean, loop)
         is_mean_of_losses = terms[0].kind == "mean" and terms[0].is_loss
@@ -201,7 +201,7 @@ def _units_of_sums(terms: Sequence[LossTerm], counts: list[float]) -> Iterator[l
     yield counts
     weighed = [term.weighed for term in terms]
     if all(weighed):
-        yield [one or 0.0 for one in weighed]
+        yield [weight or 0.0 for weight in weighed]
     if terms[0].is_loss and terms[0].node.startswith(("NllLoss", "SumBackward")):
         return  # labels that are not ignored
     if all(len(term.sizes) > 1 for term in terms):
@@ -214,16 +214,16 @@ def _own(
     """Return the product of the constant factors that are the loss's own, and a whole divisor."""
     own, columns, divisor = 1.0, loop.columns, 0
     shared_times, shared_over = list(loop.shared_times), list(loop.shared_over)
-    constant = [one[0] for one in over if _same(one)]
+    constant = [column[0] for column in over if _same(column)]
     has_steps = any(map(loop.is_steps, constant))
-    for by in (one[0] for one in times if _same(one)):
+    for by in (column[0] for column in times if _same(column)):
         is_loop = _take(shared_times, by) and loop.is_of_the_loop(by, units)
         if not (is_loop or loop.is_total(1 / by, units)):
             own *= by
     for by in constant:
         is_shared = _take(shared_over, by)
         is_of_terms = columns > 1 and close(by, columns)
-        again = sum(close(one, by) for one in constant) > 1
+        again = sum(close(other, by) for other in constant) > 1
         if is_of_terms and (columns != loop.counts.micro_batches or again):
             own, columns = own / by, 1
         elif loop.is_total(by, units) or (is_shared and loop.is_of_the_loop(by, units)):
@@ -247,7 +247,7 @@ def _by_place(terms: Sequence[LossTerm], name: str) -> _Columns:
     rest = [list(getattr(term, name)) for term in terms]
     columns: _Columns = []
     for value in getattr(terms[0], name):
-        if all(any(close(value, one) for one in row) for row in rest):
+        if all(any(close(value, other) for other in row) for row in rest):
             columns.append((value,) * len(rest))
             for row in rest:
                 _take(row, value)
@@ -261,24 +261,24 @@ def _rows(columns: _Columns, like: Sequence[float]) -> _Columns:
 
 
 def _constants(terms: Sequence[LossTerm], name: str) -> list[float]:
-    return [one[0] for one in _by_place(terms, name) if _same(one)]
+    return [column[0] for column in _by_place(terms, name) if _same(column)]
 
 
 def _in_all(lists: Sequence[Sequence[float]]) -> list[float]:
     """Return the numbers that all lists have."""
-    rest = [list(one) for one in lists[1:]]
+    rest = [list(values) for values in lists[1:]]
     return [
         value
         for value in lists[0]
-        if all(any(close(value, one) for one in row) for row in rest)
+        if all(any(close(value, other) for other in row) for row in rest)
         and all(_take(row, value) for row in rest)
     ]
 
 
 def _take(values: list[float], value: float) -> bool:
     """Remove a value from a list; False if it is not there."""
-    for place, one in enumerate(values):
-        if close(one, value):
+    for place, other in enumerate(values):
+        if close(other, value):
             del values[place]
             return True
     return False

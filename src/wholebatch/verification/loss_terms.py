@@ -205,9 +205,7 @@ def _not_read(node: Any, below: list[Any], so_far: LossTerm) -> LossTerm:
     name = node.name()
     if all(_is_of_parameters(child) for child in below):
         return replace(so_far, node=name, kind="penalty")
-    shapes = [
-        tuple(one._input_metadata[0].shape) for one in below if hasattr(one, "_input_metadata")
-    ]
+    shapes = [_shape(child) for child in below if hasattr(child, "_input_metadata")]
     curved = bool(shapes) and not any(shapes) and not isinstance(node, BackwardCFunction)
     return replace(so_far, node=name, kind="curved" if curved else "unknown")
 
@@ -262,7 +260,7 @@ def _is_normalised(weights: Tensor) -> bool:
 
 
 def _is_standard(row: Tensor) -> bool:
-    deviations = [float(row.std(correction=one)) for one in (0, 1)]
+    deviations = [float(row.std(correction=correction)) for correction in (0, 1)]
     return abs(float(row.mean())) < 1e-5 and min(abs(d - 1) for d in deviations) < 1e-3
 
 
@@ -301,7 +299,7 @@ def _is_of_parameters(node: Any) -> bool:
         other = saved_by(node, "other" if below[:1] != [None] else "self") if None in below else 1
         ours = [child for child in below if child is not None]
         if name in ("Add", "Sub", "Rsub"):  # of a number, or of samples: those make it larger
-            other = 1 if len({_shape(one) for one in (node, *ours)}) == 1 else other
+            other = 1 if len({_shape(operand) for operand in (node, *ours)}) == 1 else other
         if not below or _number(other) is None:
             return False
         waiting += ours
@@ -420,10 +418,10 @@ def doubt_about(node: Any) -> str:
     is_product = name == "Mm" or (name == "Bmm" and shape[0] == 1)
     if name in _COMPARE or (is_product and len(shapes) == 2):
         return "the loss may compare samples with each other"
-    is_spread = any(len(one) < len(shape) or one[:1] < shape[:1] for one in shapes)
+    is_spread = any(len(size) < len(shape) or size[:1] < shape[:1] for size in shapes)
     if name in _BY_ELEMENT and shape and is_spread:
         return "the loss has a statistic of the micro-batch in every sample"
-    over = [one for one in shapes if one and one[0] > 1 and 0 in (_dims(node, one) or [0])]
+    over = [size for size in shapes if size and size[0] > 1 and 0 in (_dims(node, size) or [0])]
     if name in _ALONG and shape and over:
         return "the loss has a statistic of the micro-batch"
     return ""

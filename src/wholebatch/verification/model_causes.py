@@ -190,19 +190,20 @@ def _audited(evidence: ModelEvidence) -> Iterator[Finding]:
     if norms and policy == "allow":
         yield Finding("batchnorm", f'batchnorm="{policy}" lets it', tuple(norms))
     others = {"batchnorm", "sync", *_OF_THE_LOSS} | (set() if policy == "exact" else {"custom"})
-    yield from _named([one for one in evidence.audited if one.kind not in others])
+    yield from _named([finding for finding in evidence.audited if finding.kind not in others])
 
 
 def _audited_loss(evidence: ModelEvidence) -> Iterator[Finding]:
-    yield from _named([one for one in evidence.audited if one.kind in _OF_THE_LOSS])
+    yield from _named([finding for finding in evidence.audited if finding.kind in _OF_THE_LOSS])
 
 
 def _named(audited: Sequence[AuditFinding]) -> Iterator[Finding]:
     by_key: dict[str, list[AuditFinding]] = {}
-    for one in audited:
-        by_key.setdefault(_KEYS.get(one.kind, "coupled"), []).append(one)
+    for finding in audited:
+        by_key.setdefault(_KEYS.get(finding.kind, "coupled"), []).append(finding)
     for key, same in by_key.items():
-        where = tuple(one.name for one in same if " " not in one.name)  # "the loss" is no module
+        names = [finding.name for finding in same]
+        where = tuple(name for name in names if " " not in name)  # "the loss" is no module
         yield Finding(key, "", where, advice=same[0].advice)
 
 
@@ -240,9 +241,9 @@ def _weighed(evidence: ModelEvidence) -> Iterator[Finding]:
             "have weight 1"
         )
         known = weights.wrong()[:1] or [Finding("mean-of-means", "")]
-        for one in known:
-            words = ": ".join(filter(None, (one.variant, variant)))
-            yield replace(one, variant=words, advice=_RETURN_UNITS)
+        for finding in known:
+            words = ": ".join(filter(None, (finding.variant, variant)))
+            yield replace(finding, variant=words, advice=_RETURN_UNITS)
 
 
 def _unexplained(evidence: ModelEvidence) -> Iterator[Finding]:

@@ -124,7 +124,7 @@ class ModelRuns:
     def __post_init__(self) -> None:
         self.start = StartingState(self.model, self.optimizer)
         # Shards are always reduced by their backward. Read now: a forward leaves the root whole.
-        self.is_sharded = any(hasattr(one, "to_local") for one in self.model.parameters())
+        self.is_sharded = any(hasattr(p, "to_local") for p in self.model.parameters())
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = [(n, p) for n, p in self.model.named_parameters() if id(p) in trained]
         self.names = [name for name, _ in named]

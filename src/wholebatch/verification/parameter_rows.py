@@ -78,7 +78,7 @@ class ParameterRows:
 
     def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return whole tensors of the parameters as they are kept."""
-        return self._row([None if one is None else self._part(one) for one in tensors])
+        return self._row([None if tensor is None else self._part(tensor) for tensor in tensors])
 
     def sample_named(self, named: Mapping[str, Tensor | None], indices: Sequence[int]) -> Tensor:
         """Return whole tensors by parameter, as gradients of a step on `indices` are kept."""

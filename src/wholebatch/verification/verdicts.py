@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -70,7 +71,7 @@ class Verdict(_Answer):
     @property
     def advice(self) -> list[tuple[str, str, str]]:
         """Return, for each cause, its name, what shows it and what to do instead."""
-        return [(one.name, one.variant, one.instead) for one in self.causes]
+        return [(cause.name, cause.variant, cause.instead) for cause in self.causes]
 
     @property
     def line(self) -> str:
@@ -82,9 +83,9 @@ class Verdict(_Answer):
         if self.ranks > 1:
             size += f" on each of {self.ranks} ranks"
         measured = ", ".join(
-            f"{one.what} {percent(one.distance)} off ({percent(one.tolerance)} is rounding)"
-            for one in (self.gradient, self.update, self.float64)
-            if one is not None
+            f"{part.what} {percent(part.distance)} off ({percent(part.tolerance)} is rounding)"
+            for part in (self.gradient, self.update, self.float64)
+            if part is not None
         )
         if self.same:
             return f"same update: {measured}; {size}"
@@ -97,8 +98,8 @@ class Verdict(_Answer):
         parts = [self.line]
         if not self.same:
             rows = [
-                (one.name, percent(one.distance), percent(one.floor), "differs" * one.differs)
-                for one in self.gradient.worst(8)
+                (line.name, percent(line.distance), percent(line.floor), "differs" * line.differs)
+                for line in self.gradient.worst(8)
             ]
             parts.append(_table(("parameter", "gradient off by", "rounding alone", ""), rows))
         parts += [f"cause: {cause}" for cause in self.causes]
@@ -151,8 +152,8 @@ class LoopTrial:
         """Return the trial with its answer; the reason is the first note."""
         notes = (reason, *self.notes) if reason else self.notes
         if answer == RIGHT:
-            of_its_own = [one for one in self.own if one != 1.0]
-            notes += tuple(f"the loss has a weight of {one:g} of its own" for one in of_its_own)
+            own = [weight for weight in self.own if weight != 1.0]
+            notes += tuple(f"the loss has a weight of {weight:g} of its own" for weight in own)
         return replace(self, answer=answer, findings=tuple(findings), notes=notes)
 
     def with_weights(self, weights: Weights) -> LoopTrial:
@@ -186,17 +187,26 @@ def _count(units: Sequence[float], kind: str) -> str:
     return f"{len(units)} {kind}micro-batch{'' if len(units) == 1 else 'es'}"
 
 
+_IN_EVERY_WINDOW = ("not-divided", "divided-twice", "loss-scale")
+"""Mistakes by a constant factor: a loop that has them is right in no window."""
+
+
 def consistent(trials: Sequence[LoopTrial]) -> tuple[LoopTrial, ...]:
-    """Put the mistake first that explains most windows, where several explain one."""
-    votes: dict[str, int] = {}
-    for trial in trials:
-        for finding in trial.findings:
-            votes[finding.key] = votes.get(finding.key, 0) + 1
+    """Put the mistake first that explains most windows, where several explain one.
 
-    def order(finding: Finding) -> tuple[bool, int]:
-        return finding.is_beside, -votes[finding.key]
+    What would be wrong in every window is left out if another explains it and a window is right.
+    """
+    is_one_right = any(trial.answer == RIGHT and trial.micro_batches > 1 for trial in trials)
+    votes = Counter(finding.key for trial in trials for finding in trial.findings)
 
-    return tuple(replace(t, findings=tuple(sorted(t.findings, key=order))) for t in trials)
+    def ordered(trial: LoopTrial) -> LoopTrial:
+        others = [f for f in trial.findings if f.key not in _IN_EVERY_WINDOW]
+        is_explained = is_one_right and any(not f.is_beside for f in others)
+        findings = others if is_explained else trial.findings
+        likeliest = sorted(findings, key=lambda f: (f.is_beside, -votes[f.key]))
+        return replace(trial, findings=tuple(likeliest))
+
+    return tuple(map(ordered, trials))
 
 
 WEIGHED = (
@@ -276,8 +286,8 @@ class LoopVerdict(_Answer):
     def mistakes(self) -> tuple[str, ...]:
         """Return the keys of the mistakes, that of the simplest window first."""
         first = [finding for trial in self.trials for finding in trial.findings[:1]]
-        beside = [one for trial in self.trials for one in trial.findings if one.is_beside]
-        return tuple(dict.fromkeys(one.key for one in (*first, *beside)))
+        beside = [f for trial in self.trials for f in trial.findings if f.is_beside]
+        return tuple(dict.fromkeys(finding.key for finding in (*first, *beside)))
 
     @property
     def mistake(self) -> Mistake | None:

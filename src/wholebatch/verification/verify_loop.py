@@ -89,18 +89,16 @@ def verify_loop(
     trials: list[LoopTrial] = []
     precision, failed = "full", dict[str, Exception]()
     cases = tuple(ZOO) if case is None else (case,) if isinstance(case, str | Case) else case
-    for number, one in enumerate(map(_case, cases), start=1):
-        _log.info("%d of %d: the loop on the model %s", number, len(cases), one.name)
+    for number, tried in enumerate(map(_case, cases), start=1):
+        _log.info("%d of %d: the loop on the model %s", number, len(cases), tried.name)
         try:
-            trials_of_case = _CaseTrials(
-                loop, one, steps, optimizer or _sgd, ddp, torch.device(device)
-            )
-            trials += trials_of_case.all(uneven=uneven)
-            precision = trials_of_case.precision if precision == "full" else precision
+            runs = _CaseTrials(loop, tried, steps, optimizer or _sgd, ddp, torch.device(device))
+            trials += runs.all(uneven=uneven)
+            precision = runs.precision if precision == "full" else precision
         except Exception as error:
             if case is not None or world_size() > 1:
                 raise
-            failed[one.name] = error
+            failed[tried.name] = error
     if not trials:
         raise next(iter(failed.values()))
     left_out = tuple(
@@ -201,15 +199,15 @@ class _CaseTrials:
     def _trial(self, even: bool, count: int) -> LoopTrial:
         micros = self.case.window(self.steps, even, self.rank)[:count]
         ranks = self._recorded(micros)
-        units = [dict(one.known.units) for one in ranks]
-        is_equal = len({row for one in units for row in zip(*one.values(), strict=True)}) == 1
+        units = [dict(rank.known.units) for rank in ranks]
+        is_equal = len({row for terms in units for row in zip(*terms.values(), strict=True)}) == 1
         kind = "equal" if is_equal else "uneven"
         short = f" (short: {count} of {self.steps})" if count < self.steps else ""
-        self._left = any(one.keeps_gradients for one in ranks)
+        self._left = any(rank.keeps_gradients for rank in ranks)
         name, notes = f"{count} {kind} micro-batches{short}", list(self.notes)
         if not even and is_equal and count == self.steps:
             notes.append(f"{self.case.name}: {EQUAL_UNITS}")
-        steps = {len(one.windows) for one in ranks}
+        steps = {len(rank.windows) for rank in ranks}
         trial = LoopTrial(name, self.case.name, micro_batches=count, notes=tuple(notes))
         ended = _without_one_update(ranks, steps)
         if isinstance(ended, Finding):
@@ -218,9 +216,9 @@ class _CaseTrials:
             reason = ended or f"{self.drawn}, so that no window can be compared"
             trial = trial.with_answer(NOT_JUDGED, reason)
         else:
-            windows = [replace(one.windows[0], known=one.known) for one in ranks]
-            counted = [list(next(iter(one.values()))) for one in units]
-            others = other_counts([one.known.micro_batches for one in ranks])
+            windows = [replace(rank.windows[0], known=rank.known) for rank in ranks]
+            counted = [list(next(iter(terms.values()))) for terms in units]
+            others = other_counts([rank.known.micro_batches for rank in ranks])
             counts = Counts(
                 micro_batches=count,
                 usual=self.steps,
@@ -228,7 +226,7 @@ class _CaseTrials:
                 others={name: row for name, row in others.items() if row != counted},
             )
             trial = judge(windows, counts, name, case=self.case.name, notes=notes)
-        off = max(one.moved_beside for one in ranks)
+        off = max(rank.moved_beside for rank in ranks)
         if trial.answer == RIGHT and off:
             moved = Finding("moved-beside-the-step", f"{percent(off)} of the update")
             trial = replace(trial, answer=DIFFERENT, findings=(moved,), off=off)
@@ -283,12 +281,12 @@ class _CaseTrials:
 
 def _without_one_update(ranks: Sequence[_Recorded], steps: set[int]) -> Finding | str:
     """Return what is wrong with a window of no step, of several, or of ranks that differ."""
-    if any(one.skipped for one in ranks):
+    if any(rank.skipped for rank in ranks):
         return (
             "the loss scaler skipped the step, because gradients were not finite: let it begin at "
             "a smaller scale, such as GradScaler(init_scale=64.0)"
         )
-    if steps == {0} and not any(one.moved for one in ranks):
+    if steps == {0} and not any(rank.moved for rank in ranks):
         return Finding("no-update", "no optimizer step")
     if len(steps) > 1:
         return Finding("unsynchronised-ranks", "another number of steps on each rank")
@@ -297,9 +295,9 @@ def _without_one_update(ranks: Sequence[_Recorded], steps: set[int]) -> Finding 
             "the weights have changed without a step of a torch optimizer: use the optimizer that "
             "the loop gets"
         )
-    if any(one.stepped_twice for one in ranks):
+    if any(rank.stepped_twice for rank in ranks):
         return STEPPED_TWICE
-    if any(len({window.optimizer for window in one.windows}) > 1 for one in ranks):
+    if any(len({window.optimizer for window in rank.windows}) > 1 for rank in ranks):
         return "several optimizers step on parts of the model: use wb.watch, which judges each"
     if max(steps) > 1:
         return Finding("stepped-every-micro-batch", f"{max(steps)} steps in the window")

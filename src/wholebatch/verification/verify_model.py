@@ -89,7 +89,7 @@ def verify(
     modules_of(model)
     options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})
     known = inspect.signature(WholeBatch).parameters
-    inside = {one.name for group in (Close, Memory, Samples) for one in fields(group)}
+    inside = {option.name for group in (Close, Memory, Samples) for option in fields(group)}
     if unknown := sorted(options.keys() - known.keys() - inside):
         raise OptionError(
             f"wb.verify(..., {unknown[0]}=...): no such option; it takes those of WholeBatch: "

@@ -263,12 +263,12 @@ def _trials(records: Sequence[_Records], *, is_given: bool) -> list[LoopTrial]:
         stepped = [0]
     for optimizer, name in sorted(records[0].names.items()):
         if optimizer in stepped:
-            windows = [[w for w in one.windows if w.optimizer == optimizer] for one in records]
+            windows = [[w for w in rank.windows if w.optimizer == optimizer] for rank in records]
             prefix = f"{name} {optimizer + 1}, " if len(stepped) > 1 else ""
             trials += _of_optimizer(windows, prefix)
-    if any(one.stepped_twice for one in records):
+    if any(rank.stepped_twice for rank in records):
         trials.append(_wrong("between two windows", STEPPED_TWICE))
-    left = max(one.left for one in records)
+    left = max(rank.left for rank in records)
     if trials and left:
         number = f"{left} micro-batch{'' if left == 1 else 'es'} after the last optimizer step"
         trials.append(_wrong("after the last step", Finding("no-update", number)))
@@ -294,7 +294,7 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
     own: Sequence[float] = ()
     for number in shared:
         window = [row[number] for row in by_number]
-        count = max(len(one.backwards) for one in window)
+        count = max(len(evidence.backwards) for evidence in window)
         # A loss's own weight may grow with the windows; a short one has that of the first.
         known = own if len(window[0].backwards) != first else ()
         numbers = Counts(count, usual, first, len(ranks), number)

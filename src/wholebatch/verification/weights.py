@@ -68,7 +68,7 @@ class Weights:
 
     def best(self, readings: Sequence[Reading]) -> Reading:
         """Return the way to read a term in which it is right, else the likeliest."""
-        is_right = (one for one in readings if one.off <= max(self.tolerance, SAME_WEIGHT))
+        is_right = (way for way in readings if way.off <= max(self.tolerance, SAME_WEIGHT))
         return next(is_right, readings[0])
 
 
@@ -84,12 +84,13 @@ def weights_of(
         return _fitted(ranks)
     if ranks[0].ledger is not None:
         return _of_the_ledger(ranks)
-    factors = factors_of(ranks)
-    if isinstance(factors, Unknown):
-        return factors
+    known = factors_of(ranks)
+    if isinstance(known, Unknown):
+        return known
+    factors, floor = known
     try:
         micro_batches = [micro.terms for window in ranks for micro in window.backwards]
-        terms = read_terms(micro_batches, counts, factors.values, own)
+        terms = read_terms(micro_batches, counts, factors, own)
     except Unreadable as unread:
         return Unknown(
             f"the weight of the loss cannot be read: {unread}. Use wb.verify, which runs the "
@@ -97,7 +98,7 @@ def weights_of(
         )
     off = max(min(reading.off for reading in readings) for readings in terms)
     sizes = tuple(len(window.backwards) for window in ranks)
-    return Weights(tuple(map(tuple, terms)), sizes, off, SAME_WEIGHT, factors.floor)
+    return Weights(tuple(map(tuple, terms)), sizes, off, SAME_WEIGHT, floor)
 
 
 # ------------------------------------------------------------------- from the reference of a proof
@@ -108,10 +109,10 @@ def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
     known = [window.known for window in ranks if window.known is not None]
     if ranks[0].gradient is None:
         return Unknown("the gradients of the step are not in `.grad`: use wb.verify")
-    floor = max(one.floor for one in known)
+    floor = max(rank.floor for rank in known)
     tolerance = TIMES_THE_FLOOR * floor
-    means = {name: torch.cat([one.means[name] for one in known]) for name in known[0].means}
-    units = {name: tuple(chain(*(one.units[name] for one in known))) for name in means}
+    means = {name: torch.cat([rank.means[name] for rank in known]) for name in known[0].means}
+    units = {name: tuple(chain(*(rank.units[name] for rank in known))) for name in means}
     parts = {name: _shares(units[name]) @ rows for name, rows in means.items()}
     right = torch.stack(list(parts.values())).sum(0)
     gradient = before_clip(ranks[0])
@@ -134,7 +135,7 @@ def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
         )
         for name in means
     ]
-    sizes = tuple(len(next(iter(one.units.values()))) for one in known)
+    sizes = tuple(len(next(iter(rank.units.values()))) for rank in known)
     off = apart(gradient, right)
     return Weights(tuple(terms), sizes, off, tolerance, floor, source="gradients")
 
@@ -150,11 +151,11 @@ def _shares(units: Sequence[float]) -> Tensor:
 def _of_the_ledger(ranks: Sequence[WindowEvidence]) -> Weights:
     """Return the weights of a window of wholebatch: its ledger has the units, and one factor."""
     ledgers = [window.ledger for window in ranks if window.ledger is not None]
-    units = tuple(chain(*(one.units for one in ledgers)))
+    units = tuple(chain(*(ledger.units for ledger in ledgers)))
     total = sum(units) or 1.0
     reading = Reading(tuple(unit / total for unit in units), units)
-    are_given = any(one.are_units_given for one in ledgers)
-    sizes = tuple(len(one.units) for one in ledgers)
+    are_given = any(ledger.are_units_given for ledger in ledgers)
+    sizes = tuple(len(ledger.units) for ledger in ledgers)
     source = "ledger, with units as given" if are_given else "ledger"
     return Weights(((reading,),), sizes, 0.0, SAME_WEIGHT, 0.0, source)
 
@@ -162,31 +163,23 @@ def _of_the_ledger(ranks: Sequence[WindowEvidence]) -> Weights:
 # ------------------------------------------------------------------- on the way to the step
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The factor that each backward's gradient has in the step."""
-
-    values: tuple[float, ...]
-    floor: float
-
-
-def factors_of(ranks: Sequence[WindowEvidence]) -> Factors | Unknown:
-    """Return what the loop did with the gradients of its backwards, on all ranks."""
+def factors_of(ranks: Sequence[WindowEvidence]) -> tuple[Sequence[float], float] | Unknown:
+    """Return the factor that each backward's gradient has in the step, and the rounding floor."""
     window, count = ranks[0], len(ranks)
-    brought = [micro.contribution for one in ranks for micro in one.backwards]
-    floor = max(one.eps for one in ranks)
-    if any(one.gradient is None for one in ranks):
-        return Factors((1 / count,) * len(brought), floor)
+    brought = [micro.contribution for rank in ranks for micro in rank.backwards]
+    floor = max(rank.eps for rank in ranks)
+    if any(rank.gradient is None for rank in ranks):
+        return (1 / count,) * len(brought), floor
     gradient = before_clip(window)
     flow = torch.stack(brought).sum(0) / count
     floor = floor_of(brought, flow * count, floor)
     tolerance = window.eps if window.is_half else TIMES_THE_FLOOR * floor
     if parallel(gradient, flow, tolerance):
         factor = float(gradient @ flow / (flow @ flow))
-        return Factors((factor / count,) * len(brought), floor)
+        return (factor / count,) * len(brought), floor
     factors, left = fit_of(brought, gradient)
     if left <= max(1e-4, tolerance) and len(brought) <= 64:
-        return Factors(tuple(factors), floor)
+        return factors, floor
     if count == 1 and apart(window.backwards[-1].after, flow) <= tolerance:
         return Unknown(
             f"the loop itself changes the gradient by {percent(apart(gradient, flow))} after the "
@@ -197,7 +190,7 @@ def factors_of(ranks: Sequence[WindowEvidence]) -> Factors | Unknown:
 
 def floor_of(brought: Sequence[Tensor], total: Tensor, eps: float) -> float:
     """Return the distance that rounding explains: more, where gradients nearly cancel."""
-    spread = sum(float(one.norm()) for one in brought) / max(float(total.norm()), 1e-300)
+    spread = sum(float(part.norm()) for part in brought) / max(float(total.norm()), 1e-300)
     return min(eps * max(spread, 1.0), math.sqrt(eps) / TIMES_THE_FLOOR)
 
 

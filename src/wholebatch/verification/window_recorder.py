@@ -232,7 +232,9 @@ class WindowRecorder:
         )
 
     def _rates(self) -> dict[int, tuple[float, ...]]:
-        return {number: rates_of(one) for number, one in enumerate(self._known.values())}
+        return {
+            number: rates_of(optimizer) for number, optimizer in enumerate(self._known.values())
+        }
 
     def _doubt_about(self, graph: Sequence[Any]) -> str:
         """Return a reason to doubt that the samples of a loss are apart."""
@@ -301,7 +303,7 @@ class WindowRecorder:
         result = original(parameters, *rest, **kwargs)
         if before is not None:
             limit = [*rest, kwargs.get("max_norm"), kwargs.get("clip_value")]
-            self._keep_clip(next((one for one in limit if one is not None), 0.0), before)
+            self._keep_clip(next((value for value in limit if value is not None), 0.0), before)
         return result
 
     @_never_fails
@@ -478,8 +480,8 @@ class WindowRecorder:
 
     def _keep(self, window: WindowEvidence) -> None:
         """Keep a window: the first ones, those of another size, and the last one."""
-        same = [one for one in self.windows if one.optimizer == window.optimizer]
-        is_new = len(window.backwards) not in {len(one.backwards) for one in same}
+        same = [other for other in self.windows if other.optimizer == window.optimizer]
+        is_new = len(window.backwards) not in {len(other.backwards) for other in same}
         if len(same) >= _MOST_WINDOWS and not is_new:
             self.windows.remove(same[-1])
         self.windows.append(window)

@@ -47,13 +47,13 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
         divisor = max(reading.divisor for row in terms for reading in row)
         own = replace(counts, divisor=divisor)
         tables = [
-            [(one, list(wrong_weights(weights.rows(one.units), own))) for one in row]
+            [(reading, list(wrong_weights(weights.rows(reading.units), own))) for reading in row]
             for row in terms
         ]
         findings: dict[str, Finding] = {}
         for number, (key, words, _) in enumerate(tables[0][0][1]):
             fits = key not in findings and all(
-                any(one.apart(table[number][2]) <= limit for one, table in row)
+                any(reading.apart(table[number][2]) <= limit for reading, table in row)
                 for row, is_wrong in zip(tables, are_wrong, strict=True)
                 if is_wrong or key in _CONSTANT
             )
@@ -63,7 +63,7 @@ def explain(weights: Weights, counts: Counts) -> list[Finding]:
             ):
                 findings[key] = Finding(key, words)
         if findings:
-            return sorted(findings.values(), key=lambda one: _ORDER.index(one.key))
+            return sorted(findings.values(), key=lambda finding: _ORDER.index(finding.key))
     return []
 
 
@@ -104,7 +104,7 @@ def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
     else:
         yield "other-units", own, [1 / u / ranks if u else 0.0 for u in every]
     for name, counted in counts.others.items():
-        by = [one / (sum(row) or 1.0) / ranks for row in counted for one in row]
+        by = [count / (sum(row) or 1.0) / ranks for row in counted for count in row]
         over = [1 / (sum(row) or 1.0) / ranks for row in counted for _ in row]
         yield "other-units", f"mean losses weighed by {name}", by
         yield (
@@ -146,8 +146,8 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     own = [unit / (sum(row) or 1.0) for unit in row]
     yield "mean-of-means", "each rank's own mean, averaged over the ranks", own
     for by in counts.nominals:
-        for one, other in ((count, count), (count, by), (by, by)):
-            yield "divided-twice", f"mean losses divided by {one}·{other}", means(one * other)
+        for first, second in ((count, count), (count, by), (by, by)):
+            yield "divided-twice", f"mean losses divided by {first}·{second}", means(first * second)
         for times in (count, by):
             yield "divided-twice", f"the mean divided by {times}", mean(1 / times)
     words = f"by {count} after every backward, with all gradients so far"

@@ -26,14 +26,6 @@ class Precision(ABC):
         """Return the context of a window's micro-batches: casts of weights are kept within it."""
         return nullcontext()
 
-    def begin(self) -> None:
-        """Keep casts of weights from here until `end`, as within `window()`."""
-        return
-
-    def end(self) -> None:
-        """Drop the casts: the weights are about to change."""
-        return
-
 
 class Full(Precision):
     """No autocast: the parameters' own dtype."""
@@ -61,7 +53,6 @@ class Autocast(Precision):
         self._device_type = device_type
         self._dtype = dtype
         self._keeps = keeps
-        self._holding = False
 
     def forward(self) -> AbstractContextManager[object]:
         # Without a cache, a checkpointed block's casts are freed with the block's whole weights.
@@ -71,20 +62,13 @@ class Autocast(Precision):
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        self.begin()
+        if not self._keeps:
+            yield
+            return
+        torch.autocast_increment_nesting()
         try:
             yield
-        finally:
-            self.end()
-
-    def begin(self) -> None:
-        if self._keeps and not self._holding:
-            torch.autocast_increment_nesting()
-            self._holding = True
-
-    def end(self) -> None:
-        if self._holding:
-            self._holding = False
+        finally:  # the weights are about to change
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
 

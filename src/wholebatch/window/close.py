@@ -48,12 +48,17 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of a window's losses over its micro-batches and all ranks, one for each term.
+    """The sums of a window's losses, one for each term in the order of `weights`.
 
     They are float64 tensors on the device of the gradients.
     """
 
+    weights: Mapping[str, float]
+    own_totals: list[Tensor]
+    """Those of this rank's micro-batches, of each term."""
+    own_units: list[Tensor]
     totals: Tensor
+    """The sums over the micro-batches and all ranks."""
     units: Tensor
     is_valid: Tensor
     """True if the losses are finite and the units allow a mean."""
@@ -399,10 +404,8 @@ class Store:
 
     def refuse_nothing(self) -> None:
         """Refuse a window without any gradient."""
-        if (
-            self.sync.ranks == 1
-            and self.sync.adds_to_parameters
-            and all(p.grad is None for p in self.sync.stepped(self.parameters))
+        if self.sync.has_whole_gradient and all(
+            p.grad is None for p in self.sync.stepped(self.parameters)
         ):
             raise WindowError(
                 "the losses of this window lead to none of the optimizer's parameters, so there is "
@@ -416,8 +419,7 @@ class Store:
         """True if the optimizers read from a tensor (`found_inf`) whether to step."""
         return (
             self.steps_at_once
-            and self.sync.ranks == 1
-            and self.sync.adds_to_parameters
+            and self.sync.has_whole_gradient
             and not hooks
             and not self.target.sixteen_bit.parameters
             and self.target.device.type in _DEVICES_TO_WAIT_FOR

@@ -29,10 +29,9 @@ from wholebatch.window.ledger import Ledger
 from wholebatch.window.window import is_tested_window
 
 _training = operator.attrgetter("training")
-
-
-_gradient_of = operator.attrgetter("grad")
-_state_of = operator.attrgetter("_version", "requires_grad")
+_gradient = operator.attrgetter("grad")
+_version = operator.attrgetter("_version")
+_state = operator.attrgetter("_version", "requires_grad")
 
 
 class Watch:
@@ -53,9 +52,9 @@ class Watch:
 
     def remember(self, inputs: Sequence[nn.Parameter], *, norms: bool = False) -> None:
         """Remember the parameters and their gradients after a backward; their `norms` too."""
-        self._gradients = list(map(_gradient_of, inputs))
+        self._gradients = list(map(_gradient, inputs))
         self._writes = _writes_into(self._gradients)
-        self._states = list(map(_state_of, inputs))
+        self._states = list(map(_state, inputs))
         self._norms = _norms_of(inputs) if norms else None
         self._rates = self._rates or self._rates_now()
 
@@ -79,32 +78,33 @@ class Watch:
         """Return the first change since then: a parameter and "gradient", "value" or "frozen"."""
         if not self._states:
             return None
-        gradients, states = list(map(_gradient_of, inputs)), list(map(_state_of, inputs))
+        gradients, states = list(map(_gradient, inputs)), list(map(_state, inputs))
         writes = _writes_into(gradients)
-        are_same = all(map(operator.is_, gradients, self._gradients)) and writes == self._writes
-        if not are_same or states != self._states:
-            before = zip(self._gradients, self._writes, self._states, strict=True)
-            now = zip(gradients, writes, states, strict=True)
-            for parameter, was, after in zip(inputs, before, now, strict=False):
-                if not after[2][1]:
+        are_same = all(map(operator.is_, gradients, self._gradients))
+        if not (are_same and writes == self._writes and states == self._states):
+            for place, parameter in enumerate(inputs[: len(self._states)]):
+                if not states[place][1]:
                     return parameter, "frozen"
-                if was[0] is not after[0] or was[1] != after[1]:
+                is_kept = gradients[place] is self._gradients[place]
+                if not is_kept or writes[place] != self._writes[place]:
                     return parameter, "gradient"
-                if was[2] != after[2]:
+                if states[place] != self._states[place]:
                     return parameter, "value"
         if self._norms is not None:
-            for i, (norm, after_norm) in enumerate(
-                zip(self._norms, _norms_of(inputs), strict=True)
-            ):
-                if norm != after_norm and not math.isnan(norm):
-                    place, is_value = i % len(inputs), i >= len(inputs)
-                    return inputs[place], "value" if is_value else "gradient"
+            pairs = zip(self._norms, _norms_of(inputs), strict=True)
+            for place, (before, now) in enumerate(pairs):
+                if before != now and not math.isnan(before):
+                    what = "gradient" if place < len(inputs) else "value"
+                    return inputs[place % len(inputs)], what
         return None
 
 
 def _writes_into(gradients: Sequence[Tensor | None]) -> list[int]:
     """Return how often each gradient was written into; -1 where there is none."""
-    return [-1 if gradient is None else gradient._version for gradient in gradients]
+    try:
+        return list(map(_version, gradients))
+    except AttributeError:  # one is None
+        return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
 @torch.no_grad()

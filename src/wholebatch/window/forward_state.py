@@ -433,16 +433,16 @@ def own_generators(model: nn.Module, loss: Any) -> list[Any]:
     """
     waiting: list[Any] = [loss, *model.modules()]
     known = set(map(id, waiting))
-    found = []
+    generators = []
     for value in waiting:  # grows on the way
         if is_generator(value):
-            found.append(value)
+            generators.append(value)
             continue
         for inner in inside(value):
             if id(inner) not in known and len(waiting) < _MOST:
                 known.add(id(inner))
                 waiting.append(inner)
-    return found
+    return generators
 
 
 def inside(value: Any) -> Iterable[Any]:
@@ -458,7 +458,7 @@ def inside(value: Any) -> Iterable[Any]:
         names = () if is_torch else _names(value.__code__)
         named = (value.__globals__.get(name) for name in names)
         defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
-        return [*cells, *named, *(one for some in defaults for one in some)]
+        return [*cells, *named, *(default for values in defaults for default in values)]
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, (list, tuple, set)):

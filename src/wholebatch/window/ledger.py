@@ -22,8 +22,6 @@ from wholebatch.losses.loss import (
     Terms,
     Units,
     check_terms,
-    check_total,
-    check_units,
     is_nothing,
 )
 from wholebatch.window.autograd_graph import refuse_freed_graph, refuse_reentrant
@@ -36,6 +34,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
+from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import (
     Additions,
     ClampedUnits,
@@ -52,16 +51,6 @@ from wholebatch.window.window import (
 observers: list[Any] = []
 """Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
 _SINGLE_WEIGHT = {SINGLE: 1.0}
-
-
-def _without_nothing(
-    totals: Sequence[Tensor], seeds: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Leave out the totals of means over no units: they add nothing, and may divide by zero."""
-    if not any(map(is_nothing, totals)):
-        return totals, seeds
-    pairs = [pair for pair in zip(totals, seeds, strict=True) if not is_nothing(pair[0])]
-    return [total for total, _ in pairs], [seed for _, seed in pairs]
 
 
 def _first_seed(units: Units, sync: Sync, device: torch.device) -> float | Tensor:
@@ -157,10 +146,8 @@ class Ledger:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         scale = self.target.scale
         scaling = 1.0 if scale is None else scale.value()
-        if not self.sync.owns_hooks:
-            self.target.refuse_hooks(stepped)
-        if not self.sync.owns_step:
-            self.target.refuse_cast(stepped)
+        self.target.refuse_hooks(stepped)
+        self.target.refuse_cast(stepped)
         if not self._agreed and self.sync.ranks > 1:  # before gradients are added up
             digest, parameters = self.target.digest(self.options), self.target.all_parameters()
             self.sync.refuse_other_ranks(digest, parameters.values())
@@ -184,10 +171,28 @@ class Ledger:
         return window
 
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
-        """Return the seed of a window: 1 / units if they are known, or 1 for terms."""
+        """Return the seed of a window: that of the undivided batch if its units are known."""
         if known is None:
             return self.next_seed or _first_seed(units, self.sync, self.target.device)
-        return 1.0 / (known[SINGLE] or 1.0) if known.keys() == {SINGLE} else 1.0
+        if known.keys() != {SINGLE}:  # of terms, each of which has its own
+            return 1.0
+        seed = 1.0 / (known[SINGLE] or 1.0)
+        # Other ranks do not learn of a total in 16 bits, for which the seed must not be rounded.
+        return seed if self.sync.has_whole_gradient else power_of_two_near(seed)
+
+    def _start_from_power_of_two(self) -> None:
+        """Go on from a power of two, which 16 bits do not round; what was added follows."""
+        window = self.current
+        if window.known is None or window.has_terms or not self.sync.has_whole_gradient:
+            return  # it is one already, or `rounded_least`
+        assert isinstance(window.seed, float)
+        seed = power_of_two_near(window.seed)
+        if seed == window.seed:
+            return
+        gradients = [p.grad for p in window.inputs if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, seed / window.seed)
+        self.open, self._last_seed = replace(window, seed=seed), None
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -257,6 +262,8 @@ class Ledger:
             seed = last[2]
             if seed.dtype is total.dtype and seed.device == total.device:
                 return seed
+        if counts and total.dtype in SIXTEEN_BIT:
+            self._start_from_power_of_two()
         value = self.current.seed_of(name, weight) if counts else 0.0
         seed = scalar_on(total.device, value, total.dtype)
         if counts:
@@ -264,13 +271,11 @@ class Ledger:
         return seed
 
     def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:
-        """Run the backward of one total into the gradients. Nothing is read from the device.
+        """Run the backward of one checked total into the gradients; nothing is read from a device.
 
         `last`: it is the window's last backward, which reduces. One that does not count only takes
         part in the collectives of the other ranks.
         """
-        check_total(total)
-        units = check_units(units)
         window = self.begin(units) if self.open is None else self.open
         if window.has_terms:
             raise LossError(
@@ -307,15 +312,17 @@ class Ledger:
         last: bool = False,
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
-        sync, window = self.sync, self.current
+        sync, inputs = self.sync, self.current.inputs
         self.added.refuse_broken()
         try:
-            with sync.backward(window.inputs, reduces=last):
-                if sync.runs_alone:
-                    totals, seeds = _without_nothing(totals, seeds)
+            with sync.backward(inputs, reduces=last):
+                # A mean over no units adds nothing, and its backward may divide by zero.
+                if sync.runs_alone and any(map(is_nothing, totals)):
+                    pairs = [p for p in zip(totals, seeds, strict=True) if not is_nothing(p[0])]
+                    totals, seeds = [total for total, _ in pairs], [seed for _, seed in pairs]
                 if totals:
-                    sync.run_backward(totals, seeds, [*window.inputs, *also])
-            if sync.adds_to_parameters and all(p.grad is None for p in window.inputs):
+                    sync.run_backward(totals, seeds, [*inputs, *also] if also else inputs)
+            if sync.adds_to_parameters and all(p.grad is None for p in inputs):
                 refuse_reentrant(totals)  # torch finds none of the inputs in the graph
         except BaseException as error:
             self.added.broken = True  # some gradients of this micro-batch are in, others are not
@@ -375,9 +382,8 @@ class Ledger:
         """Refuse to close what is not whole, or no longer what the window began with."""
         self.added.refuse_broken()
         self.schedules.refuse_moved(in_window=True)
-        if not self.sync.owns_step:
-            self.target.refuse_cast(self.sync.stepped(window.inputs))
-            self.target.refuse_other_parameters(window.inputs)
+        self.target.refuse_cast(self.sync.stepped(window.inputs))
+        self.target.refuse_other_parameters(window.inputs)
         if not self.sync.owns_hooks:
             self.hooks.refuse_added(window.inputs)
 

@@ -77,26 +77,26 @@ class Target:
         optimizers' order, which a set of names may have made.
         """
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        found = [group.get(name) for group in groups for name in ("lr", "weight_decay")]
-        found += [options.clip_norm, options.clip_value]
+        settings = [group.get(name) for group in groups for name in ("lr", "weight_decay")]
+        settings += [options.clip_norm, options.clip_value]
         places = {id(parameter): place for place, parameter in enumerate(self.trained(), start=1)}
         parameters = [
             # ZeRO 3 leaves nothing in a parameter but its shape.
             (name, tuple(getattr(p, "ds_shape", p.shape)), str(p.dtype), places.get(id(p), 0))
             for name, p in self.all_parameters().items()
         ]
-        return zlib.crc32(repr((parameters, [_six_digits(value) for value in found])).encode())
+        return zlib.crc32(repr((parameters, [_six_digits(value) for value in settings])).encode())
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """Return the models' parameters and others that are trained, by name ("0.weight")."""
-        found = {
+        by_name = {
             name if len(self.models) == 1 else f"{place}.{name}": parameter
             for place, model in enumerate(self.models)
             for name, parameter in model.named_parameters()
         }
-        known = set(map(id, found.values()))
+        known = set(map(id, by_name.values()))
         beside = ((n, p) for n, p in enumerate(self.trained()) if id(p) not in known)
-        return found | {f"parameter {n}": parameter for n, parameter in beside}
+        return by_name | {f"parameter {n}": parameter for n, parameter in beside}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters by name; of several models, by place: "0.weight"."""
@@ -108,6 +108,8 @@ class Target:
 
     def refuse_cast(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse parameters that were cast to 16 bits since: their sums would be rounded."""
+        if self.sync.owns_step:  # the engine keeps sums of its own
+            return
         known = set(map(id, self.sixteen_bit.parameters))
         for parameter in parameters:
             if parameter.dtype in SIXTEEN_BIT and id(parameter) not in known:
@@ -119,6 +121,8 @@ class Target:
 
     def refuse_other_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse to close a window that trained `parameters`, if others are trained by now."""
+        if self.sync.owns_step:
+            return
         before = {id(parameter): parameter for parameter in parameters}
         new = [parameter for parameter in self.trained() if before.pop(id(parameter), None) is None]
         for parameter in (*new, *before.values()):
@@ -130,7 +134,7 @@ class Target:
 
     def refuse_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
-        for parameter in parameters:
+        for parameter in () if self.sync.owns_hooks else parameters:
             if parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"{self.name_of(parameter)} has a post-accumulate-grad hook: it runs in every "
@@ -154,22 +158,22 @@ def build_target(
     """Return everything that a window updates, or raise the error that says why it cannot."""
     sync = Single() if sync is None else sync
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
-    given = sync.optimizer(optimizer)
-    if given is None:
+    stepped = sync.optimizer(optimizer)
+    if stepped is None:
         for name, value in (("scheduler", scheduler), ("ema", ema)):
             if value is not None:
                 raise OptionError(
                     f"{name}= with optimizer=None: you make the step, so call it yourself after "
                     "your step"
                 )
-        given = stand_in(models)
+        stepped = stand_in(models)
     optimizers = tuple(
-        _as_list(given, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
+        _as_list(stepped, torch.optim.Optimizer, "optimizer", "a torch.optim.Optimizer")
     )
     parameters = _check_parameters(optimizers, models)
     _check_belongs(parameters, models)
-    for one in optimizers:
-        _check_optimizer(one)
+    for each in optimizers:
+        _check_optimizer(each)
     options.check(optimizers)
     if options.clip_value is not None and any(p.is_complex() for p in parameters):
         raise OptionError(
@@ -202,8 +206,7 @@ def build_target(
         steps=optimizer is not None,
         sync=sync,
     )
-    if not sync.owns_hooks:
-        target.refuse_hooks(target.trained())
+    target.refuse_hooks(target.trained())
     return target
 
 
@@ -218,7 +221,7 @@ def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
 def _six_digits(value: Any) -> Any:
     """Return a number, or a list of them, as text; a rate may be kept in a tensor."""
     if isinstance(value, list | tuple):
-        return [_six_digits(one) for one in value]
+        return [_six_digits(each) for each in value]
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value)
     return f"{value:.6g}" if isinstance(value, Real) else None
@@ -293,26 +296,26 @@ def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:
     values = [value] if isinstance(value, kind) else value
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise OptionError(f"{name}={type(value).__name__}: must be {wanted} or a list of them")
-    for one in values:
-        if not isinstance(one, kind):
-            raise OptionError(f"{name} holds {type(one).__name__}: must be {wanted}")
+    for each in values:
+        if not isinstance(each, kind):
+            raise OptionError(f"{name} holds {type(each).__name__}: must be {wanted}")
     return list(values)
 
 
 def _check_parameters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module]
 ) -> list[nn.Parameter]:
-    seen: dict[int, nn.Parameter] = {}
+    by_id: dict[int, nn.Parameter] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in seen:
+                if id(parameter) in by_id:
                     raise UnsupportedError(
                         f"{name_of(parameter, models)} is in two optimizers: each would update "
                         "it; leave it in one"
                     )
-                seen[id(parameter)] = parameter
-    parameters = list(seen.values())
+                by_id[id(parameter)] = parameter
+    parameters = list(by_id.values())
     if not any(parameter.requires_grad for parameter in parameters):
         raise UnsupportedError("every parameter of the optimizer is frozen: nothing to train")
     return parameters
@@ -351,16 +354,16 @@ def _schedulers(
     scheduler: Scheduler | Sequence[Scheduler], optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[Scheduler, ...]:
     schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
-    ours = [one for o in optimizers for one in (o, *getattr(o, "stands_for", ()))]
-    for one in schedulers:
-        if not callable(getattr(one, "step", None)):
+    ours = [each for o in optimizers for each in (o, *getattr(o, "stands_for", ()))]
+    for each in schedulers:
+        if not callable(getattr(each, "step", None)):
             raise OptionError(
-                f"scheduler={type(one).__name__}: must have step(), called once per update"
+                f"scheduler={type(each).__name__}: must have step(), called once per update"
             )
-        theirs = getattr(one, "optimizer", None)
+        theirs = getattr(each, "optimizer", None)
         if theirs is not None and not any(theirs is optimizer for optimizer in ours):
             raise OptionError(
-                f"scheduler={type(one).__name__}: belongs to an optimizer that is not among "
+                f"scheduler={type(each).__name__}: belongs to an optimizer that is not among "
                 "those given; pass the scheduler of this optimizer"
             )
     return schedulers

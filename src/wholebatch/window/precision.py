@@ -97,7 +97,7 @@ class SixteenBit:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         every = [parameter for group in groups for parameter in group["params"]]
-        self.parameters: list[nn.Parameter] = [one for one in every if one.dtype in SIXTEEN_BIT]
+        self.parameters: list[nn.Parameter] = [p for p in every if p.dtype in SIXTEEN_BIT]
         """The 16-bit parameters of the optimizers."""
         if self.parameters and not hasattr(self.parameters[0], "grad_dtype"):
             raise UnsupportedError(

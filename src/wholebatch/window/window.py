@@ -2,10 +2,11 @@
 
 Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
 ranks, and adds `seed × d(total)` into the gradients. If all units were counted before (`known`), it
-is `1 / units`, as for the undivided batch, and the close has nothing to correct. Otherwise it is a
-power of two near `1 / units` of the window before, or of the first micro-batch, so that multiplying
-by it does not round; the close knows the units and corrects with one factor. A loss of several
-terms has a seed for each, `weight / units` of the term.
+is `1 / units`, as for the undivided batch, and the close has nothing to correct. On several ranks,
+for totals in 16 bits, and where the units are not known, it is a power of two near `1 / units` (of
+the window before, or of the first micro-batch), so that multiplying by it does not round; the close
+knows the units and corrects with one factor. A loss of several terms has a seed for each,
+`weight / units` of the term.
 
 The end of a window is four functions over values:
 
@@ -298,18 +299,6 @@ class Training:
 
 
 @dataclass(frozen=True)
-class WindowSums:
-    """The totals and units of a window, by term in the order of `weights`; on the device."""
-
-    weights: Mapping[str, float]
-    totals: list[Tensor]
-    """Those of this rank's micro-batches, of each term."""
-    units: list[Tensor]
-    all: Sums
-    """Their sums over the micro-batches and all ranks."""
-
-
-@dataclass(frozen=True)
 class Decision:
     """What is to become of a window; numbers on the host."""
 
@@ -330,7 +319,7 @@ class Decision:
 
 def add_up(
     window: Window, added: Additions, training: Training, weights: Mapping[str, float]
-) -> WindowSums:
+) -> Sums:
     """Return totals and units of each term over the window and all ranks (one collective)."""
     names = sorted(weights)
     device = training.target.device
@@ -348,8 +337,8 @@ def add_up(
         is_valid &= torch.isclose(count, known, rtol=1e-6, atol=0.0).all()
     divisor = torch.ones_like(count[0]) if window.has_terms else count.max()
     normalise = 1.0 / (divisor * window.seed) / window.loss_scale
-    sums = Sums(total, count, is_valid, normalise)
-    return WindowSums({name: weights[name] for name in names}, totals, units, sums)
+    by_name = {name: weights[name] for name in names}
+    return Sums(by_name, totals, units, total, count, is_valid, normalise)
 
 
 def _over_ranks(
@@ -384,7 +373,7 @@ def decide(
     window: Window,
     added: Additions,
     training: Training,
-    sums: WindowSums,
+    sums: Sums,
     *,
     number: int,
     steps: bool,
@@ -396,8 +385,8 @@ def decide(
     """
     store, hooks, sync = training.store, training.hooks, training.sync
     unread = steps and bool(added.totals) and store.can_step_unread(hooks)
-    closed = store.close(window.groups, sums.all, hooks, waits=not unread)
-    reading = Reading(*closed, sums.all.totals, sums.all.units, *sums.totals, *sums.units)
+    closed = store.close(window.groups, sums, hooks, waits=not unread)
+    reading = Reading(*closed, sums.totals, sums.units, *sums.own_totals, *sums.own_units)
     if unread:
         store.update(closed.is_valid.logical_not().float())
     if while_waiting is not None:
@@ -405,7 +394,7 @@ def decide(
     (norm,), (clip,), (is_valid,), sum_of, units_of, *columns = reading.wait()
     if unread and not is_valid:  # the device has left all as it was
         unread = False
-        closed = store.close(window.groups, sums.all, hooks, waits=True)
+        closed = store.close(window.groups, sums, hooks, waits=True)
         (norm,), (clip,), (is_valid,) = Reading(*closed).wait()
     names = list(sums.weights)
     totals_of_each, units_of_each = columns[: len(names)], columns[len(names) :]
@@ -425,7 +414,7 @@ def decide(
     }
     if norm == 0.0:
         store.refuse_nothing()
-    if hooks.calls and sync.ranks > 1 and sync.adds_to_parameters:
+    if hooks.calls and sync.each_changes_gradient:
         _refuse_other_norm(training, norm)
     skipped = None
     if not is_valid:

@@ -62,8 +62,8 @@ def norms_over_ranks(norms: Sequence[tuple[str, nn.Module]], summed: Reduce) -> 
 
 def _forward(module: Any, summed: Reduce, input: Tensor) -> Tensor:
     """Run the training-mode forward of `module` with the statistics of all ranks."""
-    made: Any = _Normalise.apply(input, module.weight, module.bias, module.eps, summed)  # type: ignore[no-untyped-call]
-    y, mean, var, count = made
+    normalised: Any = _Normalise.apply(input, module.weight, module.bias, module.eps, summed)  # type: ignore[no-untyped-call]
+    y, mean, var, count = normalised
     if module.track_running_stats:
         _update_running(module, mean, var * (count / (count - 1)))
     result: Tensor = y

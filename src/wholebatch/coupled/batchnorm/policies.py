@@ -68,12 +68,12 @@ class Refuse(Policy):
         self.begin_window()
 
     def begin_window(self) -> None:
-        found = [(repr(name), module) for name, module in self.norms if uses_whole_batch(module)]
-        if not found:
+        layers = [(repr(name), module) for name, module in self.norms if uses_whole_batch(module)]
+        if not layers:
             return
-        names = [name for name, _ in found]
+        names = [name for name, _ in layers]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        kind = "BatchNorm" if isinstance(found[0][1], BatchNorm) else "InstanceNorm"
+        kind = "BatchNorm" if isinstance(layers[0][1], BatchNorm) else "InstanceNorm"
         raise UnsupportedError(
             f"{kind} in {shown}: it would use the statistics of each micro-batch, and the update "
             'would not be that of the whole batch. WholeBatch(batchnorm="exact") is exact (plain '
@@ -103,6 +103,8 @@ class Freeze(Policy):
         self._replaced.close()
 
 
-def _frozen_forward(module: nn.Module, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _frozen_forward(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with replaced_attributes(module, training=False):
-        return found(*args, **kwargs)
+        return forward(*args, **kwargs)

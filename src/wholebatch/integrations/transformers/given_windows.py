@@ -55,7 +55,6 @@ class GivenWindows(WholeBatch):
         self._host = host
         self._combined_by = combined_by or {}
         self._announced: dict[str, float] | None = None
-        self._batches = 0
         self._shares = torch.zeros(0)
         self.extras: dict[str, Tensor] = {}
         """The tensors beside the losses (`wb.Loss(extras=)`), one number for each batch.
@@ -88,11 +87,11 @@ class GivenWindows(WholeBatch):
         is_announced = self._announced is not None and self._count is not None
         return self._announced if is_announced else super()._known_units(micros)
 
-    def _test(self, batch: Any, micros: Sequence[Any], batches: int = 0) -> None:
+    def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         in_parts = len(micros) > 1 or self._ledger.sync.ranks > 1
-        runs = in_parts and self._host is not None and not self._runner.is_tested
+        runs = in_parts and self._host is not None and self._runner.tests_next_window
         with attributes_restored(self._host) if runs else nullcontext():
-            super()._test(batch, micros, self._batches)
+            super()._test(batch, micros)
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         added, device = self._ledger.added, self._ledger.target.device

@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from wholebatch.checks.divided_by_steps import step_division
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.policies import Refuse
+from wholebatch.coupled.last_reduction import last_reductions
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
 from wholebatch.options import Close
+from wholebatch.warn_user import warn_user
 from wholebatch.window.forward_state import attributes_restored, replaced_attributes
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -76,6 +79,7 @@ class WeightedLoss:
             shares_forwards=engine != "replicated",
             off="exact(..., audit=False)",
         )
+        self._warns_of_division = trainer.audit
         # DeepSpeed's engine divides by itself, and shows no gradient before its step.
         self._is_deepspeed = engine == "deepspeed"
         self._knows_start = self._is_deepspeed or not trainer.audit
@@ -115,7 +119,7 @@ class WeightedLoss:
             self._batchnorm.begin_window()
         in_parts = window.size > 1 or self._trainer.accelerator.num_processes > 1
         if window.place == 0 and in_parts and self._test.begin_window():
-            self._test_window(inputs, window.size)
+            self._test_window(inputs)
         with self._weighing(window):
             share: Tensor = run(model, inputs)
         if window.is_last and not math.isclose(window.weighted, window.counted_here, rel_tol=1e-9):
@@ -126,7 +130,7 @@ class WeightedLoss:
             )
         return share
 
-    def _test_window(self, inputs: Any, steps: int) -> None:
+    def _test_window(self, inputs: Any) -> None:
         """Refuse a loss that does not add up, in windows 1, 2, 4, 8, ..."""
         trainer = self._trainer
 
@@ -137,7 +141,7 @@ class WeightedLoss:
 
         batch = trainer._prepared(inputs)
         with attributes_restored(trainer):
-            self._test.test(run, WindowData(batch, [batch], steps=[steps]), name="the loss")
+            self._test.test(run, WindowData(batch, [batch]), name="the loss")
 
     def _weighing(self, window: TrainerWindow) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.
@@ -154,7 +158,9 @@ class WeightedLoss:
             units = trainer.count_units(inputs) if window.place < window.size else 0
             result = inner(model, inputs, return_outputs=return_outputs, num_items_in_batch=None)
             window.weighted = window.weighted + units
-            loss = self._share_of(result[0] if return_outputs else result, units, window)
+            mean = result[0] if return_outputs else result
+            self._warn_of_division(mean, window.size)
+            loss = self._share_of(mean, units, window)
             if not self._knows_start and window.size > 1 and loss.requires_grad:
                 loss.register_hook(functools.partial(self._refuse_divided, window.size))
             return (loss, *result[1:]) if return_outputs else loss
@@ -163,6 +169,13 @@ class WeightedLoss:
         if trainer._prepares:
             replaced["_prepare_inputs"] = lambda inputs: inputs
         return replaced_attributes(trainer, compute_loss=weighted, **replaced)
+
+    def _warn_of_division(self, mean: Tensor, steps: int) -> None:
+        """Warn of a first loss that is divided by the number of steps."""
+        warns, self._warns_of_division = self._warns_of_division, False
+        warning = step_division(last_reductions(mean), None, [steps]) if warns else None
+        if warning is not None:
+            warn_user(warning)
 
     def _share_of(self, mean: Tensor, units: Any, window: TrainerWindow) -> Tensor:
         """Return what a loss adds to the window's mean; the engine will average over the ranks."""
