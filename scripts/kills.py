@@ -83,7 +83,7 @@ def is_same(one: Path, other: Path) -> bool:
 def kill(folder: Path, *, ranks: int, kills: int, seed: int) -> bool:
     """Train once alone and once with kills; print what came of it, and return if it is right."""
     (folder / "mine.py").write_text(NOISY, encoding="utf-8")
-    updates = 60 + 8 * kills  # else the run ends before the last of them
+    updates = 20 + 10 * kills  # else the run ends before the last of them
     alone = start(folder, "straight", ranks=ranks, updates=updates).wait(timeout=300)
     assert alone.returncode == 0, alone.stderr[-3000:]
     struck = run_with_kills(folder, "killed", ranks=ranks, updates=updates, kills=kills, seed=seed)

@@ -25,5 +25,5 @@ def test_plan_fits(command: Callable[..., Ran], recipe: Callable[..., Path]) -> 
 
 def test_recipes_are_wrapped(command: Callable[..., Ran]) -> None:
     said = command("recipes").out
-    assert {"256", "48", "80"} <= set(said.split())
+    assert {"256", "auto", "80"} <= set(said.split())
     assert "…" not in said

@@ -54,7 +54,7 @@ def test_bad_input_for_every_option(
     assert said.err.count("\n") == 1
     assert flag.lstrip("-") in said.err
     allowed = ("must be", "is empty", "choose from", "takes no value", "codes are", "rules are")
-    allowed += ("belong to",)
+    allowed += ("belongs to",)
     assert any(word in said.err for word in allowed), said.err
     assert not list(tmp_path.iterdir())
 

@@ -90,6 +90,15 @@ def test_quiet(command: Command, recipe: Recipe, tmp_path: Path) -> None:
     assert len(metrics_of(tmp_path / "run")) == 4
 
 
+def test_a_loss_that_is_not_finite_names_options_of_the_command(
+    command: Command, recipe: Recipe
+) -> None:
+    ran = command("train", recipe(EXACT), "--lr", 1e300)
+    assert ran.status == 2
+    assert "try a lower --lr, a longer --warmup or --clip-norm" in ran.err
+    assert "wb.Close" not in ran.err
+
+
 def step(loss: float = 1.0, grad_norm: float = 1.0, clip: float = 1.0) -> Step:
     return Step(1, loss, 1, grad_norm, 1, seconds=1.0, clip=clip)
 

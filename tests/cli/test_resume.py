@@ -137,7 +137,7 @@ def test_resume_begins_a_run_that_is_not_there(
 )
 def test_kills_lose_nothing(ranks: int, tmp_path: Path) -> None:
     """`make kills` kills 20 times; here a few."""
-    assert kill(tmp_path, ranks=ranks, kills=2, seed=1, updates=20)
+    assert kill(tmp_path, ranks=ranks, kills=2, seed=1)
 
 
 @pytest.mark.slow

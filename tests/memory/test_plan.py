@@ -119,6 +119,7 @@ def test_command_shows_a_table_and_the_parts_of_the_peak() -> None:
     assert re.search(r"at the peak of micro-batch 128: .*activations [\d.]+ MiB", text)
     assert "▶" in text
     assert "128 × 2 × 2 ranks = 512 samples an update (micro-batch × steps × ranks)" in text
+    assert re.search(r"BatchNorm: train does not split .* needs [\d.]+ MiB .* does not fit", text)
 
 
 def test_command_prints_json() -> None:

@@ -171,7 +171,11 @@ def test_messages_of_troubleshooting_are_in_the_source() -> None:
     )
     quoted = [quote for head in heads for quote in re.findall(r'"([^"]+)"', head)]
     assert len(quoted) >= 25
-    others = {"CUDA out of memory", "No inf checks were recorded for this optimizer."}  # torch's
+    others = {  # torch's
+        "CUDA out of memory",
+        "No inf checks were recorded for this optimizer.",
+        "SyncBatchNorm layers only work with GPU modules",
+    }
     made_from_parts = {
         "the command line needs rich",
         "this loss is divided by 4, and 4 is the number of steps",

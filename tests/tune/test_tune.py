@@ -121,12 +121,23 @@ def test_advises_not_to_accumulate() -> None:
     assert found.settings["micro_batch"] == 8
 
 
+def test_a_batch_with_batchnorm_is_tried_undivided_only() -> None:
+    def normed() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    one = batch(16)
+    found = tune(Task(normed, loss, lambda: one), micro_batches=[4, 8], **QUICK)
+    assert [trial.setting.micro_batch for trial in found.trials] == [16]
+    assert any("since BatchNorm needs the undivided batch" in line for line in found.advice)
+
+
 def test_says_how_many_settings_the_time_was_enough_for() -> None:
     given = {"micro_batches": [12, 6, 3], "checkpointing": (False,), **QUICK}
     found = tune(task(), seconds=1e-9, **given)
     assert [trial.is_measured for trial in found.trials] == [True]
     assert found.best.setting.micro_batch == 12  # the largest, not the slowest
-    said = "not measured, for lack of time (0 s): micro-batch 6, full, eager; micro-batch 3, full"
+    said = "not measured, for lack of time: micro-batch 6, full, eager; micro-batch 3, full"
     assert any(line.startswith(said) for line in found.advice)
     assert "lack of time" not in " ".join(tune(task(), **given).advice)
 

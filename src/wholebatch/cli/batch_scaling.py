@@ -92,15 +92,8 @@ class Arithmetic:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all values, for JSON."""
-        return {
-            "batch_size": self.batch_size,
-            "micro_batch": self.micro_batch,
-            "steps": self.steps,
-            "ranks": self.ranks,
-            "shares": list(self.shares),
-            "micro_batches": [list(sizes) for sizes in self.micro_batches],
-            "formula": str(self),
-        }
+        names = ("batch_size", "micro_batch", "steps", "ranks", "shares", "micro_batches")
+        return {**{name: getattr(self, name) for name in names}, "formula": str(self)}
 
 
 MOST = 1_000_000

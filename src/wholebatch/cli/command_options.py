@@ -280,7 +280,9 @@ def positive_number(value: Any, label: str) -> float:
     return float(value)
 
 
-def with_commas(read: Callable[[str], Any], allowed: str) -> Check:
+def with_commas(
+    read: Callable[[str], Any], allowed: str, *, least: int = 1, most: int = 10**6
+) -> Check:
     """Return a check for a list with commas; `read` raises a ValueError for a wrong part."""
 
     def check(value: str, label: str) -> list[Any]:
@@ -288,7 +290,7 @@ def with_commas(read: Callable[[str], Any], allowed: str) -> Check:
             found = [read(part.strip()) for part in value.split(",") if part.strip()]
         except ValueError:
             found = []
-        if not found:
+        if not least <= len(found) <= most:
             raise OptionError(f"{label} {value}: must be {allowed}")
         return found
 

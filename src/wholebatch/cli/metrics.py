@@ -26,19 +26,10 @@ from wholebatch.window.window import Step
 
 def record_of(step: Step, *, window: int, epoch: int, rates: list[float]) -> dict[str, Any]:
     """Return the record of one window. `update` counts updates, `window` also skipped ones."""
-    record: dict[str, Any] = {
-        "window": window,
-        "update": step.update,
-        "epoch": epoch,
-        "loss": step.loss,
-        "units": step.units,
-        "grad_norm": step.grad_norm,
-        "clip": step.clip,
-        "lr": rates[0] if len(set(rates)) == 1 else rates,
-        "micro_batches": step.micro_batches,
-        "loss_scale": step.loss_scale,
-        "skipped": step.skipped,
-    }
+    names = ("update", "loss", "units", "grad_norm", "clip", "micro_batches", "loss_scale")
+    record: dict[str, Any] = {"window": window, "epoch": epoch, "skipped": step.skipped}
+    record |= {name: getattr(step, name) for name in names}
+    record["lr"] = rates[0] if len(set(rates)) == 1 else rates
     if step.terms:
         record["terms"] = dict(step.terms)
     return record

@@ -26,7 +26,7 @@ from wholebatch.cli.command_options import (
     with_commas,
 )
 from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
-from wholebatch.cli.run_settings import like_train, precision_of
+from wholebatch.cli.run_settings import autocast_option, like_train
 from wholebatch.errors import OptionError
 from wholebatch.gpus import GPUS, Gpu, find_gpu
 from wholebatch.readable_sizes import bytes_said
@@ -56,9 +56,7 @@ class PlanOptions:
         "or image classifier.",
         "RECIPE|hf:CONFIG.json",
     )
-    batch_size: int | None = option(
-        None, "N", "Samples per update, over all GPUs.", check=whole_number()
-    )
+    batch_size: int | None = like_train("batch_size", "Samples per update, over all GPUs.")
     gpu: Gpu | None = option(
         None,
         "NAME",
@@ -70,7 +68,6 @@ class PlanOptions:
         "memory",
         "Memory of each GPU: 24GiB, and the GPU need not be in this machine; or of the GPU here: "
         "0.8 or 80% of it, or what is free now. Default: all of the GPU here, else main memory.",
-        None,
     )
     gpus: int = option(1, "N", "Number of data-parallel GPUs.", check=whole_number())
     parallel: str = choice(
@@ -83,12 +80,7 @@ class PlanOptions:
         "gathered keeps parameters whole, too. Default: as a run would choose.",
         default=None,
     )
-    precision: str | None = option(
-        None,
-        "full|fp32|bf16|fp16",
-        "Precision of the computation.",
-        check=precision_of("full", "fp32", "bf16", "fp16"),
-    )
+    precision: str | None = autocast_option()
     checkpointing: bool = switch("Gradient checkpointing of the model's repeated blocks.")
     largest: str | None = choice(
         "gpt|llama|vit",
@@ -101,7 +93,7 @@ class PlanOptions:
         "Price of a GPU hour: shows the cost of an epoch, and beside it that of the undivided "
         "batch on a larger GPU (whose price may follow). Needs --gpu.",
         typed=str | None,
-        check=with_commas(_price, "one or two prices above 0, such as 0.35 or 0.35,2.50"),
+        check=with_commas(_price, "one or two prices above 0, such as 0.35 or 0.35,2.50", most=2),
     )
     seq: int | None = option(
         None,
@@ -132,6 +124,7 @@ def plan(options: PlanOptions) -> int:
 
 def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     from wholebatch.compile.fusion import collection_paused
+    from wholebatch.coupled.normalisation_layers import needs_whole_batch
     from wholebatch.memory.fsdp_sharding import Sharding, choose_sync
     from wholebatch.memory.plan import make_plan
 
@@ -154,6 +147,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
         over = "" if sharding is None else f", sharded by FSDP2 (sync {sharding.sync})"
         about = f": {subject.parameters:,} parameters, {subject.sample}; {gpus} × {where}{over}"
         say(doing.console, Text.assemble((subject.name, "bold"), about))
+    is_whole = needs_whole_batch(subject.model)
     doing("predicting the memory of each micro-batch")
     with collection_paused():
         made = make_plan(
@@ -168,7 +162,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             device=device,
             sharding=sharding,
             checkpoints=options.checkpointing,
-            beside_undivided=options.price is not None,
+            beside_undivided=is_whole or options.price is not None,
         )
     cost = _cost(options, subject, made)
     if options.as_json:
@@ -177,6 +171,8 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     else:
         doing.stop()
         _show(doing.console, made)
+        if is_whole:
+            cost.insert(0, _batchnorm(made))
         for line in cost:
             say(doing.console, line)
     return made
@@ -197,8 +193,6 @@ def _check(options: PlanOptions) -> None:
         raise OptionError(f"--largest {options.largest}: takes the place of {options.recipe}")
     if options.price is not None and options.gpu is None:
         raise OptionError("--price: also give --gpu, whose speed is known; tune measures others")
-    if options.price is not None and len(options.price) > 2:
-        raise OptionError("--price: must be one or two prices, such as 0.35 or 0.35,2.50")
 
 
 def _budget(options: PlanOptions) -> tuple[str, int, str]:
@@ -326,6 +320,15 @@ def _show(console: Console, plan: Plan) -> None:
         larger = f" (up to {plan.largest} would fit, in as many steps, the last one smaller)"
     sums = Arithmetic(plan.batch_size, plan.micro_batch, plan.ranks)
     say(console, Text.assemble((sums.line, "bold"), larger))
+
+
+def _batchnorm(plan: Plan) -> str:
+    need = plan.undivided or 0
+    fits = "fits" if need <= plan.budget else "does not fit: train then checkpoints its blocks"
+    return (
+        f"BatchNorm: train does not split this batch unless --batchnorm is freeze or allow; "
+        f"undivided, it needs {bytes_said(need)} on each GPU, and {fits}"
+    )
 
 
 def _show_modes(console: Console, plan: Plan) -> None:

@@ -37,7 +37,8 @@ def recipes(options: RecipesOptions) -> None:
     table = plain_table("recipe", "what it trains", ">batch", ">micro-batch", ">updates")
     for one in EMBEDDED:
         recipe = load_recipe(one)
-        numbers = (recipe.defaults[key] for key in ("batch_size", "micro_batch", "updates"))
-        table.add_row(one, recipe.description, *map(str, numbers))
+        keys = ("batch_size", "micro_batch", "updates")
+        numbers = (str(recipe.defaults.get(key, "auto")) for key in keys)
+        table.add_row(one, recipe.description, *numbers)
     console.print(table, highlight=False)
     say_command(console, "Train one:", "wholebatch train bytes-gpt")

@@ -34,6 +34,11 @@ PLOTS = {
     "grad_norm": ("Gradient norm", "norm"),
 }
 """The plots of the page: the field of a record, its title, and its axis."""
+_SECOND = {
+    "loss": ("validation_loss", "held out", "dot"),
+    "memory": ("undivided_memory", "undivided", "dash"),
+}
+"""The fields that are drawn beside those, their names, and how their lines are dashed."""
 
 _RIGHT, _WRONG, _UNKNOWN = ("✓", "right"), ("✗", "wrong"), ("?", "unknown")
 _LABELS = {
@@ -249,22 +254,17 @@ def _short_names(paths: list[Path]) -> list[str]:
 
 
 def _plot(runs: list[dict[str, Any]], field: str, words: tuple[str, str]) -> dict[str, Any]:
-    """Return a plot over the updates: one line for each run, and one for its held-out loss."""
+    """Return a plot over the updates: a line for each run, and a second one in some plots."""
     traces = []
+    second, name, dash = _SECOND.get(field, ("", "", ""))
     for run in runs:
         line = {"color": run["colour"], "width": 2}
         traces.append({"name": run["name"], "line": line, **_points(run["records"], field)})
-        held_out = _points(run["records"], "validation_loss") if field == "loss" else {"x": []}
-        if held_out["x"]:
-            dotted = {**line, "dash": "dot"}
-            name = f"{run['name']}, held out"
-            traces.append({"name": name, "line": dotted, "mode": "lines+markers", **held_out})
-    if field == "memory":
-        for run in runs:
-            whole = _points(run["records"], "undivided_memory")
-            line = {"color": run["colour"], "width": 2, "dash": "dash"}
-            if whole["x"]:
-                traces.append({"name": f"{run['name']}, undivided", "line": line, **whole})
+        points = _points(run["records"], second)
+        if points["x"]:
+            other = {"name": f"{run['name']}, {name}", "line": {**line, "dash": dash}, **points}
+            # Few points: each is shown.
+            traces.append({**other, "mode": "lines+markers"} if dash == "dot" else other)
     return {"title": words[0], "axis": words[1], "traces": traces}
 
 

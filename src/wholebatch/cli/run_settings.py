@@ -278,18 +278,18 @@ def _is_stored(one: Field[Any]) -> bool:
 
 
 def like_train(
-    name: str,
-    help: str,
-    panel: str | None,
-    *,
-    default: Any = None,
-    metavar: str | None = None,
-    **more: Any,
+    name: str, help: str = "", panel: str | None = None, *, default: Any = None, **more: Any
 ) -> Any:
     """Declare an option of another command that is shown and checked as `train`'s of this name."""
     known = _FIELDS[name].metadata
-    shown = metavar or known["metavar"]
-    return option(default, shown, help, panel, check=known["check"], **more)
+    shown = {key: more.pop(key, known[key]) for key in ("metavar", "check")}
+    return option(default, help=help or known["help"], panel=panel, **shown, **more)
+
+
+def autocast_option(panel: str | None = None, **more: Any) -> Any:
+    """Declare the option of a precision that is computed in, beside parameters as they are."""
+    names = {"metavar": "|".join(AUTOCAST), "check": precision_of(*AUTOCAST)}
+    return like_train("precision", "Precision of the computation.", panel, **names, **more)
 
 
 # ----------------------------------------------------------------------------------- precedence

@@ -24,6 +24,7 @@ from wholebatch.cli.command_options import (
     with_commas,
 )
 from wholebatch.cli.report.terminal_output import console_of, plain_table, say
+from wholebatch.cli.run_settings import like_train
 from wholebatch.errors import OptionError
 
 _FOLLOWS = "Learning rate, warm-up, betas"
@@ -51,23 +52,22 @@ def _warmup_of(text: str, label: str) -> tuple[int, bool]:
     return int(amount[1]), amount[2] is not None
 
 
-def _pair(text: str, label: str) -> tuple[float, float]:
-    try:
-        first, second = (float(part) for part in text.split(","))
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ValueError
-    except ValueError:
-        raise OptionError(
-            f"{label} {text}: must be two numbers, at least 0 and below 1, such as 0.9,0.95"
-        ) from None
-    return first, second
+def _beta(text: str) -> float:
+    if not 0 <= float(text) < 1:
+        raise ValueError(text)
+    return float(text)
+
+
+_BETAS = with_commas(
+    _beta, "two numbers, at least 0 and below 1, such as 0.9,0.95", least=2, most=2
+)
 
 
 @dataclass(frozen=True)
 class ScaleOptions:
     """The options of `wholebatch scale`."""
 
-    batch_size: int | None = option(None, "N", "Samples per update, over all ranks.", check=_COUNT)
+    batch_size: int | None = like_train("batch_size")
     micro_batch: int | None = option(
         None, "N", "Samples per micro-batch, on one rank.", check=_COUNT
     )
@@ -99,12 +99,13 @@ class ScaleOptions:
         typed=str | None,
         check=_warmup_of,
     )
-    betas: tuple[float, float] | None = _follower(
+    betas: list[float] | None = option(
         None,
         "B1,B2",
         "Adam's betas at --base-batch, such as 0.9,0.95.",
+        _FOLLOWS,
         typed=str | None,
-        check=_pair,
+        check=_BETAS,
     )
     weight_decay: float | None = _follower(
         None, "DECAY", "AdamW's weight decay at --base-batch.", check=positive_number
@@ -198,7 +199,8 @@ def _follows(options: ScaleOptions, batch: int) -> Iterator[tuple[str, dict[str,
     if options.warmup is not None:
         yield "warmup", *_warmup(options.warmup, samples, base, batch)
     if options.betas is not None:
-        (first, second), new = options.betas, scaling.adam_betas(options.betas, **sizes)
+        first, second = options.betas
+        new = scaling.adam_betas((first, second), **sizes)
         line = (
             f"β2 {second:g} → {new[1]:.6g} (β1 {first:g} → {new[0]:.6g}), the same half-life in "
             "samples (Marek et al. 2025)"

@@ -333,10 +333,8 @@ def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: 
 
 def _batch_text(run: TrainingRun) -> str:
     """Return the arithmetic of the global batch."""
-    from wholebatch.coupled.normalisation_layers import needs_whole_batch
-
     config, size = run.config, run.train.micro_batch_size
-    if config.batchnorm == "exact" and needs_whole_batch(run.model):
+    if run.is_undivided:
         over = "" if run.world.ranks == 1 else f" over {run.world.ranks} ranks"
         return f"{config.batch_size} samples an update{over}, not split (BatchNorm)"
     if size is None:
@@ -361,8 +359,10 @@ def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:
     speed = loop.units / loop.seconds if loop.seconds else 0.0
     rows.append(("speed", f"{short_count(speed)} {run.recipe.unit}/s"))
     rows.append(("peak memory", memory_said(loop.peak, loop.undivided)))
-    tested = "tested on the first batch" if run.recipe.audit else "not tested (audit = False)"
-    rows.append(("updates", f"those of the whole batch; the loss was {tested}"))
+    tested = "; the loss was tested on the first batch"
+    tested = tested if run.recipe.audit else "; the loss was not tested (audit = False)"
+    tested = ", which was not split" if run.is_undivided else tested
+    rows.append(("updates", f"those of the whole batch{tested}"))
     return [
         *rows,
         ("written to", f"{path_from_here(folder)}/"),

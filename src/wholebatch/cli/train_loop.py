@@ -15,7 +15,7 @@ from wholebatch.cli.report.terminal_output import Terminal
 from wholebatch.cli.run_watch import RunWatch
 from wholebatch.cli.stop_signal import StopRequest
 from wholebatch.cli.training_run import TrainingRun
-from wholebatch.errors import WholebatchError, WindowError
+from wholebatch.errors import NonFiniteError, WholebatchError, WindowError
 from wholebatch.memory.predict import predict_peak
 from wholebatch.tune.task import measured_peak
 from wholebatch.window.window import Step
@@ -76,7 +76,13 @@ class TrainingLoop:
         batch = run.take()
         loading = time.perf_counter() - began
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
-        step = self._step(batch)
+        try:
+            step = self._step(batch)
+        except NonFiniteError as error:
+            what = str(error).partition("; pass close=")[0]
+            raise NonFiniteError(
+                f"{what}; try a lower --lr, a longer --warmup or --clip-norm"
+            ) from error
         seconds = time.perf_counter() - began
         is_slowed = self._windows == _METERED and run.world.device.type == "cpu"  # by the meter
         if not is_slowed:

@@ -20,7 +20,7 @@ from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, seed_generators
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.sharded_start import build_sharded
-from wholebatch.coupled.normalisation_layers import evaluation_mode
+from wholebatch.coupled.normalisation_layers import evaluation_mode, needs_whole_batch
 from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import with_checkpoints
@@ -46,6 +46,11 @@ class TrainingRun:
     def windows(self) -> int:
         """Windows closed so far, those without an update too."""
         return self.train.updates + self.train.skipped
+
+    @property
+    def is_undivided(self) -> bool:
+        """True if BatchNorms train with the statistics of the batch, which then is not split."""
+        return self.config.batchnorm == "exact" and needs_whole_batch(self.model)
 
     def choose(self) -> str | None:
         """Let "auto" choose its micro-batch before the first step; return the choice and why."""

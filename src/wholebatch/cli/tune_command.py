@@ -18,7 +18,6 @@ from wholebatch.cli.command_options import (
     positive_number,
     recipe_argument,
     switch,
-    whole_number,
     with_commas,
 )
 from wholebatch.cli.report.terminal_output import (
@@ -70,7 +69,7 @@ class TuneOptions:
     """The options of `wholebatch tune`."""
 
     recipe: str | None = recipe_argument("A recipe, as for wholebatch train.")
-    batch_size: int | None = option(None, "N", "Samples per update.", check=whole_number())
+    batch_size: int | None = like_train("batch_size", "Samples per update.")
     micro_batch: Any = option(
         None,
         "SIZES",
@@ -94,10 +93,7 @@ class TuneOptions:
         check=_names(one_of("eager", "compile", "graph")),
     )
     memory: str = like_train(
-        "memory",
-        "Memory to use: 20GiB, 0.8 or 80% of the device, or what is free now.",
-        None,
-        default="free",
+        "memory", "Memory to use: 20GiB, 0.8 or 80% of the device, or what is free.", default="free"
     )
     seconds: float = option(
         300.0,
@@ -113,7 +109,7 @@ class TuneOptions:
         typed=str | None,
         check=lambda value, label: (_rates(value, label),),
     )
-    device: str = like_train("device", "Device.", None, default="auto")
+    device: str = like_train("device", default="auto")
     as_json: bool = switch("Print the results as JSON.", flag="--json")
 
 
@@ -139,20 +135,21 @@ def tune(options: TuneOptions) -> None:
             recipe = load_recipe(options.recipe)
             given = {"batch_size": options.batch_size, "micro_batch": "auto"}
             config = resolve(given, recipe.defaults, stored=None)
-            if options.lr is None:
-                _tune(options, recipe, config, where, rank, doing)
-            else:
-                _range_test(options, recipe, config, where, rank, doing)
+            subject = _Subject(recipe, config, where, rank)
+            (_tune if options.lr is None else _range_test)(options, subject, doing)
 
 
-def _task_of(
-    recipe: Recipe,
-    config: Config,
-    where: torch.device,
-    rank: int,
-    *,
-    micro_batch: int | None = None,
-) -> Task:
+@dataclass(frozen=True)
+class _Subject:
+    """What is tuned, and where."""
+
+    recipe: Recipe
+    config: Config
+    where: torch.device
+    rank: int
+
+
+def _task_of(subject: _Subject, *, micro_batch: int | None = None) -> Task:
     """Return the recipe's model, loss and full batches as a task; on several ranks under DDP."""
     from torch.nn.parallel import DistributedDataParallel as Copied
 
@@ -161,8 +158,10 @@ def _task_of(
     from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import Task
 
-    ranks = world_size()
-    batches = recipe.build_batches(config.batch_size, seed=config.seed, rank=rank, ranks=ranks)
+    recipe, config, ranks = subject.recipe, subject.config, world_size()
+    batches = recipe.build_batches(
+        config.batch_size, seed=config.seed, rank=subject.rank, ranks=ranks
+    )
     config = fitted_to(config, batches)
     whole = None if batches.length is None else batches.length // config.batch_size
 
@@ -172,7 +171,7 @@ def _task_of(
         return batches.take()
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model, optimizer = recipe.build(config, where)
+        model, optimizer = recipe.build(config, subject.where)
         return copied(model), optimizer
 
     def loss(model: Any, micro: Any) -> Any:
@@ -185,26 +184,19 @@ def _task_of(
     return Task(build, loss, take, options)
 
 
-def _tune(
-    options: TuneOptions,
-    recipe: Recipe,
-    config: Config,
-    where: torch.device,
-    rank: int,
-    doing: Spinner,
-) -> None:
+def _tune(options: TuneOptions, subject: _Subject, doing: Spinner) -> None:
     """Measure the settings, and print the recommendation."""
     from wholebatch.cli.train_command import command_line
     from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import tune as tuned_by
     from wholebatch.tune.bottleneck import find_bottleneck
 
-    began = time.perf_counter()
+    began, recipe, config = time.perf_counter(), subject.recipe, subject.config
     is_pure, precisions = config.precision == "bf16-pure", options.precision
     if precisions is None:
-        also = ("bf16",) if where.type == "cuda" and not is_pure else ()
+        also = ("bf16",) if subject.where.type == "cuda" and not is_pure else ()
         precisions = tuple(dict.fromkeys((config.autocast, *also)))
-    task = _task_of(recipe, config, where, rank)
+    task = _task_of(subject)
     doing("measuring where the time goes")
     size = recipe.defaults.get("micro_batch")
     size = (options.micro_batch or [size if isinstance(size, int) else config.batch_size])[0]
@@ -223,7 +215,7 @@ def _tune(
         watch=lambda trial: doing(f"measured {trial.setting}: {trial.why or 'fits'}"),
     )
     doing.stop()
-    if rank:
+    if subject.rank:
         return
     settings = {**tuned.settings, "batch_size": config.batch_size}
     if is_pure:
@@ -233,7 +225,8 @@ def _tune(
         about = {"recipe": recipe.known_as, "settings": settings, "window": parts}
         print(json.dumps({**tuned.to_dict(), **about}, indent=1))
         return
-    _show(doing.console, tuned, recipe.name)
+    over = f", {tuned.batch_size} on each of {world_size()} ranks" if world_size() > 1 else ""
+    _show(doing.console, tuned, f"{recipe.name}: batch of {config.batch_size}{over}")
     switch_on = "--checkpointing" if settings.pop("checkpointing") else ""
     words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     words = [str(options.recipe or recipe.name), *words, switch_on]
@@ -243,7 +236,7 @@ def _tune(
 
 def _show(console: Console, tuned: Tuned, name: str) -> None:
     """Print what was tried and the recommendation."""
-    say(console, f"{name}: batch of {tuned.batch_size} on {tuned.device}", style="bold")
+    say(console, f"{name}, {tuned.device}", style="bold")
     table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "")
     for trial in tuned.trials:
         table.add_row(
@@ -261,21 +254,15 @@ def _show(console: Console, tuned: Tuned, name: str) -> None:
         say(console, line, indent=2)
 
 
-def _range_test(
-    options: TuneOptions,
-    recipe: Recipe,
-    config: Config,
-    where: torch.device,
-    rank: int,
-    doing: Spinner,
-) -> None:
+def _range_test(options: TuneOptions, subject: _Subject, doing: Spinner) -> None:
     """Raise the learning rate until the loss diverges, and print which rates to try."""
     from wholebatch.tune import range_test
 
-    sizes = options.micro_batch or [config.batch_size]
+    recipe = subject.recipe
+    sizes = options.micro_batch or [subject.config.batch_size]
     if len(sizes) > 1:
         raise OptionError("--micro-batch with --lr: give one size, or leave it out")
-    task = _task_of(recipe, config, where, rank, micro_batch=sizes[0])
+    task = _task_of(subject, micro_batch=sizes[0])
     own = float(task.build()[1].param_groups[0]["lr"])
     [given] = options.lr
     low, high = given or (own / 1000, own * 100)

@@ -33,7 +33,7 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.recipes.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
+from wholebatch.cli.run_settings import autocast_option, like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 _BATCH, _LOOP = "Batch", "A function or script of your own"
 _NOT_JUDGED = 3
-_KINDS = ("model", "loop", "script")
+_KINDS = {"model": "a recipe", "loop": "FILE.py:FUNCTION", "script": "a script, SCRIPT.py"}
 _BUILT_IN = (
     'each micro-batch is a dict with "x" (inputs) and "y" (labels, -100 where none counts), and '
     "the model returns logits of x with the classes in the last dimension"
 )
 _like_train = partial(like_train, panel=_BATCH)
-_like_recipes = partial(_like_train, of_recipes=True)
-_loop = partial(option, panel=_LOOP)
+_like_recipes = partial(_like_train, of="model")
+_loop, _script = (partial(option, panel=_LOOP, of=kind) for kind in ("loop", "script"))
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,20 @@ class VerifyOptions:
         f"model(), {_BUILT_IN}. A file with model() and loss() is a recipe; the word model, loop "
         "or script before it decides otherwise.",
     )
-    batch_size: int | None = _like_recipes("batch_size", "Samples per update.", metavar="N")
+    batch_size: int | None = _like_recipes("batch_size", "Samples per update.")
     micro_batch: str | None = _like_recipes(
         "micro_batch",
         "Size of a micro-batch. Default: the recipe's, else about four uneven parts.",
         metavar='N|"N tokens"',
     )
-    precision: str | None = option(
-        None,
-        "|".join(AUTOCAST),
-        "Precision of the computation.",
-        _BATCH,
-        check=precision_of(*AUTOCAST),
-        of_recipes=True,
-    )
+    precision: str | None = autocast_option(_BATCH, of="model")
     clip_norm: float | None = _like_recipes("clip_norm", "Clip to this norm.")
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
     optimizer_state: str | None = _like_recipes(
         "optimizer_state", "As WholeBatch(memory=wb.Memory(optimizer_state=))."
     )
-    float64: bool = option(
-        True, None, "Do not repeat the proof in float64.", _BATCH, of_recipes=True
-    )
+    float64: bool = option(True, None, "Do not repeat the proof in float64.", _BATCH, of="model")
     model: str = _loop(
         "all",
         "mlp|lm|all",
@@ -101,24 +92,25 @@ class VerifyOptions:
         "Micro-batches in a full window of a function. Default: steps in FILE.py, else 4.",
         check=whole_number(2, 10_000),
     )
-    equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP)
-    windows: int | None = _loop(
+    equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP, of="loop")
+    windows: int | None = _script(
         None,
         "N",
         "Windows of a script to watch. Default: to the end of its first epoch, or 8 windows if it "
         "has no DataLoader. 0 lets the script run to its end.",
         check=whole_number(0),
     )
-    arguments: tuple[str, ...] = _loop(
+    arguments: tuple[str, ...] = _script(
         (), "...", "Arguments of the script: all that follow.", flag="--", takes_rest=True
     )
     in_place: bool = switch(
         "Run a script in its own folder, where it may overwrite its files. Default: in a copy.",
         _LOOP,
+        of="script",
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = _like_train("device", "Device.", default="auto")
+    device: str = _like_train("device", default="auto")
     as_json: bool = switch(
         "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
     )
@@ -141,15 +133,15 @@ def verify(options: VerifyOptions) -> int:
     If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
     usage, 3 it could not be judged.
     """
-    target = _target_of(options.what or [])
-    _check_partners(options, target)
-    if target.kind == "script":
-        return _watch_script(Path(str(target.name)), options)
+    kind, name = _target_of(options.what or [])
+    _check_partners(options, kind)
+    if kind == "script":
+        return _watch_script(Path(str(name)), options)
     console = Console(quiet=True) if options.quiet else console_of(stderr=options.as_json)
     with Spinner(console) as doing:
         doing("importing torch")
         with _shown_parts(doing):
-            return _verify(options, target, doing)
+            return _verify(options, kind, name, doing)
 
 
 @contextmanager
@@ -175,16 +167,8 @@ def _shown_parts(doing: Spinner) -> Iterator[None]:
         log.level, log.propagate = before
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What is verified: a model (of a recipe), a loop (a function) or a script."""
-
-    kind: str
-    name: str | None
-
-
-def _target_of(words: list[str]) -> _Target:
-    """Return the target of `[model|loop|script] WHAT`; without the word, the file tells."""
+def _target_of(words: list[str]) -> tuple[str, str | None]:
+    """Return the kind and the name of `[model|loop|script] WHAT`; else the file tells the kind."""
     if len(words) > 2 or (len(words) == 2 and words[0] not in _KINDS):
         raise OptionError(
             f"{' '.join(words)}: give one target, after one of the words {', '.join(_KINDS)}"
@@ -195,9 +179,9 @@ def _target_of(words: list[str]) -> _Target:
             raise OptionError(f"{kind}: give a {'FILE.py:FUNCTION' if kind == 'loop' else 'file'}")
         if kind == "script" and not Path(str(name)).is_file():
             raise OptionError(f"{name}: there is no such file")
-        return _Target(kind, name)
+        return kind, name
     name = words[0] if words else None
-    return _Target(_kind_of(name), name)
+    return _kind_of(name), name
 
 
 def _kind_of(name: str | None) -> str:
@@ -226,18 +210,18 @@ def _kind_of(name: str | None) -> str:
     return "model" if {"model", "loss"} <= names else "script"
 
 
-def _verify(options: VerifyOptions, target: _Target, doing: Spinner) -> int:
+def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner) -> int:
     import torch
 
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
     with process_group(options.device) as (rank, where):
-        doing(f"comparing {target.name or 'bytes-gpt'} with the undivided batch")
-        if target.kind == "model":
-            verdict = _verify_recipe(target.name, options, where=where, rank=rank)
+        doing(f"comparing {name or 'bytes-gpt'} with the undivided batch")
+        if kind == "model":
+            verdict = _verify_recipe(name, options, where=where, rank=rank)
         else:
-            verdict = _verify_loop(str(target.name), options, where)
+            verdict = _verify_loop(str(name), options, where)
         doing.stop()
         if rank == 0:
             _show(verdict, options)
@@ -248,22 +232,12 @@ def _verify(options: VerifyOptions, target: _Target, doing: Spinner) -> int:
     return verdict.exit_status
 
 
-def _check_partners(options: VerifyOptions, target: _Target) -> None:
+def _check_partners(options: VerifyOptions, kind: str) -> None:
     """Refuse an option that belongs to another kind of what is verified."""
-    kind = target.kind
-    if kind != "loop" and (options.steps is not None or options.equal or options.model != "all"):
-        raise OptionError("--steps, --equal and --model belong to FILE.py:FUNCTION")
-    is_scripts = options.windows is not None or options.arguments or options.in_place
-    if kind != "script" and is_scripts:
-        raise OptionError(
-            "--windows, --in-place and arguments after -- belong to a script, SCRIPT.py"
-        )
     for one in fields(options):
-        is_given = getattr(options, one.name) != one.default
-        if kind != "model" and is_given and one.metadata.get("of_recipes"):
-            raise OptionError(
-                f"{flag_of(one)}: belongs to a recipe; {target.name} has its own way to train"
-            )
+        of = one.metadata.get("of", kind)
+        if of != kind and getattr(options, one.name) != one.default:
+            raise OptionError(f"{flag_of(one)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 

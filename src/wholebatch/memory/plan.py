@@ -222,7 +222,7 @@ def _fewest_ranks(
 
     Ranks share parameters, gradients and optimizer state. The rest of a peak (a gathered block,
     activations) is the same on any number of them: peak(n) = rest + shared / n. The number where
-    this line meets the budget is predicted again.
+    this line meets the budget is predicted again: there the peak may be at another moment.
     """
 
     def predict(ranks: int) -> Prediction:
@@ -233,20 +233,23 @@ def _fewest_ranks(
     ranks = 2 if sharding is None else sharding.ranks
     is_known = sharding is not None and sharding.sync == "every"
     found = rung.prediction if is_known else predict(ranks)
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    shared = sum(p.nbytes for p in model.parameters()) + trained
-    shared += ranks * found.by_category["optimizer state"]
-    room = min(budget - found.largest, budget * 25 // 26) - (found.peak - shared // ranks)
-    if found.needed(device) <= budget:
-        return ranks
-    if room <= 0:
-        return None
-    ranks = max(ranks + 1, -(-shared // room))
-    for _ in range(4):
-        if predict(ranks).needed(device) <= budget:
-            return ranks
-        ranks += max(1, ranks // 16)
-    return None
+    held = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
+    too_few, fits, rest = 1, None, 2 * found.peak
+    for _ in range(6):
+        if found.needed(device) <= budget:
+            fits = ranks
+        else:
+            too_few = ranks
+        shared = held + ranks * found.by_category["optimizer state"]
+        before, rest = rest, found.peak - shared // ranks
+        room = min(budget - found.largest, budget * 25 // 26) - rest
+        guess = -(-shared // room) if room > 0 else 8 * ranks
+        is_least = fits is not None and (fits == too_few + 1 or guess >= fits)
+        if is_least or (room <= 0 and rest > 0.99 * before):
+            break
+        ranks = max(too_few + 1, guess)
+        found = predict(ranks)
+    return fits
 
 
 def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:

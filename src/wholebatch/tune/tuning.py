@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm as norm
 
 from wholebatch.batch import batch_size_of
+from wholebatch.coupled.normalisation_layers import needs_whole_batch
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, OptionError, WholebatchError, WindowError
 from wholebatch.memory.activation_checkpointing import (
@@ -210,10 +211,14 @@ def tune(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = _least_budget(device, memory, weights)
     candidates = _candidates(model, samples, micro_batches, precisions, executes, checkpointing)
-    del model, optimizer
-    free_memory()
     trials: dict[Setting, Trial] = {}
     left_out: dict[str, tuple[Setting, ...]] = {}
+    divided = tuple(setting for setting in candidates if setting.micro_batch < samples)
+    if divided and options.get("batchnorm", "exact") == "exact" and needs_whole_batch(model):
+        left_out["since BatchNorm needs the undivided batch"] = divided
+        candidates = [*dict.fromkeys(replace(it, micro_batch=samples) for it in candidates)]
+    del model, optimizer
+    free_memory()
     longest = 0.0
     for setting in candidates:
         start = time.perf_counter()
@@ -221,7 +226,7 @@ def tune(
         is_late = largest_over_ranks(start - began + longest) > seconds
         why = _reason_to_skip(setting, trials)
         if why is None and is_late and any(t.is_measured for t in trials.values()):
-            why = f"for lack of time ({seconds:.0f} s)"
+            why = "for lack of time"
         if why is not None:
             left_out[why] = (*left_out.get(why, ()), setting)
             continue

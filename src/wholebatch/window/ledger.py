@@ -180,20 +180,6 @@ class Ledger:
         # Other ranks do not learn of a total in 16 bits, for which the seed must not be rounded.
         return seed if self.sync.has_whole_gradient else power_of_two_near(seed)
 
-    def _start_from_power_of_two(self) -> None:
-        """Go on from a power of two, which 16 bits do not round; what was added follows."""
-        window = self.current
-        if window.known is None or window.has_terms or not self.sync.has_whole_gradient:
-            return  # it is one already, or `rounded_least`
-        assert isinstance(window.seed, float)
-        seed = power_of_two_near(window.seed)
-        if seed == window.seed:
-            return
-        gradients = [p.grad for p in window.inputs if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, seed / window.seed)
-        self.open, self._last_seed = replace(window, seed=seed), None
-
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
         if self.open is None and self.next_seed is not None:
@@ -262,8 +248,8 @@ class Ledger:
             seed = last[2]
             if seed.dtype is total.dtype and seed.device == total.device:
                 return seed
-        if counts and total.dtype in SIXTEEN_BIT:
-            self._start_from_power_of_two()
+        if counts and total.dtype in SIXTEEN_BIT and self.sync.has_whole_gradient:
+            self.open = self.current.at_power_of_two()
         value = self.current.seed_of(name, weight) if counts else 0.0
         seed = scalar_on(total.device, value, total.dtype)
         if counts:

@@ -47,6 +47,7 @@ from wholebatch.window.close import (
     Sums,
     check_counts,
     column,
+    power_of_two_near,
     scalar_on,
 )
 from wholebatch.window.close_options import CloseOptions
@@ -136,6 +137,18 @@ class Window:
             units = self.known[name] if self.known else 0.0
             seed = self.seed * weight / units if units else 0.0
         return seed * (self.averaged_by * self.scaling)
+
+    def at_power_of_two(self) -> Window:
+        """Return the window with a seed that 16 bits do not round; what was added follows."""
+        if self.known is None or self.has_terms or not isinstance(self.seed, float):
+            return self  # it is one already, or `rounded_least`
+        seed = power_of_two_near(self.seed)
+        if seed == self.seed:
+            return self
+        gradients = [p.grad for p in self.inputs if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, seed / self.seed)
+        return replace(self, seed=seed)
 
     def rounded_least(self, terms: Mapping[str, Term]) -> Window:
         """Return the window with the seed that rounds these terms least, for totals in 16 bits.

@@ -30,15 +30,9 @@ _REQUIRED = {"model": 0, "data": 0, "loss": 2}
 _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens": 1}
 _OPTIONAL |= {"validation": 0}
 _DEFAULTS = [
-    "batch_size",
-    "micro_batch",
-    "updates",
-    "precision",
-    "clip_norm",
-    "lr",
-    "seed",
+    "batch_size", "micro_batch", "updates", "precision", "clip_norm", "lr", "seed",
     "checkpoint_every",
-]
+]  # fmt: skip
 """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.padding import Padding
 from rich.panel import Panel
@@ -55,15 +55,15 @@ class Terminal:
         for label, value in rows:
             table.add_row(escape(label), escape(value))
         if boxed:
-            self.console.print(panel(title, [table]))
+            inside = Group(Text(title, "bold"), Text(), table)  # it is wrapped, and never cut
+            self.console.print(Panel(inside, expand=False, padding=(0, 1)))
         else:
             say(self.console, title, style="bold")
             self.console.print(table)
 
     def note(self, text: str) -> None:
-        """Print one line, above the bar if there is one; show it at once to who follows a log."""
+        """Print one line, above the bar if there is one."""
         say(self.console, text)
-        self.console.file.flush()
 
     def begin(self, *, done: int, total: int) -> None:
         """Start the progress at `done` of `total` updates."""
@@ -129,23 +129,18 @@ def console_of(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def say(console: Console, text: str | Text, *, style: str = "", indent: int = 0) -> None:
-    """Print a paragraph: wrapped between words on a terminal, one line in a log."""
+    """Print a paragraph at once: wrapped between words on a terminal, one line in a log."""
     said = text if isinstance(text, Text) else Text(text, style)
     if console.is_terminal:
         console.print(Padding(said, (0, 0, 0, indent)), highlight=False)
     else:
         console.print(Text(" " * indent) + said, highlight=False, soft_wrap=True)
+        console.file.flush()
 
 
 def say_command(console: Console, label: str, line: str) -> None:
     """Print a command line for copying."""
     console.print(f"{label} {line}", highlight=False, soft_wrap=True, markup=False)
-
-
-def panel(title: str, body: Iterable[RenderableType], style: str = "none") -> Panel:
-    """Return a box with its title inside, where it is wrapped and never cut."""
-    inside = Group(Text(title, "bold"), Text(), *body)
-    return Panel(inside, border_style=style, expand=False, padding=(0, 1))
 
 
 def plain_table(*columns: str, **style: Any) -> Table:
