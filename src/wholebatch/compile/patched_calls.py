@@ -124,6 +124,11 @@ def _grouped_in_form(
     return left @ (right if offs is None else right[0])
 
 
+def _weight_of(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight
+
+
 def _metadata(name: str) -> Any:
     return _METADATA(name)
 
@@ -134,7 +139,7 @@ def _version(name: str) -> str:
 
 _RAND: Any = torch.rand
 _METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
-REPLACEMENTS = (_rand, _nothing, _grouped_in_form, _metadata, _version, _same_module)
+REPLACEMENTS = (_rand, _nothing, _grouped_in_form, _metadata, _version, _same_module, _weight_of)
 """The functions that stand in for others while Dynamo looks for what is read."""
 _SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
 
@@ -147,10 +152,13 @@ def calls_for_guards() -> Iterator[None]:
     - Grouped products of experts, in the dtype of autocast, and `module.to()`.
     - Questions for installed packages: these stay the same.
     - Progress bars, which show nothing meanwhile.
+    - DoRA of PEFT, which asks by a module's name if a weight is quantised, and clears its cache,
+      which is empty in training.
     """
     for constant in (_metadata, _version):  # Not as a decorator: that would import Dynamo.
         torch.compiler.assume_constant_result(constant)
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    dora = sys.modules.get("peft.tuners.lora.dora")
     grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped_in_form}
     with (
         replaced_attributes(torch, rand=_rand),
@@ -158,5 +166,7 @@ def calls_for_guards() -> Iterator[None]:
         replaced_attributes(nn.Module, _apply=_same_module),
         replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
         replaced_attributes(bars or _Uniform, **dict.fromkeys(_SHOWS, _nothing)),
+        replaced_attributes(dora or _Uniform, dequantize_module_weight=_weight_of),
+        replaced_attributes(getattr(dora, "DoraLinearLayer", _Uniform), _cache_clear=_nothing),
     ):
         yield
