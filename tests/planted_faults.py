@@ -46,17 +46,24 @@ class Fault:
         return None
 
 
+PROGRAMS = "tests/programs"
 WINDOW = (
     "tests/window",
     "tests/entry_points/test_accumulator.py",
     "tests/entry_points/test_whole_batch.py",
+    PROGRAMS,
 )
 LOSS = ("tests/losses",)
 RANKS = ("tests/distributed",)
 COMPILE = ("tests/compile",)
 BATCH = ("tests/batch",)
-LOOP = ("tests/entry_points/test_accumulator.py", "tests/entry_points/test_over.py", "tests/window")
-COUPLED = ("tests/coupled",)
+LOOP = (
+    "tests/entry_points/test_accumulator.py",
+    "tests/entry_points/test_over.py",
+    "tests/window",
+    PROGRAMS,
+)
+COUPLED = ("tests/coupled", PROGRAMS)
 ADAPTERS = ("tests/integrations",)
 
 FAULTS = (

@@ -176,3 +176,22 @@ def test_a_reduction_by_hand_is_said(mean: Any) -> None:
         LoopChecks([]).check(mean(losses), 5)
     for right in (sum(losses.unbind()), losses @ torch.ones(5), losses.mean() * torch.tensor(5)):
         LoopChecks([]).check(right, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("units", [4, torch.tensor(4)])
+def test_a_sum_that_mean_loss_was_given_is_refused(units: Any) -> None:
+    logits, labels = nn.Linear(3, 4)(torch.randn(4, 3)), torch.arange(4)
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    with pytest.raises(LossError, match="mean is a sum, and must be the mean over its units=4"):
+        LoopChecks([]).check(wb.mean_loss(total, units))
+    LoopChecks([]).check(wb.mean_loss(F.cross_entropy(logits, labels), units))
+
+
+def test_as_many_labels_of_other_units_are_refused() -> None:
+    """Three labels of three, and three of four: the ignored one was counted."""
+    checks, logits = LoopChecks([]), nn.Linear(3, 4)(torch.randn(4, 3))
+    checks.begin_window(1)
+    checks.check(mean=F.cross_entropy(logits[:3], torch.arange(3)), units=3)
+    checks.end_micro_batch()
+    with pytest.raises(LossError, match="but their units= are 3 and 4"):
+        checks.check(mean=F.cross_entropy(logits, torch.tensor([0, -100, 1, 2])), units=4)

@@ -484,6 +484,17 @@ def a_list_that_grows() -> Iterator[Loss]:
     yield loss
 
 
+def a_list_of_tensors_that_grows() -> Iterator[Loss]:
+    outputs: list[Tensor] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x).sum()
+        outputs.append(y.detach())
+        return y
+
+    yield loss
+
+
 def a_tensor_that_the_loss_writes() -> Iterator[Loss]:
     total = torch.zeros(4)
 
@@ -743,6 +754,7 @@ _REFUSED = {
     "a_generator_function": "line .*next",
     "a_counter_in_the_loss": "line .*state.calls",
     "a_list_that_grows": "it changes seen",
+    "a_list_of_tensors_that_grows": "it changes outputs",
     "a_tensor_that_the_loss_writes": "it changes total",
     "a_context_variable": "line .*variable.get",
     "the_last_rate_of_a_scheduler": "line .*get_last_lr",
@@ -807,3 +819,18 @@ def test_a_hook_that_requires_gradients_is_passed_over() -> None:
     assert guards.hold(model, x)
     hook.remove()
     assert not guards.hold(model, x)
+
+
+def test_what_is_taken_out_of_a_micro_batch_is_not_missed() -> None:
+    model, micro = nn.Linear(4, 4), {"x": torch.randn(3, 4), "labels": torch.randn(3, 4)}
+
+    def pops(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+        return (model(micro["x"]) - micro.pop("labels")).square().sum()
+
+    def adds(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
+        micro["logits"] = model(micro["x"])
+        return micro["logits"].sum()
+
+    assert Guards(pops, model, micro).hold(model, micro)
+    with pytest.raises(CannotTrace, match="it changes the micro-batch"):
+        Guards(adds, model, micro)

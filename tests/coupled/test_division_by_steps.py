@@ -125,6 +125,9 @@ RIGHT: dict[str, Callable[[nn.Module, Any], wb.Loss]] = {
         mean(model, micro) / 4 + model(micro["x"]).square().mean(), len(micro["y"])
     ),
     "another number": lambda model, micro: wb.mean_loss(mean(model, micro) / 3, len(micro["y"])),
+    "a quarter of a unit": lambda model, micro: wb.mean_loss(
+        mean(model, micro), len(micro["y"]) / 16
+    ),
     "a mean made a sum": lambda model, micro: wb.Loss(
         model(micro["x"])[:, :1].repeat(1, 4).square().mean() * (4 * len(micro["y"])) / 4,
         len(micro["y"]),

@@ -44,8 +44,11 @@ def wrapped(engine: str) -> nn.Module:
 
 
 def micros_of(case: str, rank: int) -> list[list[Micro]]:
-    """The windows of this rank, each a list of micro-batches."""
-    if case == "tokens":
+    """The windows of this rank, each a list of micro-batches.
+
+    "unlabelled": rank 1 begins without a label, and has none in the whole second window.
+    """
+    if case in ("tokens", "unlabelled"):
         sizes = [[1 + 2 * rank, 3, 1], [2, 1, 4 * rank + 1]]
     elif case == "counts":  # another number of micro-batches on every rank
         sizes = [[2] * (1 + rank % 3), [1] * (3 - rank % 2)]
@@ -59,7 +62,12 @@ def micros_of(case: str, rank: int) -> list[list[Micro]]:
         raise AssertionError(case)
     return [
         [
-            micro(1000 * rank + 10 * w + i, n, branch=case == "unused" and i == 0 and rank == 0)
+            micro(
+                1000 * rank + 10 * w + i,
+                n,
+                branch=case == "unused" and i == 0 and rank == 0,
+                labelled=case != "unlabelled" or rank != 1 or (i > 0 and w == 0),
+            )
             for i, n in enumerate(window)
         ]
         for w, window in enumerate(sizes)
@@ -288,7 +296,7 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
     """Return the runs of one engine. Options take turns over the cases: pairs are enough."""
     cases: dict[str, Callable[[], Any]] = {}
     few = engine == "ddp" and dist.get_world_size() > 2  # HSDP has the other cases of four ranks
-    exact = ["counts"] if few else ["tokens", "counts", "tail", "exhausted"]
+    exact = ["counts"] if few else ["tokens", "counts", "tail", "exhausted", "unlabelled"]
     for turn, case in enumerate(exact):
         clip, make = ((None, sgd), (0.05, adamw))[turn % 2]
         cases[f"accumulator {case} {make.__name__} clip={clip}"] = partial(
@@ -307,7 +315,7 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
                 by_accumulator, engine, case, 0.05, sgd, sync
             )
         if engine == "hsdp":  # FSDP2 has all of them, on half as many ranks
-            others = dict([list(others.items())[(2, 2, 0, 1)[turn]]])
+            others = dict([list(others.items())[(2, 2, 0, 1, 1)[turn]]])
         cases |= others
     if engine == "ddp" and not few:
         for clip, make in ((None, sgd), (0.05, adamw)):

@@ -54,12 +54,13 @@ def fresh() -> Model:
 Micro = dict[str, Any]
 
 
-def micro(seed: int, samples: int, *, branch: bool = False) -> Micro:
+def micro(seed: int, samples: int, *, branch: bool = False, labelled: bool = True) -> Micro:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     labels = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     counted = torch.randint(0, LENGTH + 1, (samples, 1), generator=generator)
     counted[0] = max(1, int(counted[0]))
+    counted *= labelled
     return {
         "tokens": tokens,
         "labels": labels.masked_fill(torch.arange(LENGTH) >= counted, -100),

@@ -45,6 +45,8 @@ class Program:
     numbers: bool = False
     """True if the units are Python numbers."""
     batch: str = "dict"
+    joint: bool = False
+    """True if a second accumulator trains a judge of the outputs, in the same loop."""
     loader: str = "list"
     """What `over` loops over: a list, or a DataLoader of samples or of micro-batches."""
     epochs: int = 1

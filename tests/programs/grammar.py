@@ -90,12 +90,16 @@ def _right(draw: Any) -> Program:
     close = _close(draw, way, model, event)
     if call == "pair" or optimizer == "two":
         close = tuple(name for name in close if name != "ema")
+    precise = precision != "fp16" and model not in ("random", "batchnorm")
+    joint = way == "backward" and loop == "over" and event == "none" and precise
+    joint = joint and optimizer != "two" and "ema" not in close and draw(st.booleans())
     return Program(
         model=model,
         windows=windows,
         loss=loss,
         given=given,
         way=way,
+        joint=joint,
         call=call,
         criterion=loss in ("ce", "smooth", "classes", "mse") and draw(st.booleans()),
         numbers=loss != "terms" and draw(st.integers(0, 3)) == 2,
@@ -106,7 +110,7 @@ def _right(draw: Any) -> Program:
         style=_pick(draw, STYLES),
         names=_pick(draw, ["short", "long", "strange", "globals"]),
         optimizer=optimizer,
-        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer),
+        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer, way),
         clip=_clip(draw, way, model, optimizer),
         close=close,
         memory="none" if way == "gradient" or optimizer in ("hooked", "two") else _memory(draw),
@@ -222,9 +226,10 @@ def _optimizer(draw: Any, model: str) -> str:
     return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
-def _scheduler(draw: Any, event: str, optimizer: str) -> str:
+def _scheduler(draw: Any, event: str, optimizer: str, way: str) -> str:
     kinds = ["none", "exponential", "step", "lambda", "cosine", "restarts", "one cycle", "cyclic"]
     kinds += ["polynomial", "several", "warmup", "chained"]
+    kinds += ["list"] if way != "gradient" and event != "resume" else []
     kinds += ["momentum cycle"] if optimizer in ("momentum", "adamw", "adamw fused") else []
     if event == "rate":
         return "none"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.programs.description import LOOPS, Program
-from tests.programs.mistakes import ONE_ROW, mistake_of
+from tests.programs.mistakes import ONE_ROW, SIZE, mistake_of
 from tests.programs.oracle import Window, truth
 from tests.programs.run import Outcome, in_fork, run
 from tests.programs.script import script
@@ -86,6 +86,10 @@ def _listed(program: Program) -> str:
         return ""
     if program.in_one_row and program.way not in LOOPS:
         return ONE_ROW
+    sizes = {3, 5, *(micro.rows for window in program.windows for micro in window)}
+    steps = max(map(len, program.windows))
+    if program.mistake == "divided by steps" and program.given == "total" and steps in sizes:
+        return SIZE
     way = SEEN_LIKE.get(program.way, program.way)
     return mistake_of(program).listed.get(way, "")
 

@@ -58,6 +58,8 @@ class Mistake:
     """True if `units=` counts the units before the first backward."""
 
 
+SIZE = "a sum divided by a number that is also a size of what it sums"
+"""Words of docs/laws.md: it may be a mean over the parts of a sample."""
 ONE_ROW = "A batch with one sample"
 """Words of docs/laws.md: where one sample alone has units, there is nothing to compare."""
 

@@ -474,6 +474,9 @@ class Output(nn.Module):
     def forward(self, *inputs):
         return {"logits": self.net(*inputs), "loss": None}
 """
+JUDGE = "judge = nn.Linear(3, 2).to(dtype=dtype)"
+JUDGED = "judge(logits.detach()[counted]).square().sum()"
+"""The loss of a judge, over the units `counted.sum()`."""
 TEACHER = "elder = copy.deepcopy(model).eval().requires_grad_(False)"
 ROW_LOSSES = {
     "labels": "F.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype), "

@@ -19,6 +19,8 @@ from tests.programs.description import Program
 from tests.programs.mistakes import mistake_of
 from tests.programs.models import (
     CALLS,
+    JUDGE,
+    JUDGED,
     ROW_LOSSES,
     TEACHER,
     data_seed,
@@ -38,7 +40,7 @@ def truth(program: Program) -> list[Window]:
         torch.manual_seed(3)
         model = eval(model_call(program), scope).double()
         scope["model"] = model
-        exec(TEACHER, scope)
+        exec(f"{JUDGE}\n{TEACHER}", scope)
         batches = _batches(program, scope["make_data"]) * program.epochs
         return _train(program, model, batches, scope)
 
@@ -79,13 +81,29 @@ def _loss_of_its_own(program: Program, model: nn.Module, batch: Any, scope: Any)
     return eval(value["mean"], scope), units
 
 
+def _logits(program: Program, model: nn.Module, batch: Any, scope: Any) -> Tensor:
+    inputs = "x, mask" if program.has_tokens else "x"
+    called = {**batch, "model": model, "elder": scope["elder"]}
+    return eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)  # type: ignore[no-any-return]
+
+
+def _judge(program: Program, model: nn.Module, batch: Any, scope: Any) -> None:
+    """Update the judge of the outputs."""
+    counted = batch["y"].reshape(-1) != -100
+    logits = _logits(program, model, batch, scope)
+    judge = scope["judge"]
+    total = eval(JUDGED, {"judge": judge, "logits": logits, "counted": counted})
+    gradients = torch.autograd.grad(total / counted.sum(), [*judge.parameters()])
+    with torch.no_grad():
+        for p, gradient in zip(judge.parameters(), gradients, strict=True):
+            p.sub_(gradient, alpha=0.1)
+
+
 def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) -> Any:
     """Return the loss of a batch and its units."""
     if mistake_of(program).own_truth:
         return _loss_of_its_own(program, model, batch, scope)
-    inputs = "x, mask" if program.has_tokens else "x"
-    called = {**batch, "model": model, "elder": scope["elder"]}
-    logits = eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)
+    logits = _logits(program, model, batch, scope)
     y = batch["y"].reshape(-1)
     counts = (y != -100).double()
     if program.loss == "coupled":
@@ -149,9 +167,10 @@ def _optimizer(program: Program, model: nn.Module, scope: Any) -> torch.optim.Op
     return made
 
 
-def _scheduler(program: Program, optimizer: torch.optim.Optimizer) -> Any:
-    text = SCHEDULERS.get(program.scheduler, "None")
-    return eval(text, {"torch": torch, "optimizer": optimizer})
+def _schedulers(program: Program, optimizer: torch.optim.Optimizer) -> list[Any]:
+    text = SCHEDULERS.get(program.scheduler, "[]")
+    made = eval(text, {"torch": torch, "optimizer": optimizer})
+    return made if isinstance(made, list) else [made]
 
 
 def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:
@@ -173,7 +192,7 @@ def _train(
     if program.model == "batchnorm" and not program.is_whole:
         model.eval()  # batchnorm="freeze"
     optimizer = _optimizer(program, model, scope)
-    scheduler = _scheduler(program, optimizer)
+    schedulers = _schedulers(program, optimizer)
     ema = torch.optim.swa_utils.AveragedModel(model) if "ema" in program.close else None
     if program.event == "thaw":
         thawed = next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)
@@ -187,14 +206,17 @@ def _train(
         window: Window = {"skipped": program.event == "nan" and number == program.at}
         if not window["skipped"]:
             updates += 1
+            if program.joint:
+                _judge(program, model, batch, scope)
             window.update(_update(program, model, optimizer, batch, scope))
             if ema is not None:
                 ema.update_parameters(model)
-            if scheduler is not None:
-                scheduler.step(*([window["loss"]] if program.scheduler == "plateau" else []))
+            for one in schedulers:
+                one.step(*([window["loss"]] if program.scheduler == "plateau" else []))
         window["update"] = updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]
-        window["parameters"] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        all_of = [*model.parameters(), *(scope["judge"].parameters() if program.joint else ())]
+        window["parameters"] = torch.cat([p.detach().flatten() for p in all_of])
         if ema is not None and program.event != "resume":
             window["ema"] = torch.cat([p.detach().flatten() for p in ema.module.parameters()])
         record.append(window)

@@ -13,6 +13,8 @@ from tests.programs.description import Program
 from tests.programs.mistakes import in_values, lines_of, mistake_of
 from tests.programs.models import (
     CALLS,
+    JUDGE,
+    JUDGED,
     ROW_LOSSES,
     TEACHER,
     data_seed,
@@ -85,6 +87,8 @@ SCHEDULERS = {
     "chained": "torch.optim.lr_scheduler.ChainedScheduler([\n"
     "    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
     "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])",
+    "list": "[torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
+    "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]",
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
 }
 _TRACED = """from wholebatch.compile.execute_mode import ExecutePlan
@@ -117,6 +121,9 @@ _NOTE = """def note(step):
 
 def _note(program: Program) -> str:
     """Return the function that records a window."""
+    if program.joint:
+        both = "for p in [*model.parameters(), *judge.parameters()]"
+        return _NOTE.replace("for p in model.parameters()", both)
     if program.optimizer == "two":
         return _NOTE.replace("groups = ", "groups = second.param_groups + ")
     if "ema" not in program.close or program.event == "resume":
@@ -529,6 +536,7 @@ def _build(program: Program) -> list[str]:
         return ["\n".join([*lines, *made])]
     if program.ranks > 1:
         lines += ["model = DistributedDataParallel(model)"]
+    lines += [JUDGE] if program.joint else []
     lines += [TEACHER] if program.call == "teacher" else []
     lines += [f"optimizer = {optimizer_text(program)}"]
     if program.optimizer == "two":
@@ -566,6 +574,9 @@ def _build(program: Program) -> list[str]:
     optimizer = "[optimizer, second]" if program.optimizer == "two" else optimizer
     given = "[*model]" if program.call == "pair" else "model"
     lines += [f"{made}({given}, {optimizer}, {', '.join(options)})"]
+    if program.joint:
+        judging = "torch.optim.SGD(judge.parameters(), lr=0.1)"
+        lines += [f"judging = wb.Accumulator(judge, {judging}, steps={_steps(program)})"]
     if program.event != "resume":
         return [*before, "\n".join(lines)]
     names = "model, optimizer, train" + (", scheduler" if program.scheduler != "none" else "")
@@ -694,7 +705,9 @@ def body_lines(program: Program, last: str = "") -> list[str]:
     if program.way == "run":
         lines = [f"step = train.run(loss, micro{last})"]
     else:
-        lines = [*_failing(program), *forward_lines(program), *_backward(program, last)]
+        judging = f"judging.backward({JUDGED}, units=counted.sum())"
+        lines = [*_failing(program), *forward_lines(program), *[judging] * program.joint]
+        lines += _backward(program, last)
     if program.precision in ("bf16", "fp16"):
         kind = {"bf16": "bfloat16", "fp16": "float16"}[program.precision]
         lines = [f'with torch.autocast("{program.device}", dtype=torch.{kind}):', *_inner(lines)]
@@ -740,7 +753,8 @@ def _over_loop(program: Program) -> str:
         body += [f"    if len(record) == {program.at}:\n        break"]
         more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
         return "\n".join([*lines, _function("for micro in train.over(loader):", body), more])
-    loop = _function("for micro in train.over(loader):", body).split("\n")
+    over = "wb.over(loader, train, judging)" if program.joint else "train.over(loader)"
+    loop = _function(f"for micro in {over}:", body).split("\n")
     return "\n".join([*lines, *_in_epochs(program, loop)])
 
 

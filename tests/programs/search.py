@@ -34,7 +34,7 @@ class Search:
     """A folder that all processes share, with a file for each failure that one of them shrinks."""
     device: str = "cpu"
     kind: str = "all"
-    warm: set[str] = field(default_factory=set)
+    warm: set[str] = field(default_factory=lambda: {"eager"})
 
     def __post_init__(self) -> None:
         self.ends = time.monotonic() + self.seconds
@@ -70,8 +70,9 @@ class Search:
             return
         if self.target is not None and time.monotonic() > self.shrinks_until:
             return
-        if program.way in HOSTS and program.way not in self.warm:  # imports of seconds, made once
-            self.warm.add(program.way)
+        host = program.way if program.way in HOSTS else program.execute
+        if host not in self.warm:  # imports of seconds, made once
+            self.warm.add(host)
             warm_up(script(program))
         found = judge(program)
         if self.target is None:

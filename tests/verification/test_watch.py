@@ -134,6 +134,18 @@ def test_what_would_be_wrong_in_every_window_is_not_named_beside_a_right_one() -
     assert "divided twice" not in str(watch.verdict)
 
 
+def test_steps_of_a_divided_loss_have_one_cause() -> None:
+    def loop(model: Any, optimizer: Any, micros: Any) -> None:
+        for micro in micros:
+            (F.cross_entropy(model(micro["x"]), micro["y"]) / 8).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    verdict = watched(loop, ZOO["mlp"].model(), even=True)
+    assert verdict.mistakes == ("stepped-every-micro-batch",)
+    assert "(or:" not in verdict.line
+
+
 def test_gradients_of_every_sample_beside_the_loop() -> None:
     """Per-sample gradients for a log are no backward of the loop, and do not end the watch."""
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, TypeAlias
 from torch import Tensor, nn
 
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.last_reduction import Reduction, last_reductions
+from wholebatch.coupled.last_reduction import Reduction, last_reductions, without_units
 from wholebatch.errors import WholebatchError
 from wholebatch.losses.loss import Units, check_units
 
@@ -64,8 +64,9 @@ class MicroBatch:
 
     @cached_property
     def reductions(self) -> list[Reduction]:
-        """The last reductions of the loss, read from its graph."""
-        return last_reductions(self.loss)
+        """The last reductions of the loss, read from its graph; of a mean without its units."""
+        terms = last_reductions(self.loss)
+        return (without_units(terms, self.number) or terms) if self.is_mean else terms
 
     @cached_property
     def number(self) -> float:

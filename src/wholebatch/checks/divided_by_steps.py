@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Warned
-from wholebatch.coupled.last_reduction import Reduction
+from wholebatch.coupled.last_reduction import Reduction, without_units
 from wholebatch.losses.loss import Units
 
 _CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
@@ -55,6 +55,9 @@ def step_division(
     a weight (the square of a temperature of 2, in 4 steps). A sum is looked at if the loss is given
     as a sum over `units` (None: as a mean).
     """
+    mean = None if units is None else without_units(terms, float(units))
+    if mean is not None:
+        terms, units = mean, None
     for number in sorted(set(steps)):
         scales = {_scale_by(term, number, units) for term in terms}
         if number < 2 or not scales or None in scales:

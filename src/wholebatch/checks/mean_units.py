@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
-from wholebatch.coupled.last_reduction import Reduction
+from wholebatch.coupled.last_reduction import Reduction, without_units
 from wholebatch.errors import LossError
 
 _CLOSE = 1e-2  # a number of labels may have been rounded to bfloat16
@@ -41,8 +41,9 @@ class UnitsOfMeans(Check):
         return None
 
     def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
-        if micro.is_mean or is_mean_times_units(micro.reductions, micro.number):
-            yield from self._compare(micro.reductions, micro.number)
+        mean = without_units(micro.reductions, micro.number)
+        if micro.is_mean or mean is not None:
+            yield from self._compare(mean or micro.reductions, micro.number)
             self._backwards += 1
 
     def addition(self) -> Answer:
@@ -76,14 +77,6 @@ class UnitsOfMeans(Check):
                 "units=. If each micro-batch is one unit (one graph, one episode), nothing is "
                 f"wrong; {silenced(begin)}"
             )
-
-
-def is_mean_times_units(terms: Sequence[Reduction], units: float) -> bool:
-    """True for a mean that is given as a sum, times its units (`wb.mean_loss`)."""
-    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
-    return len(outermost) == len(terms) > 0 and all(
-        scale.operation == "multiplied" and math.isclose(scale.by, units) for scale in outermost
-    )
 
 
 def _is_by_sample(term: Reduction, units: float) -> bool:

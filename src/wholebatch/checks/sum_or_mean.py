@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from wholebatch.checks.check import Answer, Check, MicroBatch
-from wholebatch.checks.mean_units import is_mean_times_units
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
 
@@ -36,8 +34,6 @@ def sum_or_mean(
     reductions: Sequence[Reduction], units: float, is_mean: bool
 ) -> AuditFinding | None:
     """Find a mean that is given as a sum, or a sum that is given as a mean (`is_mean`)."""
-    if is_mean and is_mean_times_units(reductions, units):  # by wb.mean_loss
-        reductions = [replace(term, scales=term.scales[1:]) for term in reductions]
     terms = [term for term in reductions if term.count > 1 or not term.sizes]
     if not is_mean and reductions and all(_is_by_weight(term, units) for term in reductions):
         terms = list(reductions)

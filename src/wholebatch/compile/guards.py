@@ -63,6 +63,7 @@ class Guards:
         self._manager = self._captured(model, micro)
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._outside = [(name, one) for name, one in self._inputs if id(one) not in own]
+        self._inputs.clear()
         self._watched: list[tuple[str, Tensor, int]] = []
 
     def hold(self, model: nn.Module, micro: Any) -> bool:
@@ -339,15 +340,27 @@ def _written(effects: Any, loss: Any) -> str | None:
         if not kind.endswith("Existing"):
             continue  # The code has made it itself.
         source = getattr(variable, "source", None)
-        name = "a variable" if source is None else _plain_name(_name_of(source), loss)
+        path = "" if source is None else _name_of(source)
+        if path.startswith(_MICRO_BATCH) and _only_removes(variable):
+            continue  # `micro.pop("labels")`: the next one has its own.
+        name = _plain_name(path, loss) if path else "a variable"
         changed = effects.store_attr_mutations.get(variable, {})
+        if not changed:
+            return name  # A container, whose values may be any.
         owner = getattr(variable, "value", None)
         fields = [field for field, to in changed.items() if not _is_as_before(owner, field, to)]
-        if fields and hasattr(owner, "__dict__"):
-            return f"{name}.{fields[0]}"
-        if fields or not changed:
-            return name
+        if fields:
+            return f"{name}.{fields[0]}" if hasattr(owner, "__dict__") else name
     return None
+
+
+def _only_removes(variable: Any) -> bool:
+    """True if nothing is left in this dictionary but what was in it."""
+    items, before = (getattr(variable, name, None) for name in ("items", "original_items"))
+    if not isinstance(items, dict) or not isinstance(before, dict):
+        return False
+    kept = [(before.get(getattr(key, "vt", key)), value) for key, value in items.items()]
+    return all(was is not None and was.unwrap() is value.unwrap() for was, value in kept)
 
 
 _MISSING = object()

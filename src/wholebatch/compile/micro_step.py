@@ -460,6 +460,8 @@ class Executor:
         self, kind: Kind, slot: Slot, inputs: Inputs, micro: Any, *, compiled: bool
     ) -> Added:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
+        # Eager code may take something out of the micro-batch: keep one as it was.
+        inputs = take_apart(inputs.around(inputs.tensors))
         if slot.stage is not Stage.EAGER:
             self._make_room()
         alone = not self._window.added.owners
@@ -715,7 +717,7 @@ class Executor:
         done.before.restore()
         try:
             with weights_moved(self._model):
-                micro = done.inputs.micro
+                micro = done.inputs.around(done.inputs.tensors)
                 return gradients_of(self._model, self._loss, micro, used, seeds, self._precision)
         finally:
             self._precision.let_go()  # It may have kept casts of the moved weights.

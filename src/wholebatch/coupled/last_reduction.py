@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -119,6 +119,16 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
             )
         else:
             yield Reduction("unknown", name, (), scales)
+
+
+def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] | None:
+    """Return the terms of a mean that was multiplied by its units (`wb.mean_loss`), or None."""
+    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
+    if not terms or len(outermost) < len(terms):
+        return None
+    if all(one.operation == "multiplied" and math.isclose(one.by, units) for one in outermost):
+        return [replace(term, scales=term.scales[1:]) for term in terms]
+    return None
 
 
 def _is_by_sample(node: Any) -> bool:

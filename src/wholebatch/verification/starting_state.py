@@ -62,8 +62,8 @@ class StartingState:
                     del group[name]
                 group.update({name: copy.copy(value) for name, value in settings.items()})
             self.optimizer.state.clear()
-            for parameter, state in self._state.items():
-                self.optimizer.state[parameter] = {n: _copied(v) for n, v in state.items()}
+            for owner, state in self._state.items():
+                self.optimizer.state[owner] = {n: _copied(v) for n, v in state.items()}
         restore_random(self.random)
 
     def leave(self) -> None:

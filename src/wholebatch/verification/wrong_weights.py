@@ -128,8 +128,9 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     def mean(times: float = 1.0) -> list[float]:
         return [times * unit / total for unit in row]
 
+    nominals = counts.nominals
     if count == usual == 1 and counts.divisor > 2:
-        words = f"the loss is divided by {counts.divisor}"
+        nominals, words = [], f"the loss is divided by {counts.divisor}"
         yield "stepped-every-micro-batch", words, means(counts.divisor)
     is_first_alone = counts.number == 1 and count == 1 < usual
     if is_first_alone:
@@ -138,14 +139,14 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     yield "not-divided", "mean losses added", means(1)
     yield "not-divided", "sums added", list(row)
     yield "not-divided", f"the mean, times {count}", mean(size)
-    for by in counts.nominals:
+    for by in nominals:
         if by != count and not is_first_alone:
             yield "nominal-count", f"mean losses divided by {by}", means(by)
             yield "nominal-count", f"the mean, times {count}/{by}", mean(size / by)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", means(size)
     own = [unit / (sum(row) or 1.0) for unit in row]
     yield "mean-of-means", "each rank's own mean, averaged over the ranks", own
-    for by in counts.nominals:
+    for by in nominals:
         for first, second in ((count, count), (count, by), (by, by)):
             yield "divided-twice", f"mean losses divided by {first}·{second}", means(first * second)
         for times in (count, by):
@@ -154,7 +155,7 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     yield "divided-twice", words, [size ** -float(size - place) for place in range(size)]
     for key, place in (("only-the-last", -1), ("only-the-first", 0)) if count > 1 else ():
         kept, unit = place % size, row[place]
-        divided = {f"its mean / {by}": 1 / by for by in (count, *counts.nominals)}
+        divided = {f"its mean / {by}": 1 / by for by in (count, *nominals)}
         alone = {"its mean": 1.0, "its sum": unit, "its share of the units": unit / total}
         for words, weight in (alone | divided).items():
             yield key, words, [weight * (at == kept) for at in range(size)]
