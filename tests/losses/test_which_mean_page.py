@@ -29,8 +29,7 @@ def between(name: str) -> list[str]:
 @pytest.mark.slow
 def test_the_table_of_means_is_the_scripts(script: Any) -> None:
     lines = script.means_table()
-    assert between("means") == lines
-    assert all("≤ 1e-12" in line for line in lines[2:])
+    assert between("means") == lines  # the script asserts that ours are within 1e-12
 
 
 def test_every_trainer_keeps_the_promise(script: Any) -> None:

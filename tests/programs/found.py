@@ -42,4 +42,11 @@ FOUND = (
     # Padding that is trimmed, with a mask of bool.
     Program(model="lstm", windows=((Micro(3), Micro(2)),), batch="tuple", tokens=True),
     Program(model="tokens", windows=(ONE,), tokens=True),
+    # A layer under torch.vmap, in a search for the layer that couples samples.
+    Program(
+        model="functional",
+        windows=((Micro(6), Micro(2)),),
+        way="run",
+        mistake="variance of the batch",
+    ),
 )

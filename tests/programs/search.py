@@ -1,4 +1,4 @@
-"""Draw programs until the time is up, and let Hypothesis shrink each one that fails."""
+"""Draw programs until the time is up, and make each one that fails as small as it gets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
-
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from tests.programs.description import Program
 from tests.programs.grammar import programs
@@ -16,10 +15,10 @@ from tests.programs.hosts import HOSTS
 from tests.programs.judge import Verdict, judge
 from tests.programs.run import warm_up
 from tests.programs.script import script
+from tests.programs.shrink import shrink
 
-
-class Failed(Exception):
-    """A program fails; Hypothesis looks for a smaller one that fails alike."""
+_SHRINKS_FOR = 25.0
+"""Seconds that a failure is made smaller."""
 
 
 @dataclass
@@ -36,54 +35,43 @@ class Search:
     kind: str = "all"
     warm: set[str] = field(default_factory=lambda: {"eager"})
 
-    def __post_init__(self) -> None:
-        self.ends = time.monotonic() + self.seconds
-        self.target: str | None = None
-        self.shrinks_until = self.ends
-        self.smallest: tuple[Program, Verdict] | None = None
+    def run(self, seed: int) -> None:
+        """Draw one program after the other, each with a seed of its own."""
+        ends, number = time.monotonic() + self.seconds, 0
+        draw = programs(device=self.device, kind=self.kind)
+        while time.monotonic() < ends:
+            program = draw(Random(f"{seed} {number}"))
+            verdict, number = self._judge(program), number + 1
+            signature = verdict.signature if verdict.failed else None
+            self.tell.put((self.number, verdict.kind, signature))
+            if verdict.failed and self._is_new(verdict.signature):
+                program, verdict = self._smallest(program, verdict)
+                self.tell.put((self.number, None, (repr(program), script(program), verdict)))
 
-    def run(self, first_seed: int, many: int = 100) -> None:
-        """Draw `many` programs after the other, each lot with a seed of its own."""
-        lot = first_seed
-        while time.monotonic() < self.ends:
-            self.target, self.smallest = None, None
-            test = settings(
-                max_examples=many,
-                deadline=None,
-                database=None,
-                phases=(Phase.generate, Phase.shrink),
-                suppress_health_check=list(HealthCheck),
-                verbosity=Verbosity.quiet,
-                report_multiple_bugs=False,
-            )(seed(lot)(given(programs(device=self.device, kind=self.kind))(self._test)))
-            try:
-                test()
-            except Exception as problem:
-                if self.smallest is None:
-                    raise problem
-                program, found = self.smallest
-                self.tell.put((self.number, None, (repr(program), script(program), found)))
-            lot += 1000
-
-    def _test(self, program: Program) -> None:
-        if time.monotonic() > self.ends + (30 if self.target else 0):
-            return
-        if self.target is not None and time.monotonic() > self.shrinks_until:
-            return
+    def _judge(self, program: Program) -> Verdict:
         host = program.way if program.way in HOSTS else program.execute
         if host not in self.warm:  # imports of seconds, made once
             self.warm.add(host)
             warm_up(script(program))
-        found = judge(program)
-        if self.target is None:
-            self.tell.put((self.number, found.kind, found.signature if found.failed else None))
-            if not found.failed or not self._is_new(found.signature):
-                return
-            self.target = found.signature
-            self.shrinks_until = time.monotonic() + 25
-        if found.failed and found.signature == self.target:
-            self.smallest = (program, found)
-            raise Failed(found.signature)
+        return judge(program)
+
+    def _smallest(self, program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
+        """Return the smallest program that fails alike, and what became of it."""
+        until, smallest = time.monotonic() + _SHRINKS_FOR, verdict
+
+        def fails(smaller: Program) -> bool:
+            nonlocal smallest
+            if time.monotonic() > until:
+                return False
+            try:
+                made = judge(smaller)
+            except Exception:  # no program: the grammar does not draw such a one
+                return False
+            if made.signature == verdict.signature:
+                smallest = made
+            return made.signature == verdict.signature
+
+        return shrink(program, fails), smallest
 
     def _is_new(self, signature: str) -> bool:
         """Return whether no process has seen this failure yet, and say that this one has."""

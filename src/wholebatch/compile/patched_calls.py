@@ -124,12 +124,10 @@ def _grouped_in_form(
     return left @ (right if offs is None else right[0])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _metadata(name: str) -> Any:
     return _METADATA(name)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _version(name: str) -> str:
     return _VERSION(name)
 
@@ -150,6 +148,8 @@ def calls_for_guards() -> Iterator[None]:
     - Questions for installed packages: these stay the same.
     - Progress bars, which show nothing meanwhile.
     """
+    for constant in (_metadata, _version):  # Not as a decorator: that would import Dynamo.
+        torch.compiler.assume_constant_result(constant)
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped_in_form}
     with (

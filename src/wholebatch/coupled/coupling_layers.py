@@ -27,6 +27,7 @@ from wholebatch.coupled.normalisation_layers import (
 )
 from wholebatch.coupled.sample_runs import ChosenSamples
 from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.window.autograd_graph import transforms_active
 
 _log = logging.getLogger("wholebatch")
 
@@ -199,6 +200,8 @@ def _trace(samples: ChosenSamples, count: int, *, change: bool) -> _Traced:
 
 def _other_rows(tree: Any, count: int) -> list[Tensor]:
     """Return the digests of all tensors with a row for each sample, without the first row."""
+    if transforms_active():  # under torch.vmap, a tensor cannot leave the call
+        return []
     leaves = [leaf.value for leaf in flatten(tree)[0]]
     return [
         _digest(leaf.detach()[1:])
