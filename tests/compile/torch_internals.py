@@ -48,10 +48,19 @@ INTERNALS = (
     Internal(
         "torch._dynamo.eval_frame",
         "_debug_get_cache_entry_list",
-        "the guards of what the code reads, and what it writes",
+        "the guards of what the code reads",
+        _TRACE,
+    ),
+    Internal("torch._dynamo.guards", "install_guard", "other tensors in their place", _TRACE),
+    Internal(
+        "torch._dynamo.symbolic_convert",
+        "InstructionTranslator",
+        "what the code writes",
         _TRACE,
         ("_get_modified_vars",),
     ),
+    Internal("torch._dynamo.symbolic_convert", "is_stdlib", "guards of os.getenv", "constants"),
+    Internal("torch._dynamo.variables", "ConstDictVariable", "guards of missing keys", "constants"),
     Internal("torch.fx._lazy_graph_module", "_LazyGraphModule", "no code is generated", _TRACE),
     Internal(
         "torch",
@@ -126,10 +135,11 @@ WINDOW_INTERNALS = (
         ("_foreach_norm", "_foreach_copy_"),
     ),
     Internal(
-        "torch.autograd",
-        "Variable._execution_engine",
+        "torch.autograd.graph",
+        "_engine_run_backward",
         "a backward without the checks of torch.autograd.backward: 15% of a tiny micro-step",
         _TEST,
+        ("_execution_engine",),
     ),
     Internal(
         "torch._dynamo.eval_frame",

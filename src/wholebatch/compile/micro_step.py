@@ -461,7 +461,11 @@ class Executor:
     ) -> Added:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
-        inputs = take_apart(inputs.around(inputs.tensors))
+        try:
+            inputs = take_apart(inputs.around(inputs.tensors))
+        except Exception as problem:  # The user's classes may raise anything.
+            reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
+            raise CannotTrace(reason) from problem
         if slot.stage is not Stage.EAGER:
             self._make_room()
         alone = not self._window.added.owners
