@@ -173,7 +173,7 @@ def samples(
     return Samples(check_micro_batch(micro_batch), batch_size, static)
 
 
-_CLOSE = tuple(one.name for one in fields(Close))
+_CLOSE = tuple(field.name for field in fields(Close))
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:

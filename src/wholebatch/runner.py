@@ -40,14 +40,15 @@ from wholebatch.loss_functions import LossFunction
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import (
     Loss,
-    OfTheBatch,
     Terms,
     as_loss,
+    refuse_in_parts,
 )
 from wholebatch.window.autocast import Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
+from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 
@@ -120,6 +121,7 @@ class MicroStep:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
         self._untouched, self._prepare = untouched, prepare
+        self._audits, self._asks = audit, False
         self._has_tested = False  # a loss of a micro-batch that is not the whole batch
         self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         self._place: Place  # of the micro-batch that a graph or its eager code runs now
@@ -145,9 +147,11 @@ class MicroStep:
 
     def begin_window(self) -> None:
         """Begin a window, or begin it again."""
-        if self._has_tested:
-            self._laws.end_window()
-        self._laws.begin_window(self._ledger.number)
+        self._asks = is_tested_window(self._ledger.number)
+        if self._asks:
+            if self._has_tested:
+                self._laws.end_window()
+            self._laws.begin_window(self._ledger.number)
 
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
@@ -162,9 +166,11 @@ class MicroStep:
         with self._precision.forward():
             loss = as_loss((loss_function or self._loss)(self._model, micro))
         self._has_tested |= place.in_parts
-        if isinstance(loss, OfTheBatch | Terms) or self._laws.are_asked:
+        if self._asks:
             self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)
             self._laws.end_micro_batch()
+        elif place.in_parts and self._audits:
+            refuse_in_parts(loss)
         if self.is_eager:
             self._untouched.check(rates=True)
         self._ledger.add_loss(loss, last=place.last, counts=place.counts)
@@ -251,7 +257,7 @@ class Runner:
         self._undivided = layout if len(micros) == 1 else None
         if len(micros) == 1 and sync.ranks == 1:
             return
-        if not self._test.begin_window(self.executor.changed()):
+        if not self._test.begin_window(not self._step.is_plain and self.executor.changed()):
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None

@@ -135,10 +135,11 @@ WINDOW_INTERNALS = (
         ("_foreach_norm", "_foreach_copy_"),
     ),
     Internal(
-        "torch.autograd",
-        "Variable._execution_engine",
+        "torch.autograd.graph",
+        "_engine_run_backward",
         "a backward without the checks of torch.autograd.backward: 15% of a tiny micro-step",
         _TEST,
+        ("_execution_engine",),
     ),
     Internal(
         "torch._dynamo.eval_frame",

@@ -385,3 +385,17 @@ def test_a_parameter_that_a_loss_freezes_in_the_test_is_trained() -> None:
         model.bias.detach(), truth.bias.detach() - 0.1 * truth.bias.grad, rtol=0, atol=1e-12
     )
     assert model.bias.requires_grad
+
+
+def test_a_sum_by_chance_in_one_cut_is_no_sum() -> None:
+    """Of 8 samples in 3 and 5 the mean adds up by chance, as that of a comparison may."""
+    by_count = {8: 8.0, 5: 5.0, 3: 3.0, 2: 2.9, 1: 1.5}
+
+    def compare(model: nn.Module, micro: Tensor) -> wb.Loss:
+        scale = by_count.get(len(micro), float(len(micro)))
+        return wb.mean_loss(scale * model(torch.ones(1, 3)).square().sum(), len(micro))
+
+    model = nn.Linear(3, 2)
+    train = wb.WholeBatch(model, sgd(model), loss=compare, micro_batch=8)
+    with pytest.raises(UnsupportedError, match=r"wb\.Coupled"):
+        train.step(torch.randn(16, 3))

@@ -181,7 +181,7 @@ def parts_of_call(
     out. The module is left as it was.
     """
     others = _of_other_rows(args, kwargs)
-    if others is None or any(one.dim() and not one.is_floating_point() for one in others):
+    if others is None or any(t.dim() and not t.is_floating_point() for t in others):
         return AdditivityResult(conclusive=False)
 
     def run(few: Any) -> dict[str, Tensor]:
@@ -193,14 +193,14 @@ def parts_of_call(
         }
 
     # A tuple of two arguments would be taken for a list of two samples.
-    call = {"args": {str(place): one for place, one in enumerate(args)}, "kwargs": dict(kwargs)}
+    call = {"args": {str(n): value for n, value in enumerate(args)}, "kwargs": dict(kwargs)}
     layout = readable_layout(call, None, ())
     try:
-        made = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
-        if any(found.kind in UNTESTED for found in made.findings):
+        result = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
+        if any(finding.kind in UNTESTED for finding in result.findings):
             # The first dimension may be another one than that of the samples.
             return AdditivityResult(conclusive=False)
-        return made
+        return result
     except Exception as error:  # It cannot be called with fewer samples.
         _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
         return AdditivityResult()
@@ -231,7 +231,7 @@ def _other_dimension(module: nn.Module, args: Any, kwargs: Any) -> str | None:
 
 def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """True if a call is the same for the parts of its second dimension, which holds the samples."""
-    columns = next((one.shape[1] for one in tensors_of((args, kwargs)) if one.dim() > 1), 0)
+    columns = next((t.shape[1] for t in tensors_of((args, kwargs)) if t.dim() > 1), 0)
 
     def turned(value: Any) -> Any:
         has_samples = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == columns
@@ -259,8 +259,8 @@ def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
                 sizes.add(rows)
             return outputs
 
-    given = [turned(one) for one in args]
-    result = parts_of_call(Turned(), given, {name: turned(one) for name, one in kwargs.items()})
+    named = {name: turned(value) for name, value in kwargs.items()}
+    result = parts_of_call(Turned(), list(map(turned, args)), named)
     return result.conclusive and not result.findings and len(sizes) > 1
 
 

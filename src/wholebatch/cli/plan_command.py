@@ -326,7 +326,7 @@ def _batchnorm(plan: Plan) -> str:
     need = plan.undivided or 0
     fits = "fits" if need <= plan.budget else "does not fit: train then checkpoints its blocks"
     return (
-        f"BatchNorm: train does not split this batch unless --batchnorm is freeze or allow; "
+        "BatchNorm: train does not split this batch, unless its policy is freeze or allow; "
         f"undivided, it needs {bytes_said(need)} on each GPU, and {fits}"
     )
 

@@ -170,10 +170,14 @@ class Executor:
 
     def _reset(self) -> None:
         """Drop every graph and buffer: the state they were made for has changed."""
-        self._parameters: list[nn.Parameter] = []
+        self._take([])
         self._gradients = Gradients([])
         self._casts = Casts([])
         self._drop_graphs()
+
+    def _take(self, trained: Sequence[nn.Parameter]) -> None:
+        """Note the parameters for which buffers are made; a buffer is laid out as its parameter."""
+        self._parameters, self._layout = list(trained), _layout_of(trained)
 
     def _drop_graphs(self) -> None:
         self._slots: dict[Key, Kind] = {}
@@ -225,7 +229,7 @@ class Executor:
         empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
         take_workspace(self._device)
         if not self._parameters:
-            self._parameters = list(self._window.target.trained())
+            self._take(self._window.target.trained())
         self._make_buffers(State.of(self._model, self._parameters))
         self._gradients.of(range(len(self._gradients.parameters)))
         sparse = any(getattr(one, "sparse", False) is True for one in self._model.modules())
@@ -429,9 +433,9 @@ class Executor:
         self._begun = window.open  # Held, so that no other window gets its identity.
         self._casts.refresh()  # The device casts while the host checks.
         trained = window.target.trained() if window.open is None else window.inputs
-        if [*map(id, self._parameters)] != [*map(id, trained)]:
+        if self._layout != _layout_of(trained):
             self._reset()
-            self._parameters = list(trained)
+            self._take(trained)
             return
         for kind in self._slots.values():
             kind.changes = max(0.0, kind.changes - _FORGETS)
@@ -776,6 +780,10 @@ class Executor:
         self._plan.eager = True
         self._reset()
         self.notes.fell_back(self.execute, "eagerly", reason)
+
+
+def _layout_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    return [(id(one), one.dtype, one.stride()) for one in parameters]
 
 
 def _fractions(added: Added) -> list[Tensor]:

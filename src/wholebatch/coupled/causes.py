@@ -117,7 +117,7 @@ def loss_cause(
             f"{first.units:.6g} and {second.units:.6g}: units must add up. Count what the total is "
             "a sum over in the micro-batch itself (samples, or labels that are not ignored)",
         )
-    elif _is_sum_times_units(samples, runs):
+    elif _is_sum_times_units(samples, runs) and (not may_run or _is_so_again(samples, first)):
         kind, text = (
             "sum",
             f"{losses}: a sum given as a mean, so it is multiplied by the units a second time. "
@@ -181,15 +181,28 @@ def _is_sum_times_units(samples: ChosenSamples, runs: Sequence[SampleRun]) -> bo
     return samples.tolerance.near(whole, first + second, size, 0.0)
 
 
+def _quarters(samples: ChosenSamples) -> list[SampleRun]:
+    """Run two parts of the first part; none where it has one sample, or where they cannot run."""
+    half = samples.cut
+    if half < 2:
+        return []
+    try:
+        return [samples.part(0, half // 2), samples.part(half // 2, half)]
+    except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
+        return []
+
+
+def _is_so_again(samples: ChosenSamples, first: SampleRun) -> bool:
+    """True if the first part, too, is a sum times its units: one cut may be so by chance."""
+    quarters = _quarters(samples)
+    return not quarters or _is_sum_times_units(samples, [first, *quarters])
+
+
 def _added_once(samples: ChosenSamples, runs: Sequence[SampleRun]) -> float | None:
     """Return the amount that every cut adds once more; None if it is not always the same."""
     whole, first, second = runs
-    half = samples.cut
-    if half < 2:
-        return None
-    try:
-        quarters = [samples.part(0, half // 2), samples.part(half // 2, half)]
-    except (torch.OutOfMemoryError, Uncheckable, RuntimeError, ValueError):
+    quarters = _quarters(samples)
+    if not quarters:
         return None
     once = first.total + second.total - whole.total
     again = math.fsum(quarter.total for quarter in quarters) - first.total

@@ -306,7 +306,7 @@ def _check(engine: Any) -> None:
         'a "communication_data_type" that is not "fp32"': (
             engine.communication_data_type is not torch.float32
         ),
-        "offload to nvme": any("nvme" in str(one and one.device) for one in offloads),
+        "offload to nvme": any("nvme" in str(place and place.device) for place in offloads),
         "offload_param without offload_optimizer": _is_on(offloads[1]) and not _is_on(offloads[0]),
         "overlap_comm beside ZeRO 1": stage == 1 and engine.zero_overlap_comm(),
         "zero_quantized_gradients": engine.zero_quantized_gradients(),

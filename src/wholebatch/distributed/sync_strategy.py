@@ -156,7 +156,10 @@ class Sync(ABC):
             backward(totals, seeds, inputs=inputs)  # a recorder has replaced it, to see all
             return
         # What torch.autograd.backward calls: its checks of arguments take as long as a small layer.
-        torch.autograd.Variable._execution_engine.run_backward(
+        run: Any = torch.autograd.graph._engine_run_backward
+        if totals[0].is_cpu and inputs[0].is_cpu:  # no threads of devices, which need a context
+            run = torch.autograd.Variable._execution_engine.run_backward
+        run(
             tuple(totals),
             tuple(seeds),
             False,

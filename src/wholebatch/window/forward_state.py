@@ -472,8 +472,8 @@ def inside(value: Any) -> Iterable[Any]:
 
 def _names(code: types.CodeType) -> list[str]:
     """Return the names in this code, with those of the functions that are made in it."""
-    made = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return [*code.co_names, *(name for one in made for name in _names(one))]
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return [*code.co_names, *(name for each in inner for name in _names(each))]
 
 
 def _content(cell: types.CellType) -> Any:
