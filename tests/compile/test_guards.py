@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.guards import Guards
+from wholebatch.compile.guards import Guards, Unlisted
 
 _getenv = os.getenv
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -834,3 +834,9 @@ def test_what_is_taken_out_of_a_micro_batch_is_not_missed() -> None:
     assert Guards(pops, model, micro).hold(model, micro)
     with pytest.raises(CannotTrace, match="it changes the micro-batch"):
         Guards(adds, model, micro)
+
+
+def test_torch_can_log_the_settings_of_a_capture() -> None:
+    settings = Unlisted({print, len})
+    assert print in settings
+    assert json.dumps(sorted(settings)) == "[]"

@@ -263,6 +263,17 @@ def _call(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
+class Unlisted(set[Any]):
+    """A set of functions that is empty when it is listed.
+
+    torch 2.11 sorts its settings for a log of its own. Functions have no order, so it would print a
+    traceback at each capture.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 @contextmanager
 def _dynamo_settings() -> Iterator[None]:
     """Let Dynamo take numbers as constants, guard hooks too, and pass over what only tells."""
@@ -281,11 +292,11 @@ def _dynamo_settings() -> Iterator[None]:
         # A thread may compile an older graph meanwhile, and the note of it is not the thread's own.
         "error_on_nested_fx_trace": False,
         # Its name since torch 2.12; before, only methods of loggers were among them.
-        "ignore_logging_functions": tells,
-        "reorderable_logging_functions": {print, warnings.warn},
+        "ignore_logging_functions": Unlisted(tells),
+        "reorderable_logging_functions": Unlisted({print, warnings.warn}),
     }
     if not hasattr(config, "ignore_logging_functions"):
-        wanted["ignore_logger_methods"] = tells
+        wanted["ignore_logger_methods"] = Unlisted(tells)
     known = {name: value for name, value in wanted.items() if hasattr(config, name)}
     look_up = getattr(ConstDictVariable, _LOOKUP, None)
     lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
