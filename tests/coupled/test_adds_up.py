@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.support import mlp, samples, sgd
 from wholebatch.batch.samples import layout_of
+from wholebatch.coupled.additivity import _Parts
 from wholebatch.coupled.adds_up import check_adds_up
 from wholebatch.coupled.sample_runs import SampleRun, Tolerance
 from wholebatch.options import grouped
@@ -353,3 +354,25 @@ def test_a_mean_over_the_hardest_half_does_not_add_up(count: int, gradients: boo
         order = torch.randperm(40, generator=generator)[:count]
         batch = {name: leaf[order] for name, leaf in samples(40).items()}
         assert check_adds_up(model, run, layout_of(batch), gradients=gradients).findings
+
+
+def test_a_change_of_the_model_is_noticed() -> None:
+    """A number, a hook, a part, and a number that becomes a tensor."""
+
+    def gate(model: nn.Sequential) -> None:
+        model[0].gate = torch.ones(2)
+
+    changes: list[Callable[[nn.Sequential], object]] = [
+        lambda model: setattr(model[1], "p", 0.5),
+        lambda model: model.register_forward_hook(lambda *_: None),
+        lambda model: model.add_module("2", nn.ReLU()),
+        lambda model: model.eval(),
+        gate,
+    ]
+    for change in changes:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        model[0].gate = 0.0
+        parts = _Parts(model)
+        assert parts.hold()
+        change(model)
+        assert not parts.hold()

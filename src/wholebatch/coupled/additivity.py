@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from wholebatch.window.window import is_tested_window
 _log = logging.getLogger("wholebatch")
 _NOT_TESTED = "the loss was not tested to add up over micro-batches: %s"
 _TRIES = 8
-_NUMBERS = (int, float, str)
+_NUMBERS = (int, float, str, NoneType)
 
 
 # --------------------------------------------------------------------- choose samples
@@ -162,16 +163,33 @@ class GatheredSamples:
 # --------------------------------------------------------------------- when, and on which ranks
 
 
-def _parts_and_numbers(model: nn.Module) -> list[Any]:
-    """Return what decides how a model computes, beside its weights: comparable, and held."""
-    return [
-        (
-            module,
-            [(n, value) for n, value in vars(module).items() if isinstance(value, _NUMBERS)],
-            [len(hooks) for n, hooks in vars(module).items() if n.endswith("_hooks")],
-        )
-        for module in model.modules()
-    ]
+class _Parts:
+    """What decides how a model computes, beside its weights: its parts, their numbers and hooks.
+
+    It is compared at each window, while a GPU waits: so there are few steps of Python per module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = []
+        for module in model.modules():
+            fields = vars(module)
+            names = [name for name, value in fields.items() if isinstance(value, _NUMBERS)]
+            hooks = [value for name, value in fields.items() if name.endswith("_hooks")]
+            read = partial(self._read, fields, names, hooks, module._modules)
+            self._modules.append((read, read()))
+
+    @staticmethod
+    def _read(
+        fields: dict[str, Any], names: list[str], hooks: list[Any], children: dict[str, Any]
+    ) -> list[Any]:
+        return [len(fields), *map(fields.get, names), *map(len, hooks), *children.values()]
+
+    def hold(self) -> bool:
+        """True if all of it is as it was."""
+        try:
+            return all(read() == before for read, before in self._modules)
+        except (RuntimeError, ValueError):  # A number has become a tensor or an array.
+            return False
 
 
 class AdditivityTest:
@@ -206,7 +224,7 @@ class AdditivityTest:
         self._windows = self.turn = 0
         """The number of tests so far: each takes another micro-batch."""
         self._tries = _TRIES  # of the first test
-        self._as_tested: list[Any] | None = None  # what the first test has seen of the model
+        self._as_tested: _Parts | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
         self.is_due = False
         """True if the window that has begun is to be tested, and was not yet."""
@@ -233,7 +251,7 @@ class AdditivityTest:
         self._has_changed |= changed
         if self._as_tested is None or self._windows < self._next_look:
             return False
-        if not self._has_changed and self._as_tested == _parts_and_numbers(self._model):
+        if not self._has_changed and self._as_tested.hold():
             return False
         self._as_tested, self._has_changed = None, False
         self._next_look = 2 * self._windows
@@ -272,7 +290,7 @@ class AdditivityTest:
         by_type = refused_by_type(self._model)
         self._end((*by_type, *result.findings), result.conclusive)
         if not self._tries and self._ranks == 1:
-            self._as_tested = _parts_and_numbers(self._model)
+            self._as_tested = _Parts(self._model)
 
     def _result(
         self,
