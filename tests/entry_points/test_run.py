@@ -16,6 +16,7 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.compile.nets import Tagger, tagged
 from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd
+from wholebatch.compile import ExecuteWarning
 from wholebatch.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("graphs_run_as_traced")
@@ -520,3 +521,29 @@ def test_a_deleted_object_is_gone_at_once() -> None:
             assert ledger_of(entry)() is None, entry
     finally:
         gc.enable()
+
+
+class PlainObject:
+    def __init__(self, micro: Micro) -> None:
+        self.x, self.y = micro["x"], micro["y"]
+
+
+def test_tensors_in_a_plain_object_are_read_at_every_micro_batch() -> None:
+    model = mlp()
+    whole = Whole(model, loss=undivided)
+    acc = wb.Accumulator(model, sgd(model), steps=2, execute="compile")
+
+    def loss(micro: PlainObject) -> wb.Loss:
+        return wb.cross_entropy(model(micro.x), micro.y)
+
+    def train() -> None:
+        for size in (5, 7, 5):
+            whole.step(samples(size))
+            micros = [PlainObject(micro) for micro in pieces(samples(size), (size - 2, 2))]
+            step = [acc.run(loss, micro) for micro in acc.over(micros)][-1]
+            assert step is not None
+            assert step.units == size
+            assert distance(model.parameters(), whole.model.parameters()) <= EXACT
+
+    with pytest.warns(ExecuteWarning, match=r"micro-batch\.x is a tensor inside an object"):
+        train()

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wholebatch.batch.samples import flatten
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
@@ -58,6 +59,7 @@ class Guards:
         """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
         self._loss = loss
         self._hooks = _Hooks(model)
+        self._of_batch = [leaf.value for leaf in flatten(micro)[0]]
         self._inputs: list[tuple[str, Tensor]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
         self._manager = self._captured(model, micro)
@@ -165,6 +167,11 @@ class Guards:
             source, fake = given.source, node.meta["example_value"]
             name = _name_of(source)
             if name.startswith(_MICRO_BATCH):
+                if not any(given.example is value for value in self._of_batch):
+                    raise CannotTrace(
+                        f"{_plain_name(name, self._loss)} is a tensor inside an object, where no "
+                        "graph sees the next one: give a dict, a tuple or a dataclass"
+                    )
                 continue
             if type(source).__name__ == "NumpyTensorSource":
                 self._watch_array(source.base, given.example)
