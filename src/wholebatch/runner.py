@@ -81,7 +81,7 @@ class Place(NamedTuple):
     in_parts: bool
     """True if it is not the whole global batch."""
     steps: Collection[int]
-    """What a loop may call its accumulation steps; empty if it is not known before the end."""
+    """The numbers that a loop may divide by as its accumulation steps; empty if not known yet."""
     last: bool
     """True if its backward is the last one of the window, which reduces the gradients."""
     counts: bool = True

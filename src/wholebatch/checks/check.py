@@ -51,7 +51,7 @@ class MicroBatch:
     is_mean: bool
     """True if the loss is a mean over its units, False if it is their sum."""
     steps: Collection[int]
-    """What a loop may call its accumulation steps; empty if it is not known."""
+    """The numbers that a loop may divide by as its accumulation steps; empty if not known."""
     outputs: Sequence[Tensor]
     """What the models returned, with a row for each sample."""
     models: Sequence[nn.Module]

@@ -141,7 +141,7 @@ def tune(options: TuneOptions) -> None:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is tuned, and where."""
+    """The recipe to tune with its configuration, on this device and rank."""
 
     recipe: Recipe
     config: Config

@@ -16,7 +16,7 @@ from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.trace import Form
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.autocast import Precision
-from wholebatch.window.forward_state import ForwardState, replaced_attributes
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT
 
 
@@ -109,9 +109,9 @@ def _are_like(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     Two vectors of one size that lie as far apart as this size have an angle of 60 degrees.
     """
     tiny = 0.01 * _norm(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        small, large = sorted((_norm([one]), _norm([other])))
-        alike = large <= 2 * small and _distance([one], [other]) <= large
+    for gradient, eager in zip(found, wanted, strict=True):
+        small, large = sorted((_norm([gradient]), _norm([eager])))
+        alike = large <= 2 * small and _distance([gradient], [eager]) <= large
         if not (alike or large <= tiny):  # Neither, if it is not a number.
             return False
     return True
@@ -174,17 +174,6 @@ def _turn_last_bits(model: nn.Module) -> None:
             )
             # By `data` it is no write into the parameter: the bits are as before in the end.
             weight.data.view(kind).bitwise_xor_(turned.to(kind) * bit)
-
-
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Keep autocast off within this context, also where the model switches it on by itself."""
-    with (
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        replaced_attributes(torch, set_autocast_enabled=lambda *_: None),
-    ):
-        yield
 
 
 def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""What the code of a micro-step reads, and whether it is still the same: Dynamo's guards.
+"""Dynamo's guards: they tell when something that the code of a micro-step reads has changed.
 
 A trace runs the Python of the model and of the loss function once, and every value that it reads
 becomes a constant of the graph. So Dynamo, the front end of torch.compile, runs that code first, on

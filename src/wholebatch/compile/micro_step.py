@@ -79,7 +79,7 @@ _FAILURES = 3
 
 @dataclass(eq=False)
 class Reading:
-    """What the code reads at one time: its guards, and the graphs of open sizes traced then."""
+    """The guards of one state of what the code reads, and the graphs of open sizes traced then."""
 
     guards: Guards
     shapes: SharedGraphs

@@ -164,7 +164,7 @@ class GatheredSamples:
 
 
 class _Parts:
-    """What decides how a model computes, beside its weights: its parts, their numbers and hooks.
+    """The parts of a model, their numbers and hooks: with its weights, they decide its results.
 
     It is compared at each window, while a GPU waits: so there are few steps of Python per module.
     """

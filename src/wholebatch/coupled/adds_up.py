@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.samples import Layout, readable_layout
-from wholebatch.compile.graph_check import without_autocast
 from wholebatch.coupled.causes import (
     AuditFinding,
     gradient_cause,
@@ -53,6 +52,7 @@ from wholebatch.coupled.sample_runs import (
     Uncheckable,
 )
 from wholebatch.errors import LossError, UnsupportedError
+from wholebatch.window.autocast import without_autocast
 from wholebatch.window.forward_state import Key
 
 _log = logging.getLogger("wholebatch")

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from wholebatch.window.forward_state import replaced_attributes
+
 
 class Precision(ABC):
     """One number format for the forward passes of a window."""
@@ -77,3 +79,14 @@ class OwnAutocast(Autocast):
     """The autocast that the model's forward enters by itself, as Accelerate makes it."""
 
     forward = nullcontext
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Keep autocast off within this context, also where the model switches it on by itself."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        replaced_attributes(torch, set_autocast_enabled=lambda *_: None),
+    ):
+        yield
