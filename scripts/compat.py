@@ -57,6 +57,7 @@ ENGINE = (
     "compile/test_blocks.py",
     "compile/test_causal_lm.py",
     "compile/test_fallback.py",
+    "compile/test_guards.py",
     "compile/test_inductor.py",
     "compile/test_internals.py",
     "compile/test_joint.py",
