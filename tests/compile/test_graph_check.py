@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compile.nets import mode_of, traced
-from tests.support import mlp, samples
+import wholebatch as wb
+from tests.compile.nets import loss, mode_of, traced
+from tests.support import mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning, graph_check, joint_graph
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_check import differs, hold_against, weights_moved
@@ -38,11 +39,7 @@ def is_refused(
     noise: float | None = None,
 ) -> bool:
     """`noise`: the distance to eager code with moved weights."""
-    moved = (
-        None
-        if noise is None
-        else lambda: [a + noise * b for a, b in zip(EAGER, OTHER, strict=True)]
-    )
+    moved = None if noise is None else lambda: noise * graph_check._norm(OTHER)
     try:
         hold_against(found, EAGER, what, sixteen_bit=sixteen_bit, compiled=compiled, moved=moved)
     except CannotTrace:
@@ -121,3 +118,27 @@ def test_rounding_of_the_users_own_model_is_measured(
         train.step(batch)
     assert mode_of(train) == ("operations" if factor == 1.0 else "eager")
     assert len(said) == (factor != 1.0)
+
+
+def test_that_rounding_is_measured_once_for_all_graphs_of_a_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run of eager code beside a recorded graph would take the memory of both."""
+    runs = []
+
+    def counted(*parts: Any) -> Any:
+        runs.append(parts)
+        return eager(*parts)
+
+    eager = graph_check.gradients_of
+    monkeypatch.setattr(graph_check, "gradients_of", counted)
+    monkeypatch.setattr(joint_graph.JointStep, "compile", lambda _: None)
+    monkeypatch.setattr(
+        graph_check, "differs", lambda *rest, **_: "too far" if rest[2] == "gradient" else None
+    )
+    model = mlp().float()
+    options: Any = {"micro_batch": 4, "precision": "bf16", "execute": "compile"}
+    train = wb.WholeBatch(model, sgd(model), loss=loss, **options)
+    train.step(samples(8, dtype=torch.float32))
+    assert mode_of(train) == "compile"  # compared as traced, and as compiled
+    assert len(runs) == 1

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.compile.cuda_graph import Runnable, rehearse
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.gradient_buffers import room_for
+from wholebatch.compile.gradient_buffers import Casts, Gradients, empty_cache, room_for
 from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.joint_graph import JointStep
 from wholebatch.compile.trace import Form
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.autocast import Precision
@@ -50,6 +53,67 @@ class EagerResult:
         return [after if before is None else after - before for after, before in pairs]
 
 
+@dataclass
+class GraphCheck:
+    """Holds the graphs of one micro-batch against its eager result."""
+
+    done: EagerResult
+    gradients: Gradients
+    casts: Casts
+    seeds: list[Tensor]
+    model: nn.Module
+    loss: Callable[[Any, Any], Any]
+    precision: Precision
+    _rounding: float | None = None
+    """The distance of eager code with moved weights, once that has run."""
+
+    def compare(self, joint: JointStep, run: Runnable, *, rehearses: bool = False) -> None:
+        """Run a joint step from the state before eager code ran; raise CannotTrace if it differs.
+
+        A graph that draws random numbers runs, but there is nothing to compare.
+        """
+        done, device = self.done, self.seeds[0].device
+        # The trial run writes into the buffers: save the window's gradients first.
+        held = self.gradients.set_aside(joint.used)
+        self.casts.refresh()
+
+        def results() -> list[Tensor]:
+            done.before.restore()
+            torch._foreach_zero_(self.gradients.of(joint.used))
+            totals, rest = run(done.inputs.tensors, self.seeds)
+            return done.form.read(totals, rest).comparable
+
+        try:
+            found = rehearse(results, device, captures=rehearses)
+            if not joint.random:
+                sixteen_bit, compiled = joint.traced.sixteen_bit, joint.compiled
+                held_against = partial(hold_against, sixteen_bit=sixteen_bit, compiled=compiled)
+                held_against(found, done.results, "loss")
+                wanted = done.gradients(joint.used, held)
+                if wanted is not None:
+                    buffers = self.gradients.of(joint.used)
+                    moved = partial(self._distance_of_rounding, joint, wanted)
+                    held_against(buffers, wanted, "gradient", moved=moved)
+        finally:
+            self.gradients.put_in_place(joint.used, held)
+
+    def _distance_of_rounding(self, joint: JointStep, wanted: Sequence[Tensor]) -> float:
+        """Return how far eager code is from itself with weights that rounding has moved."""
+        if self._rounding is None:
+            used = [self.gradients.parameters[index] for index in joint.used]
+            # What the graph has left in the allocator would lie beside a second run of eager code.
+            empty_cache(self.seeds[0].device)
+            self.done.before.restore()
+            try:
+                with weights_moved(self.model):
+                    micro = self.done.inputs.around(self.done.inputs.tensors)
+                    parts = self.model, self.loss, micro, used, self.seeds, self.precision
+                    self._rounding = _distance(gradients_of(*parts), wanted)
+            finally:
+                self.precision.let_go()  # It may have kept casts of the moved weights.
+        return self._rounding
+
+
 def hold_against(
     found: Sequence[Tensor],
     wanted: Sequence[Tensor],
@@ -57,21 +121,21 @@ def hold_against(
     *,
     sixteen_bit: bool,
     compiled: bool,
-    moved: Callable[[], Sequence[Tensor]] | None = None,
+    moved: Callable[[], float] | None = None,
 ) -> None:
     """Raise CannotTrace if `found` of a graph differs from `wanted` by more than rounding.
 
     `sixteen_bit`: a part of the graph computes in 16 bit. As traced it may differ by a fiftieth,
     compiled by a tenth. Some models amplify rounding beyond that (BatchNorms, by any amount). For
-    these, `moved` gives what eager code computes with weights that are moved by one rounding step:
-    a graph may be twice as far from eager code as this is, and no farther.
+    these, `moved` says how far eager code is from itself with weights that are moved by one
+    rounding step: a graph may be twice as far from eager code as this is, and no farther.
     """
     reason = differs(found, wanted, what, sixteen_bit=sixteen_bit, compiled=compiled)
     if reason is None:
         return
     if sixteen_bit and moved is not None and _are_like(found, wanted):
         with contextlib.suppress(torch.OutOfMemoryError):
-            if _distance(found, wanted) <= 2 * _distance(moved(), wanted):
+            if _distance(found, wanted) <= 2 * moved():
                 return
     raise CannotTrace(reason)
 

@@ -41,9 +41,10 @@ from wholebatch.compile.gradient_buffers import (
     Gradients,
     eager_into,
     empty_cache,
+    is_nearly_full,
     take_workspace,
 )
-from wholebatch.compile.graph_check import EagerResult, gradients_of, hold_against, weights_moved
+from wholebatch.compile.graph_check import EagerResult, GraphCheck
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, Key, take_apart
 from wholebatch.compile.guards import Guards
 from wholebatch.compile.joint_graph import JointStep, Prepared
@@ -479,7 +480,8 @@ class Executor:
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem
-        if slot.stage is not Stage.EAGER:
+        on_cuda = self._device.type == "cuda"
+        if slot.stage is not Stage.EAGER or (on_cuda and is_nearly_full(self._device)):
             self._make_room()
         alone = not self._window.added.owners
         earlier = None
@@ -494,8 +496,7 @@ class Executor:
             loss = eager()
         self.mode = "eager"
         added = Added.of(loss)
-        results = [*added.totals.values(), *_fractions(added)]
-        done = EagerResult(inputs, Form.of(loss), results, before, earlier, alone)
+        done = EagerResult(inputs, Form.of(loss), added.comparable, before, earlier, alone)
         del loss
         self._precision.let_go()
         self._settle(always=True)  # What is allocated from here on stays: keep it out of the gaps.
@@ -678,66 +679,21 @@ class Executor:
         A new one that is compiled already also runs as traced: there the limit is narrow.
         """
         run: Runnable = joint
-        if is_new and joint.compiled:
-            self._compared_as_traced(joint, done, state)
-            empty_cache(self._device)
-        self._compared(joint, joint, done, rehearses=captures)
-        if captures:
-            run = self._captured(joint, done.inputs, self._seeds(done.form))
-            if run is not joint:
-                self._compared(joint, run, done)  # What was captured is what will run.
-        return Prepared(joint, run, done.form, joint.addresses())
-
-    def _compared_as_traced(self, joint: JointStep, done: EagerResult, state: State) -> None:
-        with suppress(torch.OutOfMemoryError):  # The compiled graph needs less.
-            plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
-            self._compared(plain, plain, done)
-
-    def _compared(
-        self, joint: JointStep, run: Runnable, done: EagerResult, *, rehearses: bool = False
-    ) -> None:
-        """Run a joint step from the state before eager code ran; raise CannotTrace if it differs.
-
-        A graph that draws random numbers runs, but there is nothing to compare.
-        """
-        # The trial run writes into the buffers: save the window's gradients first.
-        inputs = done.inputs
-        held = self._gradients.set_aside(joint.used)
-        self._casts.refresh()
         seeds = self._seeds(done.form)
-
-        def results() -> list[Tensor]:
-            done.before.restore()
-            torch._foreach_zero_(self._gradients.of(joint.used))
-            totals, rest = run(inputs.tensors, seeds)
-            return [*totals, *_fractions(done.form.read(totals, rest))]
-
-        try:
-            found = rehearse(results, self._device, captures=rehearses)
-            if not joint.random:
-                sixteen_bit, compiled = joint.traced.sixteen_bit, joint.compiled
-                held_against = partial(hold_against, sixteen_bit=sixteen_bit, compiled=compiled)
-                held_against(found, done.results, "loss")
-                wanted = done.gradients(joint.used, held)
-                if wanted is not None:
-                    buffers = self._gradients.of(joint.used)
-                    moved = partial(self._with_moved_weights, joint, done, seeds)
-                    held_against(buffers, wanted, "gradient", moved=moved)
-        finally:
-            self._gradients.put_in_place(joint.used, held)
-
-    def _with_moved_weights(
-        self, joint: JointStep, done: EagerResult, seeds: list[Tensor]
-    ) -> Sequence[Tensor]:
-        """Return the gradients of eager code with weights that rounding has moved."""
-        used = [self._gradients.parameters[index] for index in joint.used]
-        done.before.restore()
-        try:
-            with weights_moved(self._model):
-                micro = done.inputs.around(done.inputs.tensors)
-                return gradients_of(self._model, self._loss, micro, used, seeds, self._precision)
-        finally:
-            self._precision.let_go()  # It may have kept casts of the moved weights.
+        check = GraphCheck(
+            done, self._gradients, self._casts, seeds, self._model, self._loss, self._precision
+        )
+        if is_new and joint.compiled:
+            with suppress(torch.OutOfMemoryError):  # The compiled graph needs less.
+                plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
+                check.compare(plain, plain)
+            empty_cache(self._device)
+        check.compare(joint, joint, rehearses=captures)
+        if captures:
+            run = self._captured(joint, done.inputs, seeds)
+            if run is not joint:
+                check.compare(joint, run)  # What was captured is what will run.
+        return Prepared(joint, run, done.form, joint.addresses())
 
     def _captured_later(self, prepared: Prepared, inputs: Inputs) -> Prepared:
         """Capture a step whose kernels were launched one by one so far."""
@@ -793,8 +749,3 @@ class Executor:
 
 def _layout_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
     return [(id(one), one.dtype, one.stride()) for one in parameters]
-
-
-def _fractions(added: Added) -> list[Tensor]:
-    """Return the extras that can be compared: not whole numbers, such as predicted classes."""
-    return [extra for extra in added.extras.values() if extra.is_floating_point()]

@@ -92,6 +92,12 @@ class Added:
     weights: Mapping[str, float]
     extras: Mapping[str, Tensor]
 
+    @property
+    def comparable(self) -> list[Tensor]:
+        """The totals, and the extras that are no whole numbers, such as predicted classes."""
+        extras = (extra for extra in self.extras.values() if extra.is_floating_point())
+        return [*self.totals.values(), *extras]
+
     @staticmethod
     def of(loss: Loss | Terms) -> Added:
         """Return the outcome of a micro-step that eager code has made."""

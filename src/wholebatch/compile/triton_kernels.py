@@ -100,7 +100,7 @@ def statistics_of_rows(  # type: ignore[no-untyped-def]
         whole += tl.sum(tl.where(here < classes, x, 0.0), 0)
         largest = larger
     tl.store(entropies + row, tl.log(total) - product / total)
-    tl.store(likeliest + row, place.to(tl.int64))
+    tl.store(likeliest + row, place)
     tl.store(means + row, whole / classes)
 
 

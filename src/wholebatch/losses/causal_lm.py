@@ -111,8 +111,8 @@ def _output_layer(model: Any, labels: Tensor) -> nn.Linear | None:
     return head if labels.numel() > slices.rows_at_once(head.out_features) else None
 
 
-def _logits(output: Any) -> Any:
-    logits = getattr(output, "logits", output)
+def _logits(output: Any) -> Tensor | LateLogits:
+    logits: Any = getattr(output, "logits", output)
     if isinstance(logits, tuple) and logits:
         logits = logits[0]
     if not isinstance(logits, Tensor | LateLogits) or logits.dim() != 3:
