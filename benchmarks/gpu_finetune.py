@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_finetune.py                                        # every row
     python benchmarks/gpu_finetune.py --rows 8b-lora --loops 'whole,loop+,sft*,sft' --budget 540
+    python benchmarks/gpu_finetune.py --rows '8b-lora/sft*,3b/whole'          # a loop for each row
     python benchmarks/gpu_finetune.py --rows tiny-lora --execute eager         # tried on a CPU
 
 | row | model | trained | tokens × window, micro |
@@ -325,9 +326,17 @@ def main() -> None:
     if options.child:
         row, loop, micro = options.child.split("/")
         child((row, loop, int(micro)), options.execute)
-    for name, known in (("rows", ROWS), ("loops", HERE)):
-        unknown = set(getattr(options, name).split(",")) - set(known)
-        if unknown:
+    parts = [item.partition("/") for item in options.rows.split(",")]
+    pairs = [
+        (row, loop)
+        for row, _, own in parts
+        for loop in ([own] if own else options.loops.split(","))
+    ]
+    for name, asked, known in (
+        ("rows", {row for row, _ in pairs}, ROWS),
+        ("loops", {loop for _, loop in pairs}, HERE),
+    ):
+        if unknown := asked - set(known):
             parser.error(f"--{name} {', '.join(unknown)}: must be some of {', '.join(known)}")
     began, lines = time.monotonic(), list[str]()
 
@@ -338,9 +347,8 @@ def main() -> None:
             with open(options.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(answer) + "\n")
 
-    rows, loops = options.rows.split(","), options.loops.split(",")
     run_rows(
-        [(row, loop, ROWS[row].micro) for row in rows for loop in loops],
+        [(row, loop, ROWS[row].micro) for row, loop in pairs],
         lambda spec, gib: Child(
             Path(__file__).resolve(),
             spec,
