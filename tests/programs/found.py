@@ -42,6 +42,15 @@ FOUND = (
     # Padding that is trimmed, with a mask of bool.
     Program(model="lstm", windows=((Micro(3), Micro(2)),), batch="tuple", tokens=True),
     Program(model="tokens", windows=(ONE,), tokens=True),
+    # Units that are a sum of weights, which rounds otherwise without the padding.
+    Program(
+        model="tokens",
+        windows=((Micro(3), Micro(3), Micro(2, "one")),),
+        loss="weighted",
+        tokens=True,
+        precision="float32",
+        seed=2,
+    ),
     # A layer under torch.vmap, in a search for the layer that couples samples.
     Program(
         model="functional",
