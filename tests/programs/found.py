@@ -51,6 +51,13 @@ FOUND = (
         precision="float32",
         seed=2,
     ),
+    # The first micro-batches of a loop had no units.
+    Program(
+        windows=((Micro(3, "none"), Micro(4, "none"), Micro(2), Micro(3)),),
+        given="mean",
+        way="run",
+        mistake="total as mean",
+    ),
     # A layer under torch.vmap, in a search for the layer that couples samples.
     Program(
         model="functional",

@@ -64,10 +64,13 @@ def _true(program: Program, precision: str = "float64") -> list[Window]:
 
 
 def _refused(program: Program, outcome: Outcome, error: str) -> Verdict:
-    """A refusal must name the mistake, and come before the first wrong update."""
+    """A refusal must name the mistake, and it or a warning come before the first wrong update."""
     named = _named(program, "refused", error)
+    warned = outcome.said and _named(program, "warned", "\n".join(outcome.said))
     if named.failed or not outcome.windows or _listed(program):
         return named
+    if warned and not warned.failed:
+        return warned
     right = _true(program)[: len(outcome.windows)]
     if (difference := compare(program, right, outcome.windows)) is not None:
         return Verdict("late", True, f"late: {program.mistake} in {program.way}", difference)
