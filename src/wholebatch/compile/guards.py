@@ -31,7 +31,8 @@ from wholebatch.batch.samples import flatten
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
-from wholebatch.window.forward_state import replaced_attributes, version_of
+from wholebatch.window.autograd_graph import version_of
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
 """How Dynamo's messages name a decision by the value of a tensor."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import draws
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 aten = torch.ops.aten
 

@@ -38,11 +38,11 @@ from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.forward_state import (
     ForwardState,
     capture_random,
-    own_generators,
     restore_random,
     set_state_of,
     state_of,
 )
+from wholebatch.window.reachable_objects import own_generators
 from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
