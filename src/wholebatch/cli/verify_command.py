@@ -31,7 +31,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.recipes.recipe_files import EMBEDDED
+from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
