@@ -26,8 +26,6 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from wholebatch.options import grouped
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
@@ -47,7 +45,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "mixed precision": {"precision": "bf16"},
     "checkpointing": {"checkpoints": True},
     "accumulation": {"micro_batch": 1},
-    "accumulation, optimizer state on the host": {"micro_batch": 1, "optimizer_state": "host"},
+    "accumulation, optimizer state on the host": {
+        "micro_batch": 1,
+        "memory": wb.Memory(optimizer_state="host"),
+    },
     "one sample, plain": {"samples": 1},
 }
 SMALL = gpt_of(4, 128, 4, 512, 64, window=8)
@@ -96,14 +97,14 @@ def measured(
         units=lambda micro: micro["y"].numel(),
         execute="eager",
         audit=False,
-        **grouped(options),
+        **options,
     )
     batch = batch_of(name, samples)
     train.step(batch)
     with MemoryMeter(model=model, optimizer=optimizer) as meter:
         train.step(batch)
     found = parts_of(meter)
-    if options.get("optimizer_state") == "host" and not HAS_CUDA:
+    if "memory" in options and not HAS_CUDA:
         # On a CPU the meter counts the state that waits on the host.
         waiting = sum(one.nbytes for state in optimizer.state.values() for one in state.values())
         found["optimizer state"] = max(0, found["optimizer state"] - waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from wholebatch.options import grouped
+from wholebatch.options import Close, Memory
+from wholebatch.options import samples as read_as
 from wholebatch.tune import NoiseProbe
 
 EXACT = 1e-12
@@ -162,3 +164,19 @@ def measured(*given: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
     if noise is not None:
         NoiseProbe(train, noise)
     return train
+
+
+def grouped(options: dict[str, Any]) -> dict[str, Any]:
+    """Group options of a flat table, with those of `Close`, `Memory` and `samples` among them."""
+    rest = dict(options)
+
+    def taken(*names: str) -> dict[str, Any]:
+        return {name: rest.pop(name) for name in names if name in rest}
+
+    if close := taken(*(field.name for field in fields(Close))):
+        rest["close"] = Close(**close)
+    if memory := taken("optimizer_state"):
+        rest["memory"] = Memory(rest.get("memory"), **memory)
+    if layout := taken("batch_size", "static"):
+        rest["micro_batch"] = read_as(rest.get("micro_batch", "auto"), **layout)
+    return rest

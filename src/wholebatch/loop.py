@@ -1,10 +1,10 @@
 """The loop over a loader: its items, the windows that they belong to, and those of other ranks.
 
 `Accumulator.over`, `wb.over` and `WholeBatch.over` are each a `Loop`. It yields one item after the
-other, and each `Member` (an accumulator, or a WholeBatch) has a `Progress`: where it is in its
-window. A window must know before a micro-batch's forward whether it is the last one, so in the
-middle of a window the loop reads one item ahead. At the end of a window it does not: a loop that
-stops there loses no item.
+other. Each member (an accumulator, or a WholeBatch) has a `Progress`: where it is in its window.
+A window must know before a micro-batch's forward whether it is the last one, so in the middle of a
+window the loop reads one item ahead. At the end of a window it does not: a loop that stops there
+loses no item.
 
 Ranks meet before each window. A rank that has run out of items takes part in the windows of the
 others.
@@ -20,7 +20,7 @@ from weakref import WeakSet
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.batch.samples import Static
 from wholebatch.errors import OptionError, RankError, StateError, WindowError
-from wholebatch.joint_windows import JointWindows
+from wholebatch.joint_windows import JointWindows, Member
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.ledger import Ledger
 
@@ -178,11 +178,8 @@ class Progress:
         return Feed(loader, static=static)
 
 
-class Member(Protocol):
+class Driven(Member, Protocol):
     """An accumulator or a WholeBatch, as a loop drives it."""
-
-    @property
-    def _ledger(self) -> Ledger: ...
 
     @property
     def _progress(self) -> Progress: ...
@@ -190,10 +187,6 @@ class Member(Protocol):
     @property
     def _runs_forwards(self) -> bool:
         """True if it runs the forwards of an item itself, and meets the other ranks to do so."""
-
-    @property
-    def updates(self) -> int:
-        """Updates that it has made."""
 
     def _begin_window(self) -> None:
         """Begin a window, before its first item."""
@@ -235,7 +228,7 @@ class Loop:
     def __init__(
         self,
         loader: Iterable[Any],
-        members: Sequence[Member],
+        members: Sequence[Driven],
         *,
         static: Static = (),
         continue_window: bool = False,
@@ -356,7 +349,7 @@ class Loop:
 
     # ------------------------------------------------------------------ items
 
-    def begin_item(self, member: Member, *, last: bool | None = None, counts: bool = True) -> None:
+    def begin_item(self, member: Driven, *, last: bool | None = None, counts: bool = True) -> None:
         """Begin the item for a member, and with its first item a window."""
         assert self.feed is not None
         progress = member._progress
@@ -365,7 +358,7 @@ class Loop:
         if progress.begin_item(last=last, counts=counts):
             member._begin_window()
 
-    def _leave_item(self, member: Member) -> None:
+    def _leave_item(self, member: Driven) -> None:
         """End the body of the loop. A body without a backward counts as an item too."""
         progress = member._progress
         if progress.loop is not self:
@@ -379,7 +372,7 @@ class Loop:
         elif progress.end_item():
             member._end_unused()
 
-    def _items_of_window(self, lead: Member | None) -> Iterator[Any]:
+    def _items_of_window(self, lead: Driven | None) -> Iterator[Any]:
         """Yield items to the end of the lead's window; with None, to the loader's end."""
         assert self.feed is not None
         while self.feed.take():
@@ -446,7 +439,7 @@ class Loop:
                 for member in shared:
                     member._join(self._latest_item, most)
 
-    def _equally_many(self, lead: Member, own: int, most: int) -> Iterator[Any]:
+    def _equally_many(self, lead: Driven, own: int, most: int) -> Iterator[Any]:
         """Yield as many items as the rank with the most, the last of them without weight."""
         assert self.feed is not None
         for index in range(most):
@@ -458,7 +451,7 @@ class Loop:
             yield from self._body(item)
             self.put_back()
 
-    def before_close(self, member: Member) -> None:
+    def before_close(self, member: Driven) -> None:
         """Prepare to close the window of a member."""
         self.put_back()
         self.joint.refuse_other_order(member)

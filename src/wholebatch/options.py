@@ -5,7 +5,7 @@ Each has good defaults, and most have a short form: `memory="20GiB"`, `micro_bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeAlias
@@ -85,7 +85,8 @@ def as_close(close: object) -> Close:
 def close_with_only(close: object, *names: str, where: str) -> Close:
     """Return the option, or raise an OptionError if other fields than these are given."""
     close = as_close(close)
-    refused = _given_fields(close) - set(names)
+    given = {each.name for each in fields(close) if getattr(close, each.name) != each.default}
+    refused = given - set(names)
     if refused:
         raise OptionError(
             f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) {where}: it takes "
@@ -97,11 +98,6 @@ def close_with_only(close: object, *names: str, where: str) -> Close:
 def close_options(close: Close, clip_norm: ClipNorm) -> CloseOptions:
     """Return the options that the close itself needs."""
     return CloseOptions(clip_norm, close.clip_value, close.nonfinite, close.zero_units)
-
-
-def _given_fields(close: Close) -> set[str]:
-    """Return the names of the fields that are not at their default."""
-    return {each.name for each in fields(close) if getattr(close, each.name) != each.default}
 
 
 @dataclass(frozen=True)
@@ -171,56 +167,3 @@ def samples(
     """
     check_layout(batch_size, static)
     return Samples(check_micro_batch(micro_batch), batch_size, static)
-
-
-_CLOSE = tuple(field.name for field in fields(Close))
-
-
-def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `WholeBatch`, with the fields of `Close` and `Memory` as single options.
-
-    >>> memory = Memory("1GiB", optimizer_state="host")
-    >>> flattened({"memory": memory, "close": Close(nonfinite="skip")})
-    {'memory': '1GiB', 'optimizer_state': 'host', 'nonfinite': 'skip'}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        if isinstance(value, Close):
-            flat.update(
-                (option, getattr(value, option))
-                for option in _CLOSE
-                if option in _given_fields(value)
-            )
-        elif isinstance(value, Memory):
-            parts = {"memory": value.budget, "optimizer_state": value.optimizer_state}
-            flat.update(
-                (option, value_of)
-                for option, value_of in parts.items()
-                if value_of not in (None, "device")
-            )
-        elif isinstance(value, Samples):
-            flat.update(micro_batch=value.micro_batch, static=value.static)
-            flat.update({} if value.batch_size is None else {"batch_size": value.batch_size})
-        else:
-            flat[name] = value
-    return flat
-
-
-def grouped(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `flattened` as `WholeBatch` and `Accumulator` take them.
-
-    >>> grouped({"clip_norm": 1.0, "optimizer_state": "host"})["memory"].optimizer_state
-    'host'
-    """
-    rest = dict(options)
-
-    def taken(*names: str) -> dict[str, Any]:
-        return {name: rest.pop(name) for name in names if name in rest}
-
-    if close := taken(*_CLOSE):
-        rest["close"] = Close(**close)
-    if memory := taken("optimizer_state"):
-        rest["memory"] = Memory(rest.get("memory"), **memory)
-    if layout := taken("batch_size", "static"):
-        rest["micro_batch"] = samples(rest.get("micro_batch", "auto"), **layout)
-    return rest

@@ -26,8 +26,9 @@ from wholebatch.losses.loss import SINGLE, Loss
 from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
-from wholebatch.window.forward_state import inside, replaced_attributes
 from wholebatch.window.ledger import Ledger
+from wholebatch.window.reachable_objects import inside
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _LEVELS = 3  # of functions inside functions in which modules are looked for

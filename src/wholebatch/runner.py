@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 from weakref import proxy
 
@@ -124,10 +125,8 @@ class MicroStep:
         self._audits, self._asks = audit, False
         self._has_tested = False  # a loss of a micro-batch that is not the whole batch
         self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
-        self._place: Place  # of the micro-batch that a graph or its eager code runs now
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
 
-        this = proxy(self)  # no cycle: a deleted WholeBatch is gone at once
         self.executor = Executor(
             execute,
             model=modules,
@@ -135,7 +134,6 @@ class MicroStep:
             window=ledger,
             precision=precision,
             device=ledger.target.device,
-            eager=lambda micro, function: this.eager(micro, this._place, function),
         )
         # Eager code alone, as on a CPU: decided here, not at every micro-step.
         self.is_plain = self.executor.is_eager
@@ -155,16 +153,13 @@ class MicroStep:
 
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
-        self._place = place
-        return self.executor.micro_step(micro)
+        return self.executor.micro_step(micro, partial(self.eager, place=place))
 
-    def eager(
-        self, micro: Any, place: Place, loss_function: Callable[[Any, Any], Any] | None = None
-    ) -> Loss | Terms:
+    def eager(self, micro: Any, place: Place) -> Loss | Terms:
         """Run forward and backward by autograd, and add the gradients; return the loss."""
         micro = self._prepare(micro)
         with self._precision.forward():
-            loss = as_loss((loss_function or self._loss)(self._model, micro))
+            loss = as_loss(self._loss(self._model, micro))
         self._has_tested |= place.in_parts
         if self._asks:
             self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)

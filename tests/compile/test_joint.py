@@ -25,7 +25,6 @@ from tests.compile.nets import (
     traced,
 )
 from tests.support import Seen, Whole, distance, mean, mlp, samples, sgd
-from wholebatch.options import grouped
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
@@ -160,7 +159,7 @@ def test_autocast_and_loss_scaling(precision: str) -> None:
     models = [mlp(dtype=torch.float32) for _ in range(2)]
     batch = samples(18, dtype=torch.float32)
     options = {"loss": loss, "micro_batch": 4, "precision": precision, "clip_norm": 0.1}
-    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **grouped(options))
+    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **options)
     graph = traced(models[1], **options)
     start = copy.deepcopy(models[0])
     for _ in range(4):

@@ -24,11 +24,10 @@ from tests.compile.nets import (
     texts,
     traced,
 )
-from tests.support import Seen, Whole, distance, mlp, samples, sgd
+from tests.support import Seen, Whole, distance, grouped, mlp, samples, sgd
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile import micro_step as executor_module
 from wholebatch.compile.execute_mode import ExecutePlan
-from wholebatch.options import grouped
 
 
 @pytest.fixture

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from tests.support import mlp, samples, sgd
+from tests.support import grouped, mlp, samples, sgd
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.additivity import _Parts
 from wholebatch.coupled.adds_up import check_adds_up
 from wholebatch.coupled.sample_runs import SampleRun, Tolerance
-from wholebatch.options import grouped
 from wholebatch.window.forward_state import ForwardState
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import mlp, pieces, samples, sgd
+from tests.support import grouped, mlp, pieces, samples, sgd
 from wholebatch.errors import UnsupportedError
-from wholebatch.options import grouped
 
 
 class Wrapped(nn.Module):

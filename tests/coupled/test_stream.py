@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, distance, mlp, pieces, samples, sgd, summed
+from tests.support import EXACT, Seen, distance, grouped, mlp, pieces, samples, sgd, summed
 from wholebatch.errors import LossError, UnsupportedError
-from wholebatch.options import grouped
 
 COMPARES = "this loss compares samples with each other"
 

@@ -23,9 +23,8 @@ from tests.distributed.exact_worker import wrapped
 from tests.distributed.problem import loss, micro
 from tests.memory.models import GPT, tokens
 from tests.memory.models import loss as gpt_loss
-from tests.support import adamw, distance, mean, samples, sgd, summed
+from tests.support import adamw, distance, grouped, mean, samples, sgd, summed
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.options import grouped
 
 SHARDED = {"hold": ("full", "hold"), "every": ("bf16", "every")}
 

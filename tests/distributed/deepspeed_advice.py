@@ -12,8 +12,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.distributed.deepspeed_worker import Crossed, initialized, parameters_of
 from tests.distributed.problem import loss, micro
-from tests.support import distance, sgd
-from wholebatch.options import grouped
+from tests.support import distance, grouped, sgd
 
 
 def walked() -> dict[str, list[str]]:

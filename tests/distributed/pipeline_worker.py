@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.distributed.problem import VOCABULARY, WIDTH, Block, micro
-from tests.support import Whole, adamw, distance, sgd
-from wholebatch.options import grouped
+from tests.support import Whole, adamw, distance, grouped, sgd
 
 
 class Part(nn.Module):

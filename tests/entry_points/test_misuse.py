@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, loss, mlp, samples, sgd, summed
+from tests.support import EXACT, Whole, grouped, loss, mlp, samples, sgd, summed
 from wholebatch import errors
 from wholebatch.errors import (
     LossError,
@@ -27,7 +27,6 @@ from wholebatch.errors import (
     WindowError,
 )
 from wholebatch.losses.loss import check_units
-from wholebatch.options import grouped
 
 BATCH = samples(12)
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, distance, loss, mean, mlp, pieces, samples, summed
+from tests.support import EXACT, distance, grouped, loss, mean, mlp, pieces, samples, summed
 from wholebatch.errors import NonFiniteError, OptionError
-from wholebatch.options import grouped
 
 Named = list[tuple[str, nn.Parameter]]
 SPLITS = [[20], [1, 19], [3, 11, 6], [7, 1, 1, 5, 6]]

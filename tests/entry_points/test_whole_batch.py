@@ -13,8 +13,19 @@ from torch import nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.support import EXACT, Seen, Whole, adamw, distance, loss, mlp, pieces, samples, sgd
-from wholebatch.options import grouped
+from tests.support import (
+    EXACT,
+    Seen,
+    Whole,
+    adamw,
+    distance,
+    grouped,
+    loss,
+    mlp,
+    pieces,
+    samples,
+    sgd,
+)
 
 
 def count(micro: dict[str, torch.Tensor]) -> int:

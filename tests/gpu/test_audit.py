@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from wholebatch.options import grouped
+from tests.support import grouped
 
 
 class Attention(nn.Module):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from tests.support import grouped
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.coupling_layers import layers_that_couple
 from wholebatch.coupled.sample_runs import ChosenSamples
-from wholebatch.options import grouped
 
 Batch = dict[str, Tensor]
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.compile.nets import steps_of
+from tests.support import grouped
 from wholebatch.compile import execute_mode as plan
-from wholebatch.options import grouped
 
 Micro = dict[str, Tensor]
 VOCABULARY = 96

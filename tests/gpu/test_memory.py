@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wholebatch as wb
+from tests.support import grouped
 from wholebatch.compile.micro_step import Executor
-from wholebatch.options import grouped
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits every time
 

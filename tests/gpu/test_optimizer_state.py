@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.options import grouped
+from tests.support import grouped
 
 Micro = dict[str, Tensor]
 MIB = 2**20

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.options import grouped
+from tests.support import grouped
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"

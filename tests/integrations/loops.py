@@ -194,7 +194,7 @@ def in_accumulator(
     **options: Any,
 ) -> None:
     """`wb.Accumulator` over what Accelerate prepared."""
-    from wholebatch.options import grouped
+    from tests.support import grouped
 
     _, inner, stepped = prepared(model, optimizer)
     acc = Accumulator(inner, stepped.optimizer, **grouped({"steps": steps, **options}))

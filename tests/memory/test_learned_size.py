@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, loss, mlp, samples, sgd
-from wholebatch.options import grouped
+from tests.support import EXACT, Whole, grouped, loss, mlp, samples, sgd
 
 WINDOWS = 12
 

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.distributed.problem import Micro, everyones, fresh, loss, micro, undivided
 from tests.offload.seen import watching
-from tests.support import adamw, distance, sgd
-from wholebatch.options import grouped
+from tests.support import adamw, distance, grouped, sgd
 
 SIZES = {
     "tokens": ([[1, 3, 1], [2, 1, 1]], [[3, 3, 1], [2, 1, 5]]),

@@ -12,10 +12,21 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.offload.seen import watching
-from tests.support import EXACT, Whole, adamw, distance, loss, mlp, pieces, samples, sgd, trained
+from tests.support import (
+    EXACT,
+    Whole,
+    adamw,
+    distance,
+    grouped,
+    loss,
+    mlp,
+    pieces,
+    samples,
+    sgd,
+    trained,
+)
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.options import grouped
 
 SPLITS = [[10], [4, 4, 2], [1, 6, 3]]
 

@@ -73,7 +73,7 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 _UNITS = {
     "mean as total": Mistake(r"\bmean\b|finite", given=("total",), values={"total": "{mean}"}),
     "quotient as total": Mistake(
-        r"\bmean\b", given=("total",), values={"total": "{total} / {units}"}
+        r"\bmean\b|finite", given=("total",), values={"total": "{total} / {units}"}
     ),
     "total as mean": Mistake(
         r"\bsum\b|add up",

@@ -120,7 +120,10 @@ def test_options_of_the_engine_are_passed_on(execute: str) -> None:
 def test_tokens_and_reading_of_the_batch() -> None:
     batch = {**samples(20, dtype=F32), "table": torch.arange(20)}
     verdict = wb.verify(
-        mlp(dtype=F32), loss, batch, micro_batch=6, static=("table",), batch_size=20
+        mlp(dtype=F32),
+        loss,
+        batch,
+        micro_batch=wb.samples(6, static=("table",), batch_size=20),
     )
     assert verdict.same, verdict
     assert verdict.micro_batches == 4

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
-from tests.support import loss
-from wholebatch.options import grouped
+from tests.support import grouped, loss
 from wholebatch.window import close
 from wholebatch.window.close import Store
 

@@ -17,13 +17,13 @@ from tests.support import (
     Whole,
     adamw,
     distance,
+    grouped,
     mlp,
     pieces,
     samples,
     sgd,
     summed,
 )
-from wholebatch.options import grouped
 
 
 def window(model: nn.Module, acc: wb.Accumulator, batch: Any, sizes: list[int]) -> wb.Step:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd, summed
-from wholebatch.options import grouped
+from tests.support import EXACT, Whole, distance, grouped, mlp, pieces, samples, sgd, summed
 from wholebatch.window.model_and_optimizer import check_device
 
 

@@ -22,8 +22,7 @@ from wholebatch.checks.check import Warned, silenced
 from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import BatchNorm
-from wholebatch.window.autograd_graph import transforms_active
-from wholebatch.window.forward_state import in_backward
+from wholebatch.window.autograd_graph import in_backward, transforms_active
 
 _log = logging.getLogger("wholebatch")
 

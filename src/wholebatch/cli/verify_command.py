@@ -31,7 +31,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.recipes.recipe_files import EMBEDDED
+from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
@@ -249,6 +249,7 @@ def _verify_recipe(
     from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
+    from wholebatch.options import Memory
     from wholebatch.verification import verify as prove
 
     recipe = load_recipe(name)
@@ -263,7 +264,7 @@ def _verify_recipe(
     more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
     more |= {} if options.execute is None else {"execute": options.execute}
     if options.optimizer_state is not None:
-        more["optimizer_state"] = options.optimizer_state
+        more["memory"] = Memory(optimizer_state=options.optimizer_state)  # type: ignore[arg-type]
     return prove(
         wrapped,
         recipe.loss,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from wholebatch.compile.fusion import hint_of
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 
 def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:

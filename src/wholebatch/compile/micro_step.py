@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,10 @@ from wholebatch.window.forward_state import ForwardState
 
 if TYPE_CHECKING:
     from wholebatch.window.ledger import Ledger
+
+
+Eager: TypeAlias = Callable[[Any], Loss | Terms]
+"""Runs forward and backward of a micro-batch, records them in the window, and returns the loss."""
 
 
 class Stage(Enum):
@@ -121,9 +125,6 @@ class Kind:
 class Executor:
     """Runs the micro-steps of one window after the other.
 
-    `eager(micro, loss)` runs forward and backward with this loss function, records them in the
-    window, and returns the loss.
-
     A loss function of an adapter may have an attribute `reads`: the user's code inside it, for the
     guards.
     """
@@ -140,7 +141,6 @@ class Executor:
         window: Ledger,
         precision: Precision,
         device: torch.device,
-        eager: Callable[[Any, Callable[[Any, Any], Any]], Loss | Terms],
     ) -> None:
         self.execute = execute
         self.notes = Notes(asked=execute in ("compile", "graph"))
@@ -152,7 +152,6 @@ class Executor:
         self._window = window
         self._precision = precision
         self._device = device
-        self._eager = eager
         self._copies = DeviceCopies(device)
         self._likes: dict[torch.dtype, Tensor] = {}  # one 0-dim tensor of each total's dtype
         self._plan = ExecutePlan.of(execute, device)
@@ -186,20 +185,23 @@ class Executor:
 
     # ------------------------------------------------------------- micro-step
 
-    def micro_step(self, micro: Any) -> Added:
-        """Add one micro-batch's gradients, record its sums in the window, and return them."""
+    def micro_step(self, micro: Any, eager: Eager) -> Added:
+        """Add one micro-batch's gradients, record its sums in the window, and return them.
+
+        `eager(micro)` does so by forward and backward, and returns the loss.
+        """
         micro = self._copies(micro)
         if not self._plan.eager:
             try:
                 self._reserve()
-                added = self._graph_step(micro)
+                added = self._graph_step(micro, eager)
                 if added is not None:
                     return added
             except CannotTrace as reason:  # of this micro-batch, before anything ran
                 self.notes.fell_back(self.execute, "eagerly", str(reason))
         self.mode = "eager"
         with eager_into(self._gradients, self._window):
-            loss = self._eager(micro, self._loss)
+            loss = eager(micro)
         self._settle()
         return Added.of(loss)
 
@@ -247,7 +249,7 @@ class Executor:
         self._gradients = Gradients(parameters)
         self._casts = Casts(parameters)
 
-    def _graph_step(self, micro: Any) -> Added | None:
+    def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
         inputs = take_apart(micro)
         is_open = self._window.open_early()
@@ -261,7 +263,8 @@ class Executor:
             slot.seen += 1
         stage = self._advance(kind, slot, inputs)
         if stage is not slot.stage:
-            return self._prepare(kind, slot, inputs, micro, compiled=stage is Stage.COMPILED)
+            run = partial(eager, micro)
+            return self._prepare(kind, slot, inputs, run, compiled=stage is Stage.COMPILED)
         if slot.ready is None:
             return None
         if not slot.ready.captured and self._captures(slot):
@@ -461,7 +464,13 @@ class Executor:
     # ---------------------------------------------------------------- prepare
 
     def _prepare(
-        self, kind: Kind, slot: Slot, inputs: Inputs, micro: Any, *, compiled: bool
+        self,
+        kind: Kind,
+        slot: Slot,
+        inputs: Inputs,
+        eager: Callable[[], Loss | Terms],
+        *,
+        compiled: bool,
     ) -> Added:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
@@ -482,7 +491,7 @@ class Executor:
             earlier = self._gradients.set_aside(range(len(self._gradients.parameters)))
         before = ForwardState(self._model)
         with eager_into(self._gradients, self._window):
-            loss = self._eager(micro, self._loss)
+            loss = eager()
         self.mode = "eager"
         added = Added.of(loss)
         results = [*added.totals.values(), *_fractions(added)]

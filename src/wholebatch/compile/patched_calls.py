@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.traced_attention import attention
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 _ONE_AT_A_TIME = threading.RLock()
 

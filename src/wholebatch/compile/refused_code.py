@@ -11,12 +11,12 @@ from torch import nn
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.window.forward_state import (
     capture_python_random,
-    own_generators,
     restore_random,
     same_random,
     set_state_of,
     state_of,
 )
+from wholebatch.window.reachable_objects import own_generators
 
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wholebatch.errors import UnsupportedError
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 BatchNorm: Any = nn.BatchNorm1d.__base__
 """The class of all BatchNorms of torch, and of those of other libraries."""

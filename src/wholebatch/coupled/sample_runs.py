@@ -30,8 +30,9 @@ from wholebatch.coupled.normalisation_layers import (
 from wholebatch.losses.loss import OfTheBatch, Units, as_loss, is_nothing, terms_of
 from wholebatch.window.autograd_graph import graph_nodes, refuse_reentrant
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import ForwardState, Key, own_generators
+from wholebatch.window.forward_state import ForwardState, Key
 from wholebatch.window.precision import SIXTEEN_BIT
+from wholebatch.window.reachable_objects import own_generators
 
 SCALE = 1024.0  # of backwards: one that clips, or takes a sign, is not linear in it
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm

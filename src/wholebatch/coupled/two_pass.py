@@ -22,7 +22,8 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss
-from wholebatch.window.forward_state import capture_random, restore_random, version_of
+from wholebatch.window.autograd_graph import version_of
+from wholebatch.window.forward_state import capture_random, restore_random
 
 _OWN_GRADIENT = (
     "encode calls torch.autograd.grad, and the first pass of wb.Coupled runs without gradients: "

@@ -30,7 +30,7 @@ from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
 from wholebatch.options import Close, close_options
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 from wholebatch.window.window import Step
 
 require("lightning", at_least="2.4", extra="lightning", purpose="wholebatch in Lightning")

@@ -75,8 +75,11 @@ def _arguments(model: Any, micro: Mapping[str, Any]) -> tuple[list[Any], dict[st
 def _output_layer(model: Any, labels: Tensor) -> nn.Linear | None:
     """Return the linear layer that makes the logits; None if they are few, or it has hooks.
 
-    Engines that shard a model do so in hooks.
+    Engines that shard a model do so in hooks. Dynamo, which allocates nothing, follows the model as
+    it is: torch 2.11 does not follow a `forward` that is put back.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return None
     if not hasattr(type(model), "get_output_embeddings"):
         return None
     head = model.get_output_embeddings()

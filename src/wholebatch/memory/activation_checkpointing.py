@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.window.forward_state import in_backward
+from wholebatch.window.autograd_graph import in_backward
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

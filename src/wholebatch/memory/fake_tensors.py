@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from wholebatch.batch.samples import Leaf, flatten
 from wholebatch.errors import UnsupportedError
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.batch.samples import tensors_of
 from wholebatch.readable_sizes import CATEGORIES
-from wholebatch.window.forward_state import in_backward
+from wholebatch.window.autograd_graph import in_backward
 
 
 class _Record:

@@ -45,7 +45,7 @@ from wholebatch.memory.fake_tensors import (
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks, shard
 from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.plain_window import PlainWindow
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 CUDA_GRANULE = 512
 """CUDA's caching allocator hands out blocks of multiples of this many bytes."""

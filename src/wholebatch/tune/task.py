@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from wholebatch.memory.meter import MemoryMeter, peak_with_recordings
-from wholebatch.options import flattened, grouped
+from wholebatch.options import Samples
 from wholebatch.whole_batch import WholeBatch
 
 
@@ -34,8 +34,14 @@ class Task:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> WholeBatch:
         """Return a `WholeBatch` with the task's options; those given here replace them."""
-        given = grouped({**flattened(self.options), **options})
-        return WholeBatch(model, optimizer, loss=self.loss, **given)
+        if "micro_batch" in options:
+            options["micro_batch"] = replace(self.samples, micro_batch=options["micro_batch"])
+        return WholeBatch(model, optimizer, loss=self.loss, **{**self.options, **options})
+
+    @property
+    def samples(self) -> Samples:
+        """How a batch is read."""
+        return Samples.of(self.options.get("micro_batch", "auto"))
 
 
 def measured_peak(

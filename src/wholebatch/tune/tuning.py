@@ -30,7 +30,7 @@ from wholebatch.memory.activation_checkpointing import (
 )
 from wholebatch.memory.budget import Budget, device_name, parse_memory, sharing_processes
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.options import flattened
+from wholebatch.options import as_close
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said, percent
 from wholebatch.tune.task import Task, measured_peak
@@ -201,9 +201,8 @@ def tune(
     """
     began = time.perf_counter()
     batch = task.batches()
-    options = flattened(task.options)
-    layout = {name: options[name] for name in ("batch_size", "static") if name in options}
-    samples = batch_size_of(batch, **layout)
+    how = task.samples
+    samples = batch_size_of(batch, batch_size=how.batch_size, static=how.static)
     model, optimizer = task.build()
     device = next(model.parameters()).device
     if executes is None:
@@ -214,7 +213,7 @@ def tune(
     trials: dict[Setting, Trial] = {}
     left_out: dict[str, tuple[Setting, ...]] = {}
     divided = tuple(setting for setting in candidates if setting.micro_batch < samples)
-    if divided and options.get("batchnorm", "exact") == "exact" and needs_whole_batch(model):
+    if divided and task.options.get("batchnorm", "exact") == "exact" and needs_whole_batch(model):
         left_out["since BatchNorm needs the undivided batch"] = divided
         candidates = [*dict.fromkeys(replace(it, micro_batch=samples) for it in candidates)]
     del model, optimizer
@@ -367,7 +366,7 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
         micro_batch=setting.micro_batch,
         precision=setting.precision,
         execute=setting.execute,
-        nonfinite="skip",
+        close=replace(as_close(task.options.get("close")), nonfinite="skip"),
     )
 
     def window() -> tuple[float, float]:

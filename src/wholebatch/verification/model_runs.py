@@ -25,7 +25,7 @@ from wholebatch.coupled.normalisation_layers import needs_whole_batch, uses_batc
 from wholebatch.distributed.process_group import sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError
 from wholebatch.losses.loss import Term, as_loss, terms_of, wide
-from wholebatch.options import grouped
+from wholebatch.options import Close, Samples
 from wholebatch.verification.distances import Scale
 from wholebatch.verification.divided_batch import DividedBatch, whole_of
 from wholebatch.verification.starting_state import StartingState, dense
@@ -116,7 +116,7 @@ class ModelRuns:
     loss_scale: float = 1.0
     """That of fp16."""
     clip_norm: ClipNorm = None
-    clip_value: float | None = None
+    close: Close = field(default_factory=Close)
     batchnorm: str = "exact"
     options: dict[str, Any] = field(default_factory=dict)
     silences: list[Callable[[nn.Module], None]] = field(default_factory=list)
@@ -157,14 +157,13 @@ class ModelRuns:
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         model.double()
         optimizer.load_state_dict(optimizer.state_dict())  # casts its state like the parameters
-        options = {k: v for k, v in self.options.items() if k != "scaler"}
         wide = replace(
             self,
             model=model,
             optimizer=optimizer,
             precision="full",
             loss_scale=1.0,
-            options=options,
+            close=replace(self.close, scaler=None),
         )
         wide.start.random = self.start.random
         return wide
@@ -203,7 +202,7 @@ class ModelRuns:
         with self._observed() as gradients:
             with choose(self.precision, self.device.type).window():
                 loss = self._backward(batch)
-            _clip(self.optimizer, self.clip_norm, self.clip_value)
+            _clip(self.optimizer, self.clip_norm, self.close.clip_value)
             self.optimizer.step()
             return self._run(gradients, loss=loss)
 
@@ -226,9 +225,9 @@ class ModelRuns:
             own = [float(term.units) for term in terms.values()]
             units = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
             mean = _mean(terms, units)
-            if "units" not in self.options:
-                # A window that does not know its units begins with a power of two. 8-bit
-                # gradients depend on the factor that is in them, unless that is one.
+            if len(units) == 1 and units[0]:
+                # The seed of a window is a power of two. 8-bit gradients depend on the factor that
+                # is in them, unless that is one.
                 scale *= units[0] * power_of_two_near(1.0 / units[0])
             # Shards are averaged over the ranks by their own backward; that is undone here.
             (mean * (scale * world_size() if self.is_sharded else scale)).backward()
@@ -302,16 +301,10 @@ class ModelRuns:
         """Make the update of the batch by WholeBatch, in micro-batches."""
         self.begin()
         is_undivided = self.batchnorm == "exact" and needs_whole_batch(self.inner)
-        options = {
-            **self.options,
-            "micro_batch": batch.samples if is_undivided else batch.micro_batch,
-            "batch_size": batch.batch_size,
-            "static": batch.static,
-            "clip_value": self.clip_value,
-            "batchnorm": self.batchnorm,
-        }
+        size, close = batch.samples if is_undivided else batch.micro_batch, self.close
         if self.precision == "fp16":
-            options["scaler"] = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale)
+            scaler = torch.amp.GradScaler(self.device.type, init_scale=self.loss_scale)
+            close = replace(close, scaler=scaler)
         train = WholeBatch(
             self.model,
             self.optimizer,
@@ -319,9 +312,12 @@ class ModelRuns:
             precision=self.precision,  # type: ignore[arg-type]
             clip_norm=self.clip_norm,
             audit=False,  # what couples samples is to be shown here, not refused
-            **grouped(options),
+            micro_batch=Samples(size, batch.batch_size, batch.static),
+            batchnorm=self.batchnorm,  # type: ignore[arg-type]
+            close=close,
+            **self.options,
         )
-        if options.get("execute") in ("compile", "graph"):
+        if self.options.get("execute") in ("compile", "graph"):
             train.step(batch.whole)  # the first window makes the graphs, the second runs on them
             self.begin()
         with self._observed() as gradients:

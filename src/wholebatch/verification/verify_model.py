@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
 from wholebatch.loss_functions import check_functions, modules_of
-from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, flattened
+from wholebatch.options import BatchNormPolicy, Samples, as_close
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.distances import TIMES_THE_FLOOR, Comparison, Vectors, norm_of, ratio
 from wholebatch.verification.divided_batch import DividedBatch
@@ -87,16 +87,15 @@ def verify(
     began = time.perf_counter()
     check_functions(loss, options.get("units"))
     modules_of(model)
-    options = flattened({**options, "micro_batch": micro_batch, "batchnorm": batchnorm})
     known = inspect.signature(WholeBatch).parameters
-    inside = {option.name for group in (Close, Memory, Samples) for option in fields(group)}
-    if unknown := sorted(options.keys() - known.keys() - inside):
+    if unknown := sorted(options.keys() - known.keys()):
         raise OptionError(
             f"wb.verify(..., {unknown[0]}=...): no such option; it takes those of WholeBatch: "
             f"{', '.join(known)}"
         )
-    for left_out in ("scheduler", "ema"):
-        options.pop(left_out, None)
+    options.pop("scheduler", None)
+    close = replace(as_close(options.pop("close", None)), ema=None)
+    samples = Samples() if micro_batch is None else Samples.of(micro_batch)
     if optimizer is None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
@@ -112,19 +111,16 @@ def verify(
             "a DeepSpeed engine cannot run the undivided batch here; put one window of it into a "
             "function and use `wholebatch verify train.py:function`"
         )
-    size, batch_size, static = (
-        options.pop(name, default)
-        for name, default in (("micro_batch", None), ("batch_size", None), ("static", ()))
-    )
-    divided = DividedBatch(batch, size, batch_size, static)
+    static = (samples.static,) if isinstance(samples.static, str) else tuple(samples.static)
+    divided = DividedBatch(batch, samples.micro_batch, samples.batch_size, static)
     runs = ModelRuns(
         model,
         optimizer,
         loss,
         precision="full" if precision == "fp32" else precision,
         clip_norm=clip_norm,
-        clip_value=options.pop("clip_value", None),
-        batchnorm=options.pop("batchnorm"),
+        close=close,
+        batchnorm=batchnorm,
         options=options,
     )
     try:

@@ -50,3 +50,13 @@ def refuse_reentrant(totals: Iterable[Tensor]) -> None:
             "of all parameters, not only to those of the window; pass use_reentrant=False "
             '(Transformers: gradient_checkpointing_kwargs={"use_reentrant": False})'
         )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor; those of inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def in_backward() -> bool:
+    """True if a backward runs on this thread: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

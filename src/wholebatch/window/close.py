@@ -36,8 +36,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, OptionError, WindowError
 from wholebatch.window.close_options import ClipNorm, CloseOptions
-from wholebatch.window.forward_state import replaced_attributes
 from wholebatch.window.model_and_optimizer import Target, needs_closure
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 
 class Holder(Protocol):

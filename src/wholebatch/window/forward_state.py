@@ -9,15 +9,13 @@ first, and only what has changed is written. Objects of other classes are left a
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
-import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -40,6 +38,7 @@ _WRAPPERS = (
     "lightning.fabric.",
     "lightning_fabric.",
 )
+_MISSING = object()
 _LARGE = 1 << 24
 _MANY = 256
 _DEEP = 3
@@ -62,15 +61,6 @@ class Copied:
     """False if the object is put back without what it held: a parameter, a large tensor."""
     is_result: bool = False
     """True for a result of the last forward, which is only kept to be compared."""
-
-
-@dataclass(slots=True, eq=False)
-class _OfModule:
-    """The buffers and plain attributes of a module, as they were."""
-
-    module: nn.Module
-    buffers: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
 
 
 class ForwardState:
@@ -96,54 +86,45 @@ class ForwardState:
         `attributes=False`: `read_attributes` copies them, before code that may change them runs. A
         recorded graph changes none.
         """
-        modules = dict.fromkeys(m for model in models for m in model.modules())
-        self._modules = list(map(_OfModule, modules))
+        self._modules = {id(module): module for model in models for module in model.modules()}
+        self._buffers: dict[Key, Any] = {}
+        self._attributes: dict[Key, Any] = {}
         self._results = results
         self._has_attributes = False
         if attributes:
             self.read_attributes()
         # One operation copies all buffers of a dtype: a model with BatchNorms has hundreds of them.
         alike: dict[Any, list[Copied]] = {}
-        for state in self._modules:
-            for name, value in state.module._buffers.items():
-                if type(value) is not Tensor or value.layout is not torch.strided:
-                    if value is None or not nn.parameter.is_lazy(value):
-                        state.buffers[name] = _copied(value, whole=True, results=results)
-                elif value.requires_grad:
-                    state.buffers[name] = _copied(value, whole=True, results=results)
-                else:
-                    copied = state.buffers[name] = Copied(value, torch.empty_like(value))
+        for place, module in self._modules.items():
+            for name, value in module._buffers.items():
+                if type(value) is Tensor and value.layout is torch.strided and not value.grad_fn:
+                    copied = Copied(value, torch.empty_like(value, requires_grad=False))
+                    self._buffers[place, name] = copied
                     alike.setdefault((value.dtype, value.device), []).append(copied)
-        for buffers in alike.values():
-            torch._foreach_copy_([it.held for it in buffers], [it.object for it in buffers])
+                elif value is None or not nn.parameter.is_lazy(value):
+                    self._buffers[place, name] = _copied(value, whole=True, results=results)
+        with torch.no_grad():
+            for buffers in alike.values():
+                torch._foreach_copy_([it.held for it in buffers], [it.object for it in buffers])
         self.random = capture_random(every=every)
         self._generators = [(generator, state_of(generator)) for generator in generators]
 
     def read_attributes(self) -> None:
         """Copy the attributes, unless that is done."""
-        if self._has_attributes:
-            return
-        for state in self._modules:
-            state.attributes = {
-                name: _copied(value, results=self._results)
-                for name, value in _plain_attributes(state.module)
+        if not self._has_attributes:
+            self._attributes = {
+                (place, name): _copied(value, results=self._results)
+                for place, module in self._modules.items()
+                for name, value in _plain_attributes(module)
             }
-        self._has_attributes = True  # not if memory ran out meanwhile
-        vars(self).pop("_items", None)
-
-    @cached_property
-    def _items(self) -> dict[Key, tuple[nn.Module, Any]]:
-        """The buffers and plain attributes, as they were, each with its module."""
-        return {
-            (id(state.module), name): (state.module, value)
-            for state in self._modules
-            for values in (state.buffers, state.attributes)
-            for name, value in values.items()
-        }
+            self._has_attributes = True  # not if memory ran out meanwhile
 
     def module_of(self, key: Key) -> nn.Module | None:
         """Return the module of an item; None if the item is not there."""
-        return self._items.get(key, (None, None))[0]
+        return None if self._copy_of(key) is _MISSING else self._modules[key[0]]
+
+    def _copy_of(self, key: Key) -> Any:
+        return self._buffers.get(key, self._attributes.get(key, _MISSING))
 
     def __enter__(self) -> ForwardState:
         return self
@@ -157,22 +138,37 @@ class ForwardState:
 
         `random=False`: nothing was drawn, so that the random generators are left as they are.
         """
-        for state in self._modules:
-            module = state.module
-            for is_buffer, values in ((True, state.buffers), (False, state.attributes)):
-                if is_buffer or self._has_attributes:
-                    names = module._buffers if is_buffer else dict(_plain_attributes(module))
-                    for name in names.keys() - state.buffers.keys() - state.attributes.keys():
-                        if only is None or (id(module), name) in only:
-                            module.__dict__.pop(name, None)
-                            module._buffers.pop(name, None)
-                for name, value in values.items():
-                    if only is None or (id(module), name) in only:
-                        _put_back(module, name, value, is_buffer=is_buffer, result=only is not None)
+        for place, module in self._modules.items():
+            names = {*module._buffers}
+            if self._has_attributes:
+                names.update(name for name, _ in _plain_attributes(module))
+            for name in names:
+                key = (place, name)
+                if self._copy_of(key) is _MISSING and (only is None or key in only):
+                    module.__dict__.pop(name, None)
+                    module._buffers.pop(name, None)
+        for copies in (self._buffers, self._attributes):
+            for key, value in copies.items():
+                if only is None or key in only:
+                    self._put_back(key, value, results=only is not None)
         if only is None and random:
             restore_random(self.random)
             for generator, was in self._generators:
                 set_state_of(generator, was)
+
+    def _put_back(self, key: Key, value: Any, *, results: bool) -> None:
+        """Let a module hold what it held under this name; a result only where it is wanted."""
+        if isinstance(value, Copied) and value.is_result and not results:
+            return
+        module, name = self._modules[key[0]], key[1]
+        is_buffer = key in self._buffers
+        value = _restored(value, compares=not is_buffer)
+        home, other = module._buffers, module.__dict__
+        if not is_buffer:
+            home, other = other, home
+        other.pop(name, None)
+        if name not in home or home[name] is not value:
+            home[name] = value
 
     def draws_same(self, other: ForwardState, *, host: bool) -> bool:
         """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
@@ -186,17 +182,18 @@ class ForwardState:
 
     def moved(self, after: ForwardState) -> list[Key]:
         """Return the items that `after` has with another value, or that only one of both has."""
-        return [key for key in {**self._items, **after._items} if not self.is_same(after, key)]
+        keys = (*self._buffers, *self._attributes, *after._buffers, *after._attributes)
+        return [key for key in dict.fromkeys(keys) if not self.is_same(after, key)]
 
     def is_same(self, other: ForwardState, key: Key, tolerance: float = 0.0) -> bool:
         """True if an item has the same value in both, tensors up to a relative tolerance."""
-        if key not in self._items or key not in other._items:
-            return (key in self._items) == (key in other._items)
-        return _equal(self._items[key][1], other._items[key][1], tolerance)
+        return _equal(self._copy_of(key), other._copy_of(key), tolerance)
 
     def value(self, key: Key) -> Any:
         """Return the copy of an item; None if it is not there."""
-        value = self._items.get(key, (None, None))[1]
+        value = self._copy_of(key)
+        if value is _MISSING:
+            return None
         return value.held if isinstance(value, Copied) else value
 
 
@@ -218,12 +215,7 @@ def _is_plain(value: Any) -> bool:
     kind = type(value)  # most attributes are modules or numbers, and isinstance of Tensor is slow
     if kind in _IMMUTABLE:
         return True
-    return issubclass(kind, (Tensor, *_BASES)) or _is_array(value) or is_generator(value)
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return issubclass(kind, (Tensor, *_BASES)) or is_array(value) or is_generator(value)
 
 
 def _copied(value: Any, depth: int = _DEEP, *, whole: bool = False, results: bool = True) -> Any:
@@ -240,7 +232,7 @@ def _copied(value: Any, depth: int = _DEEP, *, whole: bool = False, results: boo
         return Copied(value, value.detach().clone())
     if is_generator(value):
         return Copied(value, state_of(value))
-    if _is_array(value):
+    if is_array(value):
         return Copied(value, value.copy())
     if isinstance(value, set):
         return Copied(value, set(value))
@@ -272,7 +264,7 @@ def _equal(a: Any, b: Any, tolerance: float) -> bool:
         return False
     if isinstance(x, Tensor):
         return _close(x, y, tolerance)
-    if _is_array(x):
+    if is_array(x):
         return bool(x.shape == y.shape and x.dtype == y.dtype and (x == y).all())
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(_equal(x[key], y[key], tolerance) for key in x)
@@ -298,19 +290,6 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return bool(gap <= tolerance * largest)
 
 
-def _put_back(module: nn.Module, name: str, value: Any, *, is_buffer: bool, result: bool) -> None:
-    """Let a module hold what it held under this name; a `result` only where it is wanted."""
-    if isinstance(value, Copied) and value.is_result and not result:
-        return
-    value = _restored(value, compares=not is_buffer)
-    home, other = module._buffers, module.__dict__
-    if not is_buffer:
-        home, other = other, home
-    other.pop(name, None)
-    if name not in home or home[name] is not value:
-        home[name] = value
-
-
 def _restored(value: Any, *, compares: bool = True) -> Any:
     """Return the object that was copied, with the values that it had.
 
@@ -328,7 +307,7 @@ def _restored(value: Any, *, compares: bool = True) -> Any:
             it.copy_(held)
     elif is_generator(it):
         set_state_of(it, held)
-    elif _is_array(it):
+    elif is_array(it):
         if not _equal(it, held, 0.0):
             it[...] = held
     elif isinstance(it, set):
@@ -388,99 +367,13 @@ def attributes_restored(owner: object) -> Iterator[None]:
         own.update(before)
 
 
-@contextmanager
-def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object, a class or a module within the context; then restore its own."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    is_class = isinstance(owner, type)
-    put = partial(setattr, owner) if is_class else own.__setitem__
-    drop = partial(delattr, owner) if is_class else own.__delitem__
-    try:
-        for name, value in attributes.items():
-            put(name, value)
-        yield
-    finally:
-        for name in attributes:
-            if name in before:
-                put(name, before[name])
-            elif name in own:
-                drop(name)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the number of writes into a tensor; those of inference mode are not counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def in_backward() -> bool:
-    """True if a backward runs on this thread: a forward inside it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 # ------------------------------------------------------------ random generators
 
 
-_MOST = 2000
-"""The limit on objects that are looked at."""
-
-
-def own_generators(model: nn.Module, loss: Any) -> list[Any]:
-    """Return the random generators that the code of the model or the loss function can reach.
-
-    Looked at are attributes, closures, defaults, the globals that functions name, and what these
-    hold, nearest first.
-    """
-    waiting: list[Any] = [loss, *model.modules()]
-    known = set(map(id, waiting))
-    generators = []
-    for value in waiting:  # grows on the way
-        if is_generator(value):
-            generators.append(value)
-            continue
-        for inner in inside(value):
-            if id(inner) not in known and len(waiting) < _MOST:
-                known.add(id(inner))
-                waiting.append(inner)
-    return generators
-
-
-def inside(value: Any) -> Iterable[Any]:
-    """Return what a function, a container or an object holds; nothing of tensors and classes."""
-    if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        # What a function of torch names is torch's; a wrapper of its own still holds the user's.
-        is_torch = str(value.__globals__.get("__name__")).split(".")[0] == "torch"
-        names = () if is_torch else _names(value.__code__)
-        named = (value.__globals__.get(name) for name in names)
-        defaults = (value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
-        return [*cells, *named, *(default for values in defaults for default in values)]
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, (list, tuple, set)):
-        return value
-    if isinstance(value, (Tensor, type, types.ModuleType, str, bytes, int, float)):
-        return ()
-    held = list(getattr(value, "__dict__", {}).values())
-    name = "forward" if isinstance(value, nn.Module) else "__call__"
-    return [*held, *(vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind))]
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Return the names in this code, with those of the functions that are made in it."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return [*code.co_names, *(name for each in inner for name in _names(each))]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+def is_array(value: Any) -> bool:
+    """True for a NumPy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def is_generator(value: Any) -> bool:
@@ -566,4 +459,4 @@ def same_random(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(same_random(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_random(a[key], b[key]) for key in a)
-    return bool((a == b).all()) if _is_array(a) else bool(a == b)
+    return bool((a == b).all()) if is_array(a) else bool(a == b)

@@ -34,7 +34,6 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
-from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.window import (
     Additions,
     ClampedUnits,
@@ -171,14 +170,12 @@ class Ledger:
         return window
 
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
-        """Return the seed of a window: that of the undivided batch if its units are known."""
+        """Return the seed of a window, a power of two: 16 bits do not round it."""
         if known is None:
             return self.next_seed or _first_seed(units, self.sync, self.target.device)
         if known.keys() != {SINGLE}:  # of terms, each of which has its own
             return 1.0
-        seed = 1.0 / (known[SINGLE] or 1.0)
-        # Other ranks do not learn of a total in 16 bits, for which the seed must not be rounded.
-        return seed if self.sync.has_whole_gradient else power_of_two_near(seed)
+        return power_of_two_near(1.0 / (known[SINGLE] or 1.0))
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""
@@ -248,8 +245,6 @@ class Ledger:
             seed = last[2]
             if seed.dtype is total.dtype and seed.device == total.device:
                 return seed
-        if counts and total.dtype in SIXTEEN_BIT and self.sync.has_whole_gradient:
-            self.open = self.current.at_power_of_two()
         value = self.current.seed_of(name, weight) if counts else 0.0
         seed = scalar_on(total.device, value, total.dtype)
         if counts:

@@ -1,12 +1,10 @@
 """A window: the value that begins one update, what its micro-batches add, and how it ends.
 
 Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
-ranks, and adds `seed × d(total)` into the gradients. If all units were counted before (`known`), it
-is `1 / units`, as for the undivided batch, and the close has nothing to correct. On several ranks,
-for totals in 16 bits, and where the units are not known, it is a power of two near `1 / units` (of
-the window before, or of the first micro-batch), so that multiplying by it does not round; the close
-knows the units and corrects with one factor. A loss of several terms has a seed for each,
-`weight / units` of the term.
+ranks, and adds `seed × d(total)` into the gradients. It is a power of two near `1 / units`, so that
+multiplying by it does not round: of all units, if they were counted before (`known`), else of the
+window before or of the first micro-batch. The close knows the units and corrects with one factor. A
+loss of several terms has a seed for each, `weight / units` of the term.
 
 The end of a window is four functions over values:
 
@@ -47,7 +45,6 @@ from wholebatch.window.close import (
     Sums,
     check_counts,
     column,
-    power_of_two_near,
     scalar_on,
 )
 from wholebatch.window.close_options import CloseOptions
@@ -137,18 +134,6 @@ class Window:
             units = self.known[name] if self.known else 0.0
             seed = self.seed * weight / units if units else 0.0
         return seed * (self.averaged_by * self.scaling)
-
-    def at_power_of_two(self) -> Window:
-        """Return the window with a seed that 16 bits do not round; what was added follows."""
-        if self.known is None or self.has_terms or not isinstance(self.seed, float):
-            return self  # it is one already, or `rounded_least`
-        seed = power_of_two_near(self.seed)
-        if seed == self.seed:
-            return self
-        gradients = [p.grad for p in self.inputs if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, seed / self.seed)
-        return replace(self, seed=seed)
 
     def rounded_least(self, terms: Mapping[str, Term]) -> Window:
         """Return the window with the seed that rounds these terms least, for totals in 16 bits.

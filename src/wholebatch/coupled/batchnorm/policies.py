@@ -27,7 +27,7 @@ from wholebatch.coupled.normalisation_layers import (
     whole_batch_norms,
 )
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 Choice = Literal["freeze", "allow", "refuse"]
 

@@ -29,7 +29,7 @@ from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples, close_with_only
 from wholebatch.whole_batch import MicroBatch
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 _TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")
 

@@ -30,7 +30,7 @@ from wholebatch.integrations.transformers.recorded_trainer import (
 from wholebatch.integrations.transformers.weighted_loss import engine_of
 from wholebatch.losses.loss import Loss, wide
 from wholebatch.losses.preference import reward_loss
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 _COUPLED = {
     "aot": "sorts the pairs of a batch",

@@ -37,7 +37,7 @@ from wholebatch.memory.budget import Budget
 from wholebatch.options import Close, Memory, Samples
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.close import read_scalars
-from wholebatch.window.forward_state import replaced_attributes
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

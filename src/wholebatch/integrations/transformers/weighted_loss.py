@@ -28,8 +28,9 @@ from wholebatch.errors import LossError, NonFiniteError, OptionError, Unsupporte
 from wholebatch.losses.loss import Loss, mean_loss
 from wholebatch.options import Close
 from wholebatch.warn_user import warn_user
-from wholebatch.window.forward_state import attributes_restored, replaced_attributes
+from wholebatch.window.forward_state import attributes_restored
 from wholebatch.window.precision import SIXTEEN_BIT
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 
 @dataclass
