@@ -71,6 +71,20 @@ def test_bags_of_unequal_sizes_are_no_comparison(sizes: Any) -> None:
     assert off(backward, bag_loss(model, whole), model, data) < 1e-14
 
 
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_a_sum_over_two_units_divided_by_two(is_weight: bool) -> None:
+    """A weight of 1 / 2 stands in micro-batches of other sizes, too."""
+    model, data = net(), samples(2, 1, 2, 1)
+    acc = wb.Accumulator(model, None, steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in acc.over(data):
+            total = F.cross_entropy(logits(model, x), y, reduction="sum")
+            acc.backward(total / (2 if is_weight else len(y)), units=len(y))
+    told = [str(warning.message) for warning in caught]
+    assert any("divided by 2 where its units are 2" in text for text in told) is not is_weight
+
+
 def test_a_call_for_each_task_is_told() -> None:
     """The queries of a task of a meta-learner are linked, those of two tasks are not."""
     model = nn.Linear(4, 1).double()

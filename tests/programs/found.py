@@ -58,6 +58,12 @@ FOUND = (
         way="run",
         mistake="total as mean",
     ),
+    # A mean over two labels, as a quotient.
+    Program(
+        windows=((Micro(2), Micro(1, "one"), Micro(2)),),
+        way="backward",
+        mistake="quotient as total",
+    ),
     # A layer under torch.vmap, in a search for the layer that couples samples.
     Program(
         model="functional",

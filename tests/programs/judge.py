@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.programs.description import LOOPS, Program
-from tests.programs.mistakes import ONE_ROW, SIZE, mistake_of
+from tests.programs.mistakes import LATER, ONE_ROW, SIZE, mistake_of
 from tests.programs.oracle import Window, truth
 from tests.programs.run import Outcome, in_fork, run
 from tests.programs.script import script
@@ -98,7 +98,8 @@ def _listed(program: Program) -> str:
     if program.mistake == "divided by steps" and program.given == "total" and steps in sizes:
         return SIZE
     way = SEEN_LIKE.get(program.way, program.way)
-    return mistake_of(program).listed.get(way, "")
+    listed = mistake_of(program).listed.get(way, "")
+    return listed or (LATER if way in LOOPS and program.begins_in_single_rows else "")
 
 
 def _key(kind: str, error: str) -> str:
