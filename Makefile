@@ -13,8 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Where `make dist` puts the packages.
 DIST ?= dist
-# Test processes. One thread each, so that they do not fight over the cores.
-JOBS ?= 2
+# Test processes, for two cores: one waits now and then for processes that it started.
+JOBS ?= 3
 # `make setup PYTHON=...` and `make gpu-test PYTHON=...` choose the interpreter. Else the first of
 # these that starts makes .venv, and python3 runs the GPU targets.
 FIND_PYTHON = $(firstword $(PYTHON) $(shell for p in python3.11 python3 python; do \
@@ -56,7 +56,7 @@ run: setup ## train the embedded default recipe (about two minutes on two cores)
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # EVERY_TEST: a test that is skipped because a package is missing is a failure.
-test: $(VENV)/.dev-all ## run all tests (JOBS=2 processes; installs the trainers)
+test: $(VENV)/.dev-all ## run all tests (JOBS=3 processes; installs the trainers)
 	EVERY_TEST=1 $(PYTEST) --ignore tests/browser --ignore tests/packages
 
 coverage: $(VENV)/.dev-all ## run all tests and print the branch coverage of src (takes longer)
@@ -76,7 +76,7 @@ check: $(VENV)/.dev-all ## ruff, ruff format, mypy --strict, the import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(BIN)/python -m pytest -q tests/repo/test_layers.py
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .

@@ -93,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark all of tests/gpu, so that its files need not import pytest; skip without CUDA."""
     if hasattr(config, "workerinput"):
-        items[:] = slow_files_first(items)
+        items[:] = slow_files_first(items, config.workerinput["workercount"])
     gpu_items = []
     for item in items:
         if GPU_TESTS in item.path.parents:
@@ -109,24 +109,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def slow_files_first(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Order the tests so that two workers of pytest-xdist end together.
+def slow_files_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Order the tests so that the workers of pytest-xdist end together.
 
-    `--dist worksteal` gives each of them one half, and the end of a half to who is done. So each
-    half begins with slow files. All that start several processes are in the first half: two such
-    jobs at once would make each other wait.
+    `--dist worksteal` gives each of them an equal part, and the end of a part to who is done. So
+    each part begins with slow files. All that start several processes are in the first part: two
+    such jobs at once would make each other wait.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    jobs: list[pytest.Item] = []
-    slow: list[pytest.Item] = []
+    slow: list[list[pytest.Item]] = [[] for _ in range(workers)]
     fast: list[pytest.Item] = []
+    part = 0
     for tests in files.values():
         marks = {mark.name for item in tests for mark in item.iter_markers()}
-        (jobs if "distributed" in marks else slow if "slow" in marks else fast).extend(tests)
-    rest = max(0, len(items) // 2 - len(jobs))
-    return [*jobs, *fast[:rest], *slow, *fast[rest:]]
+        if "distributed" in marks:
+            slow[0].extend(tests)
+        elif "slow" in marks:
+            part = part % (workers - 1) + 1 if workers > 1 else 0
+            slow[part].extend(tests)
+        else:
+            fast.extend(tests)
+    ordered: list[pytest.Item] = []
+    for number, tests in enumerate(slow):
+        rest = max(0, len(items) * (number + 1) // workers - len(ordered) - len(tests))
+        ordered += [*tests, *fast[:rest]]
+        del fast[:rest]
+    return ordered
 
 
 @pytest.fixture(autouse=True, scope="session")
