@@ -12,6 +12,7 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.compile.nets import steps_of
 from wholebatch.compile.cross_entropy import _operation, can_fuse_entropy
+from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.losses import sliced_cross_entropy
 
 DEVICE = torch.device("cuda")
@@ -56,6 +57,20 @@ def test_labels_out_of_range_and_infinite_logits_are_not_finite() -> None:
     labels = torch.tensor([100, -3, 7, 8], device=DEVICE)
     rows = _operation()(logits, labels, torch.ones((), device=DEVICE), -100)
     assert rows.isfinite().tolist() == [False, False, False, True]
+
+
+def test_the_statistics_of_rows_are_those_of_float64() -> None:
+    torch.manual_seed(0)
+    for classes in (1, 7, 1000, 16384, 128256):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            logits = (torch.randn(37, classes, device=DEVICE) * 4).to(dtype)
+            logits[3, classes // 2 :] = logits[3].max()  # the first of equal ones
+            entropies, likeliest, means = token_statistics(logits)
+            shares = logits.double().softmax(1)
+            wanted = -(shares * shares.log()).sum(1)
+            assert float((entropies - wanted).abs().max()) <= 1e-5, (classes, dtype)
+            assert torch.equal(likeliest, logits.cpu().argmax(1).to(DEVICE))
+            assert float((means - logits.double().mean(1)).abs().max()) <= 1e-5
 
 
 def test_this_device_has_it() -> None:
