@@ -76,7 +76,7 @@ check: $(VENV)/.dev-all ## ruff, ruff format, mypy --strict, the import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
-	$(BIN)/python -m pytest -q tests/repo/test_layers.py
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.dev ## let ruff fix and format what it can
 	$(BIN)/ruff check --fix .

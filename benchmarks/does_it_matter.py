@@ -6,7 +6,7 @@
 
 Each setting is trained with the same data order, seeds and learning rate: with the undivided batch
 (the truth), by the usual loop, by each trainer's own accumulation, and by wholebatch. The learning
-rate is chosen before, by the undivided batch alone: the best of four, with a seed that the study
+rate is chosen before, by the undivided batch alone: the best of six, with a seed that the study
 does not use. A trainer whose first run ends with the weights of the undivided batch or of the usual
 loop is not run again.
 """

@@ -1,7 +1,8 @@
 """Fine-tuning at its real sizes: ms per window, memory, tokens per second, share of the peak.
 
-    python benchmarks/gpu_finetune.py                                        # every row, in turn
-    python benchmarks/gpu_finetune.py --rows 8b-lora --loops 'whole,loop+,sft*,sft' --total 540
+    python benchmarks/gpu_finetune.py                                        # every row
+    python benchmarks/gpu_finetune.py --rows 8b-lora --loops 'whole,loop+,sft*,sft' --budget 540
+    python benchmarks/gpu_finetune.py --rows '8b-lora/sft*,3b/whole'          # a loop for each row
     python benchmarks/gpu_finetune.py --rows tiny-lora --execute eager         # tried on a CPU
 
 | row | model | trained | tokens × window, micro |
@@ -12,13 +13,14 @@
 | 1b-lora | Llama 22×2048, float32 | LoRA of rank 16 on attention | 1,024 × 32, 4 |
 | 1b-long | Llama 22×2048, float32 | everything | 8,192 × 8, 1 |
 
-Each loop runs in a process of its own, one after the other. A third of the tokens have no label, a
-different share in every sample. Rows of TRL, PEFT, bitsandbytes or Liger are left out by name where
-the package is missing. With `--total`, measurements that would begin too late are named and left
-out. The share of the peak counts the matrix products that the model must do (4
-per frozen weight and token, 6 per trained one, and those of attention) against 989 TFLOP/s. "GiB"
-is reserved after the last window, "at most" before the windows that count, tests and compilation
-included. The notes are what wholebatch logs: how its micro-steps run, and what it did not test.
+Each loop runs in a process of its own. They get ready side by side as far as the card has room, and
+are timed one at a time. A third of the tokens have no label, a different share in every sample.
+Rows of TRL, PEFT, bitsandbytes or Liger are left out by name where the package is missing, and what
+would begin too late for `--budget` is named. The share of the peak counts the matrix products that
+the model must do (4 per frozen weight and token, 6 per trained one, and those of attention) against
+989 TFLOP/s. "GiB" is reserved after the last window, "at most" before the windows that count, tests
+and compilation included. The notes are what wholebatch logs: how its micro-steps run, and what it
+did not test.
 """
 
 from __future__ import annotations
@@ -28,27 +30,26 @@ import dataclasses
 import functools
 import json
 import logging
-import math
-import subprocess
-import sys
+import os
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from speed.loops import CUDA, LOOPS, Job, trainer
 from speed.models import CASES, DEVICE, Case, Sample, llama_of, of_transformers, transformer_of
+from speed.together import Child, Expected, Spec, run_rows
 from torch import nn
 
 from wholebatch.compile import ExecuteWarning
 
 PEAK = 989e12
 """Dense bf16 products of an H200 per second, by its data sheet."""
-_LEAST = 30.0
-"""Seconds without which no measurement begins."""
 _ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _8B = llama_of(4096, 14336, 32, 32, num_key_value_heads=8) | {"vocab_size": 128_256}
 _3B = llama_of(3072, 8192, 28, 24, num_key_value_heads=8) | {"vocab_size": 128_256}
@@ -62,8 +63,8 @@ class Row:
     micro: int
     tokens: int
     """Tokens of a sample."""
-    adapters: bool = True
-    """Whether only adapters are trained."""
+    expected: Expected
+    """Seconds until it is measured, and GiB at most, of an earlier run on an H200, rounded up."""
 
 
 def _sixteen_bit(sizes: dict[str, Any], *, tied: bool = False) -> Any:
@@ -139,7 +140,10 @@ _1B = llama_of(2048, 5632, 22, 32)
 _TINY = llama_of(32, 64, 2, 2, vocab_size=64)
 ROWS: dict[str, Row] = {
     "8b-lora": Row(
-        _case(_8B, 16, 2048, lambda: _with_adapters(lambda: _sixteen_bit(_8B), _ALL)), 1, 2048
+        _case(_8B, 16, 2048, lambda: _with_adapters(lambda: _sixteen_bit(_8B), _ALL)),
+        1,
+        2048,
+        Expected(100.0, 48.0),
     ),
     "8b-qlora": Row(
         _case(
@@ -150,13 +154,24 @@ ROWS: dict[str, Row] = {
         ),
         1,
         2048,
+        Expected(120.0, 40.0),
     ),
-    "3b": Row(_case(_3B, 16, 1024, lambda: _sixteen_bit(_3B, tied=True)), 2, 1024, adapters=False),
+    "3b": Row(
+        _case(_3B, 16, 1024, lambda: _sixteen_bit(_3B, tied=True)), 2, 1024, Expected(80.0, 55.0)
+    ),
     "1b-lora": Row(
-        _case(_1B, 32, 1024, lambda: _with_adapters(CASES["llama-1b"].build, _ALL[:4])), 4, 1024
+        _case(_1B, 32, 1024, lambda: _with_adapters(CASES["llama-1b"].build, _ALL[:4])),
+        4,
+        1024,
+        Expected(60.0, 30.0),
     ),
-    "1b-long": Row(_case(_1B, 8, 8192, CASES["llama-1b"].build), 1, 8192, adapters=False),
-    "tiny-lora": Row(_case(_TINY, 8, 16, lambda: _with_adapters(CASES["tiny"].build, _ALL)), 2, 16),
+    "1b-long": Row(_case(_1B, 8, 8192, CASES["llama-1b"].build), 1, 8192, Expected(75.0, 60.0)),
+    "tiny-lora": Row(
+        _case(_TINY, 8, 16, lambda: _with_adapters(CASES["tiny"].build, _ALL)),
+        2,
+        16,
+        Expected(5.0, 1.0),
+    ),
 }
 
 
@@ -242,10 +257,11 @@ def operations(model: nn.Module, row: Row) -> float:
     return float(products + attention)
 
 
-def measure(name: str, loop: str, execute: str, seconds: float) -> dict[str, Any]:
+def measure(spec: Spec, execute: str) -> dict[str, Any]:
     """Measure one loop on one row, in this process."""
+    name, loop, micro = spec
     row = ROWS[name]
-    job = Job(row.case, row.micro, execute, seconds)
+    job = Job(row.case, micro, execute, waits=True)
     began = time.perf_counter()
     logged: list[str] = []
     listener = logging.Handler(logging.INFO)
@@ -260,7 +276,7 @@ def measure(name: str, loop: str, execute: str, seconds: float) -> dict[str, Any
     logged += [str(one.message) for one in warned if issubclass(one.category, ExecuteWarning)]
     with torch.device("meta"):
         counted = operations(
-            job.case.build() if "q" not in name else ROWS["8b-lora"].case.build(), row
+            job.case.build() if name != "8b-qlora" else ROWS["8b-lora"].case.build(), row
         )
     return {
         "ms": round(ms, 1),
@@ -273,64 +289,81 @@ def measure(name: str, loop: str, execute: str, seconds: float) -> dict[str, Any
     }
 
 
+def child(spec: Spec, execute: str) -> None:
+    """Measure one row in this process, print it, and end at once."""
+    answer: dict[str, Any] = dict(zip(("model", "loop", "micro"), spec, strict=True))
+    try:
+        answer |= measure(spec, execute)
+    except Exception as problem:  # The other measurements are still made.
+        traceback.print_exc()
+        answer["error"] = f"{type(problem).__name__}: {str(problem)[:200]!r}"
+    print("ROW " + json.dumps(answer), flush=True)
+    os._exit(0)  # Nobody needs the memory to be freed tidily.
+
+
+def line_of(answer: dict[str, Any]) -> str:
+    """Return a line of the table."""
+    begin = f"| {answer['model']} | {HERE[answer['loop']][0]} |"
+    if "error" in answer:
+        return f"{begin} | | | | | {answer['error']} |"
+    return (
+        f"{begin} {answer['ms']:,.0f} | {answer['gib']:.1f} | {answer['highest']:.1f} | "
+        f"{answer['tokens_per_s']:,} | {answer['peak']:.0%} | {'; '.join(answer['logged'])} |"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", default=",".join(r for r in ROWS if not r.startswith("tiny")))
     parser.add_argument("--loops", default=",".join(HERE), help=f"of {', '.join(HERE)}")
     parser.add_argument("--execute", default="graph", help="of the entry points of wholebatch")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each measurement")
-    parser.add_argument("--total", type=float, default=math.inf, help="seconds for all of them")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="after which two windows are enough"
-    )
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds in all")
     parser.add_argument("--out", help="a file for one JSON line per measurement")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    for name, known in (("rows", ROWS), ("loops", HERE)):
-        unknown = set(getattr(options, name).split(",")) - set(known)
-        if unknown:
-            parser.error(f"--{name} {', '.join(unknown)}: must be some of {', '.join(known)}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_float32_matmul_precision("high")
-    if options.one:
-        try:
-            answer = measure(options.rows, options.loops, options.execute, options.seconds)
-        except Exception as problem:  # The other measurements are still made.
-            answer = {"error": f"{type(problem).__name__}: {str(problem)[:200]!r}"}
-        print("ANSWER " + json.dumps(answer), flush=True)
-        return
-    lines = []
-    options.until = time.monotonic() + options.total
-    for name in options.rows.split(","):
-        for loop in options.loops.split(","):
-            lines.append(f"| {name} | {HERE[loop][0]} | {_cells(name, loop, options)} |")
-            print(lines[-1], flush=True)
+    if options.child:
+        row, loop, micro = options.child.split("/")
+        child((row, loop, int(micro)), options.execute)
+    parts = [item.partition("/") for item in options.rows.split(",")]
+    pairs = [
+        (row, loop)
+        for row, _, own in parts
+        for loop in ([own] if own else options.loops.split(","))
+    ]
+    for name, asked, known in (
+        ("rows", {row for row, _ in pairs}, ROWS),
+        ("loops", {loop for _, loop in pairs}, HERE),
+    ):
+        if unknown := asked - set(known):
+            parser.error(f"--{name} {', '.join(unknown)}: must be some of {', '.join(known)}")
+    began, lines = time.monotonic(), list[str]()
+
+    def report(answer: dict[str, Any]) -> None:
+        lines.append(line_of(answer))
+        print(lines[-1], flush=True)
+        if options.out:
+            with open(options.out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(answer) + "\n")
+
+    run_rows(
+        [(row, loop, ROWS[row].micro) for row, loop in pairs],
+        lambda spec, gib: Child(
+            Path(__file__).resolve(),
+            spec,
+            ["--execute", options.execute],
+            os.environ.get("PYTHONPATH", ""),
+            gib,
+        ),
+        lambda spec: ROWS[spec[0]].expected,
+        until=began + options.budget,
+        report=report,
+    )
     print("\n| row | loop | ms per window | GiB | at most | tokens/s | of peak | notes |")
     print("|---|---|---:|---:|---:|---:|---:|---|")
-    print("\n".join(lines), flush=True)
-
-
-def _cells(name: str, loop: str, options: argparse.Namespace) -> str:
-    limit = min(options.limit, options.until - time.monotonic())
-    if limit < _LEAST:
-        return f"| | | | | not begun: {options.total:.0f} s are over"
-    command = [sys.executable, __file__, "--one", "--rows", name, "--loops", loop]
-    command += ["--execute", options.execute, "--seconds", str(options.seconds)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-        texts = [t for t in done.stdout.splitlines() if t.startswith("ANSWER ")]
-        answer = json.loads(texts[-1][7:]) if texts else {"error": done.stderr[-300:]}
-    except subprocess.TimeoutExpired:
-        answer = {"error": f"not ready after {limit:.0f} s"}
-    if options.out:
-        with open(options.out, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"row": name, "loop": loop, **answer}) + "\n")
-    if "error" in answer:
-        return f"| | | | | {answer['error']}"
-    return (
-        f"{answer['ms']:,.0f} | {answer['gib']:.1f} | {answer['highest']:.1f} | "
-        f"{answer['tokens_per_s']:,} | {answer['peak']:.0%} | {'; '.join(answer['logged'])}"
-    )
+    print("\n".join(lines))
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

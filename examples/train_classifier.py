@@ -94,6 +94,8 @@ def main(argv=None):
         saved = torch.load(args.save, map_location=device, weights_only=True)
         for name, part in state.items():
             part.load_state_dict(saved[name])
+        if scheduler.total_steps != updates:
+            parser.error(f"{args.save}: a run of {scheduler.total_steps} updates, not {updates}")
 
     half = torch.bfloat16 if args.precision == "bf16" else torch.float16
     for epoch in range(acc.epoch, args.epochs):

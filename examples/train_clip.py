@@ -97,6 +97,8 @@ def main(argv=None):
         saved = torch.load(args.save, map_location=device, weights_only=True)
         for name, part in state.items():
             part.load_state_dict(saved[name])
+        if scheduler.total_steps != updates:
+            parser.error(f"{args.save}: a run of {scheduler.total_steps} updates, not {updates}")
 
     for epoch in range((train.updates + train.skipped) // len(loader), args.epochs):
         order.manual_seed(epoch)  # a resumed run sees the same order

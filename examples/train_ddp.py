@@ -89,6 +89,8 @@ def main():
         saved = torch.load(args.save, map_location=device, weights_only=True)
         for name, part in state.items():
             part.load_state_dict(saved[name])
+        if scheduler.T_max != updates:
+            parser.error(f"{args.save}: a run of {scheduler.T_max} updates, not {updates}")
 
     for epoch in range(acc.epoch, args.epochs):
         sampler.set_epoch(epoch)

@@ -64,6 +64,8 @@ if args.resume:
     saved = torch.load(args.save, map_location=device, weights_only=True)
     for name, part in state.items():
         part.load_state_dict(saved[name])
+    if scheduler_g.T_max != updates:
+        parser.error(f"{args.save}: a run of {scheduler_g.T_max} updates, not {updates}")
 
 for epoch in range(acc_g.epoch, args.epochs):
     order.manual_seed(epoch)  # a resumed run sees the same order

@@ -1,7 +1,6 @@
 """Train a small GPT on the docstrings of torch: documents of very different lengths.
 
-    python examples/train_lm.py
-    python examples/train_lm.py --resume   # after a stop, from the last checkpoint
+    python examples/train_lm.py            # with --resume: after a stop, from the last checkpoint
 
 `wb.WholeBatch` splits each batch, and makes its exact update: a mean over all of its tokens.
 """
@@ -87,10 +86,9 @@ def main(argv=None):
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     texts, order = documents(), torch.Generator()
-    train_texts = [text for i, text in enumerate(texts) if i % 10]
-    options = {"batch_size": args.batch_size, "collate_fn": collate}
-    loader = DataLoader(train_texts, shuffle=True, generator=order, **options)
-    test_loader = DataLoader(texts[::10], **options)
+    train_texts = [text for i, text in enumerate(texts) if i % 10]  # the others are for the test
+    loader = DataLoader(train_texts, args.batch_size, True, generator=order, collate_fn=collate)
+    test_loader = DataLoader(texts[::10], args.batch_size, collate_fn=collate)
     model = GPT().to(device)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
@@ -105,6 +103,8 @@ def main(argv=None):
         saved = torch.load(args.save, map_location=device, weights_only=True)
         for name, part in state.items():
             part.load_state_dict(saved[name])
+        if scheduler.total_steps != updates:
+            parser.error(f"{args.save}: a run of {scheduler.total_steps} updates, not {updates}")
 
     for epoch in range((train.updates + train.skipped) // len(loader), args.epochs):
         order.manual_seed(epoch)  # a resumed run sees the same order

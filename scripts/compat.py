@@ -55,7 +55,9 @@ FILES = (
 # Tests of the engine, which needs torch 2.11.
 ENGINE = (
     "compile/test_blocks.py",
+    "compile/test_causal_lm.py",
     "compile/test_fallback.py",
+    "compile/test_guards.py",
     "compile/test_inductor.py",
     "compile/test_internals.py",
     "compile/test_joint.py",

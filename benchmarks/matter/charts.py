@@ -16,6 +16,7 @@ PALETTE = {
     "#d1495b": ("usual", "#d1495b", "#ff7b8a"),
     "#1a8f74": ("ours", "#1a8f74", "#2fbf9b"),
     "#b07d00": ("trainer", "#b07d00", "#e3b341"),
+    "#a8b3c2": ("bar", "#a8b3c2", "#545d68"),
 }
 LOOKS: dict[str, dict[str, Any]] = {
     "undivided": {"color": "#59636e", "linewidth": 5, "alpha": 0.45},

@@ -16,7 +16,7 @@ LENGTH, WIDTH, VOCABULARY = 32, 32, 128
 SEQUENCES = 2048
 """Training sequences of one run: 65,536 bytes of Python's own manual."""
 BATCHES = (1, 4, 16, 64)
-RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 MARKS = 16
 """Points of a run at which the held-out loss is computed."""
 BETA2 = 0.95

@@ -71,6 +71,43 @@ def test_bags_of_unequal_sizes_are_no_comparison(sizes: Any) -> None:
     assert off(backward, bag_loss(model, whole), model, data) < 1e-14
 
 
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_a_sum_over_two_units_divided_by_two(is_weight: bool) -> None:
+    """A weight of 1 / 2 stands in micro-batches of other sizes, too."""
+    model, data = net(), samples(2, 1, 2, 1)
+    acc = wb.Accumulator(model, None, steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in acc.over(data):
+            total = F.cross_entropy(logits(model, x), y, reduction="sum")
+            acc.backward(total / (2 if is_weight else len(y)), units=len(y))
+    told = [str(warning.message) for warning in caught]
+    assert any("divided by 2 where its units are 2" in text for text in told) is not is_weight
+
+
+def test_a_call_for_each_task_is_told() -> None:
+    """The queries of a task of a meta-learner are linked, those of two tasks are not."""
+    model = nn.Linear(4, 1).double()
+    tasks = [torch.randn(5, 5, 4).double() for _ in range(2)]
+
+    def loss(tasks: Tensor) -> Tensor:
+        losses = []
+        for x in tasks:
+            weights = dict(model.named_parameters())
+            inner = torch.func.functional_call(model, weights, (x[:3],)).square().mean()
+            slopes = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+            moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), slopes, strict=True)}
+            query = torch.func.functional_call(model, moved, (x[3:],))
+            losses.append((query - x[3:, :1]).square().mean())
+        return torch.stack(losses).mean()
+
+    def backward(acc: Any, model: nn.Module, tasks: Tensor) -> None:
+        acc.backward(mean=loss(tasks), units=len(tasks))
+
+    with pytest.warns(UserWarning, match="this loss links 2 of the model's 2 output rows"):
+        assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
+
+
 def test_rows_as_units_of_bags_are_told() -> None:
     torch.manual_seed(3)
     acc, micro = wb.Accumulator(model := net(), None, steps=2), bags(3, 1, 4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.cli.helpers import Ran, assert_same_bits, metrics_of, newest_checkpoint
+from wholebatch.cli.recipe_files import find_recipe
 from wholebatch.cli.recipes.recipe import load_recipe
-from wholebatch.cli.recipes.recipe_files import find_recipe
 
 Command = Callable[..., Ran]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.cli.helpers import EXACT, NOISY, Ran
+from wholebatch.cli.recipe_files import EMBEDDED, find_recipe
 from wholebatch.cli.recipes.recipe import load_recipe
-from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.errors import MissingExtraError, RecipeError
 
 Write = Callable[..., Path]

@@ -14,8 +14,10 @@ from torch.nn import functional
 import wholebatch as wb
 from tests.compile.nets import Micro, loss, run_rewritten
 from tests.support import distance
+from wholebatch.compile import token_statistics as token_statistics_module
 from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.graph_rewrite import Fusions
+from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.losses import sliced_cross_entropy
 from wholebatch.window.precision import choose
 
@@ -62,6 +64,23 @@ def with_z(model: nn.Module, micro: Micro) -> wb.Loss:
     return wb.Loss(whole.total + logits.float().logsumexp(-1).square().sum(), whole.units)
 
 
+def with_metrics(model: nn.Module, micro: Micro) -> wb.Loss:
+    """The logits are read before the loss."""
+    logits = model(micro["x"])
+    entropies, likeliest, means = token_statistics(logits.flatten(0, 1))
+    whole = wb.cross_entropy(logits, micro["y"])
+    extras = {"entropy": entropies.sum(), "class": likeliest.sum().double(), "mean": means.sum()}
+    return wb.Loss(whole.total, whole.units, extras=extras)
+
+
+def with_late_metrics(model: nn.Module, micro: Micro) -> wb.Loss:
+    """A view of the logits is read after the loss."""
+    logits = model(micro["x"])
+    rows = logits.flatten(0, 1)
+    whole = wb.cross_entropy(logits, micro["y"])
+    return wb.Loss(whole.total, whole.units, extras={"class": rows.argmax(-1).sum()})
+
+
 def smoothed(model: nn.Module, micro: Micro) -> wb.Loss:
     return wb.cross_entropy(model(micro["x"]), micro["y"], label_smoothing=0.1)
 
@@ -82,7 +101,7 @@ def _run(
 
 @pytest.mark.parametrize("precision", ["full", "bf16"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("loss", [loss, mean_times_count, halved])
+@pytest.mark.parametrize("loss", [loss, mean_times_count, halved, with_metrics])
 def test_the_same_numbers_without_a_second_tensor_of_that_size(
     loss: Callable[[Any, Any], wb.Loss], bias: bool, precision: str
 ) -> None:
@@ -97,7 +116,7 @@ def test_the_same_numbers_without_a_second_tensor_of_that_size(
     assert all(buffer.abs().sum() > 0 for buffer in fused[2])
 
 
-@pytest.mark.parametrize("loss", [squared, with_z, smoothed, weighted])
+@pytest.mark.parametrize("loss", [squared, with_z, with_late_metrics, smoothed, weighted])
 def test_what_it_cannot_be_stays_as_it_is(loss: Callable[[Any, Any], wb.Loss]) -> None:
     chosen = choose("bf16", "cpu")
     plain = _run(Reader(), loss, chosen, fuses=False)
@@ -137,6 +156,20 @@ def test_each_slice_of_a_loss_is_done_before_the_next(
                 assert places[node] < places[following.args[0]], node
                 made.add(node)
         assert len(made) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_statistics_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_statistics_module, "_AT_ONCE", 40)
+    logits = torch.randn(7, 13, generator=torch.Generator().manual_seed(0)).to(dtype) * 3
+    logits[3, 2:9] = 9.0  # the first of equal ones is the most likely
+    entropies, likeliest, means = token_statistics(logits.requires_grad_())
+    shares = logits.detach().double().softmax(-1)
+    limit = 1e-12 if dtype is torch.float64 else 1e-6
+    assert distance([entropies], [-(shares * shares.log()).sum(-1)]) <= limit
+    assert distance([means], [logits.detach().double().mean(-1)]) <= limit
+    assert torch.equal(likeliest, logits.argmax(-1))
+    assert not entropies.requires_grad
 
 
 def test_no_cpu_has_the_kernel() -> None:

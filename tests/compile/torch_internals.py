@@ -43,7 +43,6 @@ INTERNALS = (
     Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _TRACE),
     Internal("torch.utils._python_dispatch", "TorchDispatchMode", "reads of values", _TRACE),
     Internal("torch.utils._python_dispatch", "_disable_current_modes", "causal masks", _TRACE),
-    Internal("torch.utils._pytree", "tree_leaves", "the tensors of an operation", _TRACE),
     Internal("torch._ops", "OpOverload", "what an operation writes", _TRACE, ("_schema",)),
     Internal(
         "torch._dynamo.eval_frame",
@@ -61,6 +60,12 @@ INTERNALS = (
     ),
     Internal("torch._dynamo.symbolic_convert", "is_stdlib", "guards of os.getenv", "constants"),
     Internal("torch._dynamo.variables", "ConstDictVariable", "guards of missing keys", "constants"),
+    Internal(
+        "torch._dynamo.variables",
+        "UserDefinedClassVariable",
+        "guards of class attributes, before torch 2.13",
+        "constants",
+    ),
     Internal("torch.fx._lazy_graph_module", "_LazyGraphModule", "no code is generated", _TRACE),
     Internal(
         "torch",

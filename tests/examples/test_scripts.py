@@ -236,14 +236,23 @@ def test_ddp_alone_says_how_to_start_it() -> None:
     ],
 )
 def test_a_resumed_run_goes_on(
-    name: str, arguments: list[str], steps: int, epoch: int, tmp_path: Path
+    name: str,
+    arguments: list[str],
+    steps: int,
+    epoch: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    stopped = tmp_path / "stopped.pt"
     assert steps > epoch * (2 if name == "train_gan" else 1)
     arguments = [*arguments, "--epochs", "2"]
     run_script(name, *arguments, "--save", str(tmp_path / "whole.pt"))
     with stopped_after(steps):
-        run_script(name, *arguments, "--save", str(tmp_path / "stopped.pt"))
-    run_script(name, *arguments, "--save", str(tmp_path / "stopped.pt"), "--resume")
+        run_script(name, *arguments, "--save", str(stopped))
+    with pytest.raises(SystemExit):  # the saved schedule ends after two epochs
+        run_script(name, *arguments, "--epochs", "3", "--save", str(stopped), "--resume")
+    assert ": a run of" in capsys.readouterr().err
+    run_script(name, *arguments, "--save", str(stopped), "--resume")
     whole, resumed = (
         torch.load(tmp_path / f"{which}.pt", weights_only=True) for which in ("whole", "stopped")
     )
@@ -272,8 +281,18 @@ def test_lora_resumes(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_ddp_runs_and_resumes(tmp_path: Path) -> None:
-    options = ["--save", str(tmp_path / "ddp.pt"), "--micro-batch", "32"]
-    torchrun(FOLDER / "train_ddp.py", 2, *options, "--epochs", "1")
-    resumed = torchrun(FOLDER / "train_ddp.py", 2, *options, "--epochs", "2", "--resume").stdout
+    script = FOLDER / "train_ddp.py"
+    options = ["--save", str(tmp_path / "ddp.pt"), "--micro-batch", "32", "--epochs", "2"]
+    stopping = tmp_path / "stopping.py"
+    stopping.write_text(
+        "import runpy\n"
+        "from tests.examples.first_update import stopped_after\n"
+        "with stopped_after(6):\n"
+        f"    runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    assert "epoch 1:" in torchrun(stopping, 2, *options).stdout
+    other = torchrun(script, 2, *options[:-1], "3", "--resume", check=False)
+    assert ": a run of" in other.stderr
+    resumed = torchrun(script, 2, *options, "--resume").stdout
     assert "epoch 1:" not in resumed
     assert re.search(r"epoch 2: loss [\d.]+, test accuracy", resumed)

@@ -19,7 +19,9 @@ from transformers import LlamaForSequenceClassification
 from tests.integrations import trl_training as runs
 from tests.integrations.conftest import Traces
 from tests.integrations.trl_training import off, trained
-from wholebatch.integrations.transformers import exact, exact_preference
+from wholebatch.compile.token_statistics import token_statistics
+from wholebatch.integrations.transformers import exact, exact_preference, exact_sft
+from wholebatch.losses import sliced_cross_entropy
 
 pytestmark = [
     pytest.mark.slow,
@@ -112,6 +114,26 @@ def test_a_graph_makes_the_update_of_the_undivided_batch(
     assert "micro-steps are now one" in said.text
 
 
+@pytest.mark.parametrize("options", [{}, {"adapters": "lora"}, {"loss_type": "dft"}], ids=str)
+@pytest.mark.parametrize("make", [eager, compiled])
+def test_large_logits_are_made_in_slices(
+    make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**MASKED, "learning_rate": 0.1, "pad_to_multiple_of": 32, **options}
+    options |= {"num_train_epochs": 3}
+    whole = trained(case("SFT", eager, 1, **options), updates=3)
+    largest: list[int] = []
+
+    def statistics(logits: torch.Tensor) -> Any:
+        largest.append(len(logits))
+        return token_statistics(logits)
+
+    monkeypatch.setattr(exact_sft, "token_statistics", statistics)
+    monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 24)
+    assert off(trained(case("SFT", make, 4, **options), updates=3), whole) <= EXACT
+    assert 24 in largest
+
+
 def test_a_batch_without_a_label() -> None:
     """A prompt longer than max_length leaves a row without any label."""
     options: dict[str, Any] = {**MASKED, "num_train_epochs": 1, "learning_rate": 0.1}
@@ -164,6 +186,7 @@ def test_dpos_reference_is_the_model_without_adapters() -> None:
     ("name", "options"),
     [
         ("SFT", {"completion_only_loss": True, "max_length": 9}),
+        ("SFT", {"completion_only_loss": True, "max_length": 9, "in_slices": True}),
         ("DPO", {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0, 0.5]}),
         ("DPO", {"precompute_ref_log_probs": True}),
         ("Reward", {"center_rewards_coefficient": 0.1}),
@@ -175,6 +198,9 @@ def test_dpos_reference_is_the_model_without_adapters() -> None:
 def test_the_log_is_trls_own(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = {**options}
+    if options.pop("in_slices", False):
+        monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 3)
     monkeypatch.setattr(runs, "SAMPLES", 16)  # TRL's own update is right with equal batches
     often = {"logging_strategy": "steps", "logging_steps": 2, "num_train_epochs": 3}
     often |= {"learning_rate": 0.1, **options}

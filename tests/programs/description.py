@@ -115,6 +115,12 @@ class Program:
         )
 
     @property
+    def begins_in_single_rows(self) -> bool:
+        """True if no micro-batch of the first window is sure to have two samples with labels."""
+        several = (micro.rows > 1 and micro.labels == "all" for micro in self.windows[0])
+        return not (self.has_tokens or any(several))
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """The fields of a batch, in their order."""
         names = ["x", "mask"] if self.has_tokens else ["x"]

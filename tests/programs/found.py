@@ -42,6 +42,28 @@ FOUND = (
     # Padding that is trimmed, with a mask of bool.
     Program(model="lstm", windows=((Micro(3), Micro(2)),), batch="tuple", tokens=True),
     Program(model="tokens", windows=(ONE,), tokens=True),
+    # Units that are a sum of weights, which rounds otherwise without the padding.
+    Program(
+        model="tokens",
+        windows=((Micro(3), Micro(3), Micro(2, "one")),),
+        loss="weighted",
+        tokens=True,
+        precision="float32",
+        seed=2,
+    ),
+    # The first micro-batches of a loop had no units.
+    Program(
+        windows=((Micro(3, "none"), Micro(4, "none"), Micro(2), Micro(3)),),
+        given="mean",
+        way="run",
+        mistake="total as mean",
+    ),
+    # A mean over two labels, as a quotient.
+    Program(
+        windows=((Micro(2), Micro(1, "one"), Micro(2)),),
+        way="backward",
+        mistake="quotient as total",
+    ),
     # A layer under torch.vmap, in a search for the layer that couples samples.
     Program(
         model="functional",

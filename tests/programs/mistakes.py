@@ -62,6 +62,8 @@ SIZE = "a sum divided by a number that is also a size of what it sums"
 """Words of docs/laws.md: it may be a mean over the parts of a sample."""
 ONE_ROW = "A batch with one sample"
 """Words of docs/laws.md: where one sample alone has units, there is nothing to compare."""
+LATER = "whatever but the units shows only after the first window"
+"""Words of docs/laws.md: most checks of a loop are asked in its first window."""
 
 
 def _listed(words: str, *ways: str) -> dict[str, str]:
@@ -73,7 +75,7 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 _UNITS = {
     "mean as total": Mistake(r"\bmean\b|finite", given=("total",), values={"total": "{mean}"}),
     "quotient as total": Mistake(
-        r"\bmean\b", given=("total",), values={"total": "{total} / {units}"}
+        r"\bmean\b|finite|divided", given=("total",), values={"total": "{total} / {units}"}
     ),
     "total as mean": Mistake(
         r"\bsum\b|add up",

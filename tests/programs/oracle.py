@@ -1,7 +1,8 @@
 """The truth: plain torch on the undivided batch of every window, in float64.
 
 It imports nothing of wholebatch. The text of the model and of the data is the script's; loss,
-normalisation, clipping and the order of events are written here a second time.
+normalisation, clipping and the order of events are written here a second time. In the program's own
+precision, the same lines tell how far rounding alone leads from the truth.
 """
 
 from __future__ import annotations
@@ -33,23 +34,32 @@ from tests.programs.script import SCHEDULERS, forward_lines, given_values
 Window = dict[str, Any]
 
 
-def truth(program: Program) -> list[Window]:
-    """Return what each window must report, and the parameters after it."""
-    scope = _scope(program)
+_SCALE = 256.0
+"""Of a loss under float16, as the scaler's of the script."""
+
+
+def truth(program: Program, precision: str = "float64") -> list[Window]:
+    """Return what each window must report, and the parameters after it.
+
+    With a `precision` of the program, return what plain torch makes of the undivided batch in it.
+    """
+    scope = _scope(program, precision)
     with torch.random.fork_rng(devices=[]):  # a fork of a process with CUDA has none
         torch.manual_seed(3)
-        model = eval(model_call(program), scope).double()
+        model = eval(model_call(program), scope).to(dtype=scope["dtype"])
         scope["model"] = model
         exec(f"{JUDGE}\n{TEACHER}", scope)
         batches = _batches(program, scope["make_data"]) * program.epochs
         return _train(program, model, batches, scope)
 
 
-def _scope(program: Program) -> dict[str, Any]:
+def _scope(program: Program, precision: str) -> dict[str, Any]:
     """Return the classes and functions of the user's own text."""
     from torch.utils.checkpoint import checkpoint
 
-    scope = {"torch": torch, "nn": nn, "F": F, "dtype": torch.float64, "checkpoint": checkpoint}
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    scope = {"torch": torch, "nn": nn, "F": F, "dtype": dtype, "checkpoint": checkpoint}
+    scope["autocast"] = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     scope["copy"] = copy
     before = "\n".join(mistake_of(program).before)
     exec("\n\n".join([model_text(program), data_text(program), before]), scope)
@@ -87,12 +97,18 @@ def _logits(program: Program, model: nn.Module, batch: Any, scope: Any) -> Tenso
     return eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)  # type: ignore[no-any-return]
 
 
+def _autocast(scope: Any) -> torch.autocast:
+    dtype = scope["autocast"]
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
 def _judge(program: Program, model: nn.Module, batch: Any, scope: Any) -> None:
     """Update the judge of the outputs."""
     counted = batch["y"].reshape(-1) != -100
-    logits = _logits(program, model, batch, scope)
-    judge = scope["judge"]
-    total = eval(JUDGED, {"judge": judge, "logits": logits, "counted": counted})
+    judge = scope["judge"].to(dtype=scope["dtype"])
+    with _autocast(scope):
+        logits = _logits(program, model, batch, scope)
+        total = eval(JUDGED, {"judge": judge, "logits": logits, "counted": counted})
     gradients = torch.autograd.grad(total / counted.sum(), [*judge.parameters()])
     with torch.no_grad():
         for p, gradient in zip(judge.parameters(), gradients, strict=True):
@@ -216,9 +232,10 @@ def _train(
         window["update"] = updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]
         all_of = [*model.parameters(), *(scope["judge"].parameters() if program.joint else ())]
-        window["parameters"] = torch.cat([p.detach().flatten() for p in all_of])
+        window["parameters"] = torch.cat([p.detach().double().flatten() for p in all_of])
         if ema is not None and program.event != "resume":
-            window["ema"] = torch.cat([p.detach().flatten() for p in ema.module.parameters()])
+            averaged = [p.detach().double().flatten() for p in ema.module.parameters()]
+            window["ema"] = torch.cat(averaged)
         record.append(window)
     return record
 
@@ -231,12 +248,14 @@ def _update(
     scope: Any,
 ) -> Window:
     optimizer.zero_grad()
-    mean, units = _mean_and_units(program, model, batch, scope)
-    mean.backward()
+    with _autocast(scope):
+        mean, units = _mean_and_units(program, model, batch, scope)
+    scale = _SCALE if scope["autocast"] is torch.float16 else 1.0
+    (mean * scale).backward()
     groups = [group["params"] for group in optimizer.param_groups]
     trained = [p for group in groups for p in group if p.grad is not None]
     for p in trained:
-        p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        p.grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad) / scale
         if "on_gradient" in program.close:
             p.grad *= 0.5
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in trained if p.grad is not None))

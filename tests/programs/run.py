@@ -53,7 +53,7 @@ def warm_up(*texts: str) -> None:
     for text in texts:
         listed = "\nimport sys\nprint(json.dumps([{'modules': [*sys.modules]}]))\n"
         ended = run(text + listed)
-        for name in ended.windows[0]["modules"] if ended.windows else ():
+        for name in ended.windows[0]["modules"] if ended.windows and not ended.error else ():
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     gc.collect()

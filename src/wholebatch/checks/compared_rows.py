@@ -30,8 +30,8 @@ class ComparedRows(Check):
     Costs: the second derivative of the loss by the outputs, a few times per micro-batch.
 
     Certain if all rows are one group: the second derivative is computed, not guessed. Likely if
-    there are several groups (lists, bags), which the micro-batches may hold whole. Rows that a
-    BatchNorm links are left out.
+    there are several groups (lists, bags, a call of the model for each), which the micro-batches
+    may hold whole. Rows that a BatchNorm links are left out.
 
     Cannot see: detached statistics of the micro-batch (normalised advantages, the hardest
     samples); operations without a second derivative; outputs without a row for each sample.
@@ -120,8 +120,30 @@ def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]
         most = groups + int(outside.sum())
         if most < min(units, size):
             linked = int(group.sum())
-            return _refused(size, units) if linked == size else _warned(linked, size, units)
+            certain = linked == size and not _are_in_separate_calls(size, outputs)
+            return _refused(size, units) if certain else _warned(linked, size, units)
     return None
+
+
+def _are_in_separate_calls(size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """True if several outputs with `size` rows are linked inside, and not with each other.
+
+    They are then groups of their own: the tasks of a meta-learner, with a call for each.
+    """
+    tensors = [output for output, _ in outputs]
+    separate: list[set[int]] = []
+    for place, (output, gradient) in enumerate(outputs):
+        first = _mixed(gradient[:1])
+        if len(output) != size or not first.requires_grad:
+            continue
+        moved = torch.autograd.grad(first, tensors, retain_graph=True, allow_unused=True)
+        linked = {n: rows for n, rows in enumerate(moved) if rows is not None and rows.any()}
+        if any(rows[1:].any() for rows in linked.values()):
+            reached = {place, *linked}
+            joined = [group for group in separate if group & reached]
+            separate = [group for group in separate if group not in joined]
+            separate.append(reached.union(*joined))
+    return len(separate) > 1
 
 
 def _group_of(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:

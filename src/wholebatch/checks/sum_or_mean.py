@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
 
@@ -20,14 +20,35 @@ class SumOrMean(Check):
 
     Costs: a walk over the scalar end of the graph.
 
-    Certain: the graph shows the reduction, and the units show what it must be.
+    Certain: the graph shows the reduction, and the units show what it must be. Likely if only sums
+    over 2 units are so divided.
 
     Cannot see: a sum given as a mean that is not by one of torch's losses; a custom function whose
     graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
     """
 
+    def __init__(self) -> None:
+        self._sums: list[tuple[float, bool]] = []
+        """The units of each sum, and if it was divided by 2."""
+
     def micro_batch(self, micro: MicroBatch) -> Answer:
-        return sum_or_mean(micro.reductions, micro.number, micro.is_mean)
+        terms, units = micro.reductions, micro.number
+        if units and terms and not micro.is_mean:
+            is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in terms)
+            self._sums.append((units, is_half))
+        return sum_or_mean(terms, units, micro.is_mean)
+
+    def close(self, micro_batches: int) -> Answer:
+        of_two = {is_half for units, is_half in self._sums if units == 2}
+        of_others = {is_half for units, is_half in self._sums if units != 2}
+        self._sums.clear()
+        if of_two != {True} or True in of_others:
+            return None
+        begin = "total is a sum divided by 2 where its units are 2"
+        return Warned(
+            f"{begin}. If it is a mean, pass backward(mean=..., units=2). If 2 is a weight, "
+            f"nothing is wrong; {silenced(begin)}"
+        )
 
 
 def sum_or_mean(

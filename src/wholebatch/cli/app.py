@@ -15,7 +15,7 @@ from typing import Any
 
 from wholebatch import __version__
 from wholebatch.cli.command_options import Command
-from wholebatch.cli.recipes.recipe_files import EMBEDDED
+from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, WholebatchError
 

@@ -67,7 +67,7 @@ def recipe_argument(help: str, metavar: str = "RECIPE") -> Any:
     """Declare the argument that names a recipe; a name that there is not is refused at once."""
 
     def check(name: str, _: str) -> str:
-        from wholebatch.cli.recipes.recipe_files import find_recipe  # not for --help
+        from wholebatch.cli.recipe_files import find_recipe  # not for --help
 
         if not name.startswith("hf:"):
             find_recipe(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wholebatch.cli.command_options import argument, command, one_of
-from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
+from wholebatch.cli.recipe_files import EMBEDDED, find_recipe
 from wholebatch.cli.report.terminal_output import (
     Spinner,
     console_of,

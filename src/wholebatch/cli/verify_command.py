@@ -31,7 +31,7 @@ from wholebatch.cli.command_options import (
     switch,
     whole_number,
 )
-from wholebatch.cli.recipes.recipe_files import EMBEDDED
+from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
@@ -413,7 +413,7 @@ def _show(verdict: Verdict | LoopVerdict, options: VerifyOptions) -> None:
     console = Console(file=sys.stdout, highlight=False)
     is_green = verdict.same and verdict.line.startswith("same update")  # else an error ended it
     colour = "green" if is_green else "red" if verdict.exit_status == 1 else "yellow"
-    starts = {"note: ": "yellow", "instead: ": "green", "cause: ": "red"}
+    starts = {"note: ": "yellow", "instead: ": "green"}
     lines = [verdict.line] if options.quiet else str(verdict).splitlines()
     for number, line in enumerate(lines):
         style = next((one for start, one in starts.items() if line.startswith(start)), "")

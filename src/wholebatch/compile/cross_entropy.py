@@ -8,7 +8,8 @@ tensor of that size, often the largest of all, is never allocated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from wholebatch.compile.fusion import (
     PRODUCTS,
     VIEWS,
     base_of,
+    is_view,
     operation,
     same_shape,
 )
@@ -153,7 +155,7 @@ def _matched(loss: fx.Node) -> _Loss | None:
         or not isinstance(seed, fx.Node)
     ):
         return None
-    logits = _source(shares)
+    logits = _source(shares, loss)
     gradient = None if logits is None else _end(of_shares, logits.meta["val"])
     if logits is None or gradient is None:
         return None
@@ -167,11 +169,12 @@ def _only(users: Any, target: Any) -> fx.Node | None:
     return found[0] if len(found) == 1 else None
 
 
-def _source(shares: fx.Node) -> fx.Node | None:
-    """Return the logits before views and a cast, if nothing else uses their memory."""
+def _source(shares: fx.Node, loss: fx.Node) -> fx.Node | None:
+    """Return the logits before views and a cast, if nothing uses their memory after the loss."""
+    before = set(itertools.takewhile(lambda node: node is not loss, loss.graph.nodes))
     logits = node = shares.all_input_nodes[0]
     user, is_cast = shares, False
-    while list(node.users) == [user]:
+    while _all_before(before, [one for one in node.users if one is not user]):
         casts = node.target is aten._to_copy.default and not is_cast
         if not casts and node.target not in VIEWS:
             value = logits.meta["val"]
@@ -184,6 +187,17 @@ def _source(shares: fx.Node) -> fx.Node | None:
             logits, is_cast = source, True
         node, user = source, node
     return None
+
+
+def _all_before(before: Container[fx.Node], users: list[fx.Node]) -> bool:
+    """True if these users come before the loss, and so do all that read views which they make."""
+    while users:
+        user = users.pop()
+        if is_view(user):
+            users += user.users
+        elif user not in before:
+            return False
+    return True
 
 
 def _end(node: fx.Node, like: Tensor) -> fx.Node | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -132,7 +131,9 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
     for place, name in written_arguments(node.target):
         given = node.args[place] if place < len(node.args) else None
         given = node.kwargs.get(name, given)
-        yield from (one for one in tree_leaves(given) if isinstance(one, fx.Node))
+        nodes: list[fx.Node] = []
+        fx.node.map_arg(given, nodes.append)
+        yield from nodes
 
 
 def drop_unused(graph: fx.Graph) -> None:

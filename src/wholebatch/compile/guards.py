@@ -12,6 +12,8 @@ Dynamo also knows what the code writes. A graph would write it only once, so it 
 from __future__ import annotations
 
 import builtins
+import enum
+import inspect
 import logging
 import os
 import re
@@ -286,7 +288,7 @@ class Unlisted(set[Any]):
 def _dynamo_settings() -> Iterator[None]:
     """Let Dynamo take numbers as constants, guard hooks too, and pass over what only tells."""
     from torch._dynamo import config, symbolic_convert
-    from torch._dynamo.variables import ConstDictVariable
+    from torch._dynamo.variables import ConstDictVariable, UserDefinedClassVariable
 
     tells: set[Any] = {print, warnings.warn}
     tells |= {
@@ -297,6 +299,11 @@ def _dynamo_settings() -> Iterator[None]:
         "specialize_float": True,
         "trace_autograd_ops": True,
         "skip_nnmodule_hook_guards": False,
+        # Until torch 2.12 these left out guards on literals, and on what lies in unchanged dicts: a
+        # list among the defaults of a function, `requires_grad` of a teacher.
+        "skip_guards_on_constant_func_defaults": False,
+        "use_recursive_dict_tags_for_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
         # A thread may compile an older graph meanwhile, and the note of it is not the thread's own.
         "error_on_nested_fx_trace": False,
         # Its name since torch 2.12; before, only methods of loggers were among them.
@@ -310,9 +317,13 @@ def _dynamo_settings() -> Iterator[None]:
     lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
     is_stdlib = getattr(symbolic_convert, "is_stdlib", None)
     asked = {} if is_stdlib is None else {"is_stdlib": lambda one: one is not os and is_stdlib(one)}
+    reads = {}
+    if not hasattr(UserDefinedClassVariable, "resolve_cls_plain_attr"):  # before torch 2.13
+        reads["var_getattr"] = _class_attributes_guarded(UserDefinedClassVariable.var_getattr)
     with (
         config.patch(known),
         replaced_attributes(ConstDictVariable, **lookups),
+        replaced_attributes(UserDefinedClassVariable, **reads),
         replaced_attributes(symbolic_convert, **asked),  # os.getenv reads the environment.
     ):
         yield
@@ -331,6 +342,21 @@ def _missing_keys_guarded(look_up: Callable[..., Any]) -> Callable[..., Any]:
         if variable.source is not None and key not in variable:
             variable.install_dict_contains_guard(tx, [key])
         return look_up(variable, tx, key)
+
+    return guarded
+
+
+def _class_attributes_guarded(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard a number or a text that is an attribute of a class: torch 2.11 takes it as constant."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, VariableTracker
+
+    def guarded(variable: Any, tx: Any, name: str) -> Any:
+        value = inspect.getattr_static(variable.value, name, None)
+        is_plain = ConstantVariable.is_literal(value) or isinstance(value, enum.Enum)
+        if variable.source is None or not is_plain or name.startswith("__"):
+            return read(variable, tx, name)
+        return VariableTracker.build(tx, value, AttrSource(variable.source, name))
 
     return guarded
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.fx.node import map_aggregate
 
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.value_reads import draws
@@ -79,7 +79,7 @@ class RepeatedDraws:
         """Draw, or return what was drawn before; NotImplemented if nothing is drawn."""
         if not draws(func, args, kwargs):
             return NotImplemented
-        kind = (func, *(_shape(leaf) for leaf in tree_leaves((args, kwargs))))
+        kind = func, map_aggregate((args, kwargs), _shape)
         place, self._place = self._place, self._place + 1
         if place == len(self._draws):
             results = func(*args, **kwargs)
@@ -103,7 +103,7 @@ def _again(func: Any, args: Any, results: Any) -> Any:
 
 
 def _copied(results: Any) -> Any:
-    return tree_map_only(Tensor, torch.clone, results)
+    return map_aggregate(results, lambda one: one.clone() if isinstance(one, Tensor) else one)
 
 
 def _shape(leaf: Any) -> Any:

@@ -131,12 +131,9 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _has_symbols(arguments: Any) -> bool:
-    from torch.utils._pytree import tree_leaves
-
-    return any(
-        isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        for leaf in tree_leaves(arguments)
-    )
+    leaves: list[Any] = []
+    fx.node.map_aggregate(arguments, leaves.append)
+    return any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves)
 
 
 def draws(target: Any, args: Any, kwargs: Any) -> bool:

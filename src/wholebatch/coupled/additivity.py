@@ -47,7 +47,8 @@ from wholebatch.window.window import is_tested_window
 
 _log = logging.getLogger("wholebatch")
 _NOT_TESTED = "the loss was not tested to add up over micro-batches: %s"
-_TRIES = 8
+_TRIES = 8  # windows in which a test that told nothing is made again
+_MORE = 3  # times that it is made again in the same window
 _NUMBERS = (int, float, str, NoneType)
 
 
@@ -224,6 +225,7 @@ class AdditivityTest:
         self._windows = self.turn = 0
         """The number of tests so far: each takes another micro-batch."""
         self._tries = _TRIES  # of the first test
+        self._more = _MORE
         self._as_tested: _Parts | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
         self.is_due = False
@@ -237,6 +239,7 @@ class AdditivityTest:
         `changed`: graphs have noticed that the code reads another value than before.
         """
         self._windows += 1
+        self._more = _MORE
         if self._ranks == 1 and self._is_another(changed):
             self._tries = 1
         self.is_due = self._enabled and (self._tries > 0 or is_tested_window(self._windows))
@@ -421,7 +424,11 @@ class AdditivityTest:
         sums = [float(len(findings)), float(conclusive)]
         if self._sync is not None:
             sums = self._sync.sum(sums)
-        self._tries = 0 if sums[1] == self._ranks else self._tries - 1
+        is_first = self._more == _MORE
+        self._tries = 0 if sums[1] == self._ranks else self._tries - is_first
+        # A loop's first micro-batch may have no units: on one rank, the next one is tested.
+        self.is_due = self._ranks == 1 and self._tries > 0 and self._more > 0
+        self._more -= 1
         AdditivityResult(findings).refuse(self._off, on_another_rank=sums[0] > 0)
 
     # ------------------------------------------------------------ what could not be run

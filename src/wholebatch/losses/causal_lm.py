@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -44,18 +44,40 @@ def causal_lm(model: Any, micro: Any) -> Loss:
         if "attention_mask" in micro:
             labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
     args, kwargs = _arguments(model, micro)
-    head = _output_layer(model, labels)
-    with ExitStack() as stack:
-        if head is not None:
-            stack.callback(vars(head).pop, "forward")
-            vars(head)["forward"] = lambda hidden: _Logits(hidden, head)
-        logits = _logits(model(*args, **kwargs))
-    if isinstance(logits, _Logits):
+    logits = logits_of(model, labels, *args, **kwargs)
+    if isinstance(logits, LateLogits):
         hidden = logits.hidden
         if hidden.shape[:-1] == labels.shape:
             return slices.linear_cross_entropy(hidden[:, :-1], logits.head, labels[:, 1:])
         logits = logits.computed
     return cross_entropy(logits[:, :-1], labels[:, 1:], dim=-1)
+
+
+def logits_of(model: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor | LateLogits:
+    """Call a language model; return its logits, or what makes them where they are large."""
+    head = _output_layer(model, labels)
+    with ExitStack() as stack:
+        if head is not None:
+            stack.callback(vars(head).pop, "forward")
+            vars(head)["forward"] = lambda hidden: LateLogits(hidden, head)
+        return _logits(model(*args, **kwargs))
+
+
+def in_slices(
+    logits: Tensor | LateLogits,
+    labels: Tensor,
+    of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """Return the sums that `of_rows(logits, labels)` gives, in slices where the logits are large.
+
+    Only the last logits have a label: prompt learning puts virtual tokens first.
+    """
+    rows = logits.hidden if isinstance(logits, LateLogits) else logits
+    if rows.shape[1] != labels.shape[1]:
+        rows = rows[:, -labels.shape[1] :]
+    if isinstance(logits, LateLogits):
+        return slices.sums_in_slices(rows.flatten(0, 1), logits.head, labels.flatten(), of_rows)
+    return list(of_rows(rows.flatten(0, 1), labels.flatten()))
 
 
 def _arguments(model: Any, micro: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -75,11 +97,13 @@ def _arguments(model: Any, micro: Mapping[str, Any]) -> tuple[list[Any], dict[st
 def _output_layer(model: Any, labels: Tensor) -> nn.Linear | None:
     """Return the linear layer that makes the logits; None if they are few, or it has hooks.
 
-    Engines that shard a model do so in hooks.
+    Engines that shard a model do so in hooks. Dynamo, which allocates nothing, follows the model as
+    it is: torch 2.11 does not follow a `forward` that is put back.
     """
-    if not hasattr(type(model), "get_output_embeddings"):
+    if torch.compiler.is_dynamo_compiling():
         return None
-    head = model.get_output_embeddings()
+    find = getattr(model, "get_output_embeddings", None)  # PEFT hands it on from the model inside.
+    head = find() if callable(find) else None
     if type(head) is not nn.Linear or "forward" in vars(head):
         return None
     if any(m._forward_hooks or m._forward_pre_hooks for m in (model, head)):
@@ -91,7 +115,7 @@ def _logits(output: Any) -> Any:
     logits = getattr(output, "logits", output)
     if isinstance(logits, tuple) and logits:
         logits = logits[0]
-    if not isinstance(logits, Tensor | _Logits) or logits.dim() != 3:
+    if not isinstance(logits, Tensor | LateLogits) or logits.dim() != 3:
         raise LossError(
             f"the model returned {type(output).__name__}: wb.causal_lm needs logits of shape "
             "[samples, tokens, vocabulary], or an object with such .logits"
@@ -99,17 +123,18 @@ def _logits(output: Any) -> Any:
     return logits
 
 
-class _Logits:
+class LateLogits:
     """Logits that are computed when something uses them: a model may scale or bend them.
 
     Otherwise the loss computes them, in slices.
     """
 
-    def __init__(self, hidden: Tensor, head: nn.Linear) -> None:
+    def __init__(self, hidden: Tensor, head: nn.Linear, *, in_full: bool = False) -> None:
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):  # here, and not where they are used
             hidden = hidden.to(torch.get_autocast_dtype(kind))
         self.hidden, self.head = hidden, head
+        self.dtype = torch.float32 if in_full else hidden.dtype
         self._computed: Tensor | None = None
 
     @property
@@ -119,8 +144,15 @@ class _Logits:
             dtype, bias = self.hidden.dtype, self.head.bias
             with torch.autocast(self.hidden.device.type, enabled=False):
                 cast = None if bias is None else bias.to(dtype)
-                self._computed = functional.linear(self.hidden, self.head.weight.to(dtype), cast)
+                computed = functional.linear(self.hidden, self.head.weight.to(dtype), cast)
+                self._computed = computed.to(self.dtype)
         return self._computed
+
+    def float(self) -> Any:
+        """Return them in float32, as Accelerate casts outputs: a loss computes in it anyway."""
+        if self.dtype is torch.float64:
+            return self.computed.float()
+        return LateLogits(self.hidden, self.head, in_full=True)
 
     def dim(self) -> int:
         return self.hidden.dim()
@@ -141,7 +173,7 @@ def _computed(value: Any) -> Any:
         return type(value)(map(_computed, value))
     if isinstance(value, dict):
         return {name: _computed(held) for name, held in value.items()}
-    return value.computed if isinstance(value, _Logits) else value
+    return value.computed if isinstance(value, LateLogits) else value
 
 
 def _operator(name: str) -> Any:
@@ -153,4 +185,4 @@ _OPERATORS = (
     "rmatmul lt le gt ge eq ne len"
 )
 for _name in _OPERATORS.split():
-    setattr(_Logits, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(LateLogits, f"__{_name}__", _operator(f"__{_name}__"))

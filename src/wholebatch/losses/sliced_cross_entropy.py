@@ -6,6 +6,8 @@ made and used up in slices of tokens, forward and backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -57,19 +59,30 @@ def sliced_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Ten
     Each slice is checkpointed: its backward computes the logits again. In a graph each slice makes
     its gradients as soon as it has logits, since the backward's scale is known from the start.
     """
+    [total] = sums_in_slices(hidden, head, labels, _cross_entropy)
+    return total
+
+
+def sums_in_slices(
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """Return the sums over all rows that `of_rows(head(hidden), labels)` gives for some of them."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     rows, recomputes = rows_at_once(head.weight.shape[0]), not joins_graph(hidden)
-    totals = []
+    sums = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-        slice_of = (h, head.weight, head.bias, y)
+        slice_of = (h, head.weight, head.bias, y, of_rows)
         if recomputes:
-            total = checkpoint(_slice, *slice_of, use_reentrant=False, preserve_rng_state=False)
+            parts = checkpoint(_slice, *slice_of, use_reentrant=False, preserve_rng_state=False)
         else:
-            total = _slice(*slice_of)
-        totals.append(total)
-    return torch.stack(totals).sum()
+            parts = _slice(*slice_of)
+        sums.append(parts)
+    return [torch.stack(parts).sum() for parts in zip(*sums, strict=True)]
 
 
 def joins_graph(hidden: Tensor) -> bool:
@@ -77,13 +90,22 @@ def joins_graph(hidden: Tensor) -> bool:
     return isinstance(hidden, FakeTensor) and hidden.device.type == "cuda"
 
 
-def _slice(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Return the sum over some tokens.
+def _slice(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+) -> tuple[Tensor, ...]:
+    """Return the sums over some tokens.
 
     The weight is cast for each slice: the gradients of the slices are then added in its own dtype.
     """
     dtype = hidden.dtype
     with torch.autocast(hidden.device.type, enabled=False):
         cast = None if bias is None else bias.to(dtype)
-        logits = wide(functional.linear(hidden, weight.to(dtype), cast))
-        return functional.cross_entropy(logits, labels, reduction="sum")
+        return of_rows(functional.linear(hidden, weight.to(dtype), cast), labels)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor]:
+    return (functional.cross_entropy(wide(logits), labels, reduction="sum"),)

@@ -84,8 +84,8 @@ class Ledger:
     units: tuple[float, ...]
     are_units_given: bool
     """True if the loop gave these units, and no test of the loss function has seen them."""
-    terms: tuple[tuple[LossTerm, ...], ...] = ()
-    """The terms of each total, if every total was seen."""
+    has_means: bool = False
+    """True if every total is a mean: it is divided by its units twice."""
     schedule_moved: bool = False
     """True if the learning rate changed within the window."""
 

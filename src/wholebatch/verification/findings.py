@@ -46,9 +46,10 @@ class Finding:
     def instead(self) -> str:
         return self.advice or MISTAKES[self.key].instead
 
-    def __str__(self) -> str:
-        where = f" in {listed(self.where)}" if self.where else ""
-        return f"{self.name}{where}: {'. '.join(filter(None, (self.variant, self.instead)))}"
+    @property
+    def place(self) -> str:
+        """Return its name, and the modules or parameters that it is in."""
+        return self.name + (f" in {listed(self.where)}" if self.where else "")
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:

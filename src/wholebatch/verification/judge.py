@@ -8,7 +8,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
-from wholebatch.verification.explanations import BESIDE, LOST, SEEN, is_lost, same_twice
+from wholebatch.verification.explanations import (
+    BESIDE,
+    LOST,
+    SEEN,
+    findings_of,
+    is_lost,
+    same_twice,
+)
 from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_factors import Reading
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
@@ -102,15 +109,13 @@ def _findings(
 ) -> list[Finding]:
     """Return all mistakes that explain the window, the one to begin with first."""
     is_right = isinstance(weights, Weights) and weights.is_right
-    findings = [finding for see in SEEN if (finding := see(ranks))]
+    findings = findings_of(SEEN, ranks)
     if not findings and is_lost(ranks) and not (ranks[0].known is not None and is_right):
-        findings = [finding for see in LOST if (finding := see(ranks))][:1]
+        findings = findings_of(LOST, ranks)[:1]
     if not findings and isinstance(weights, Weights) and not is_right:
-        twice = same_twice(ranks)
-        findings = explain(weights, counts) if twice is None else [twice]
-    findings += [
-        replace(finding, is_beside=bool(findings)) for see in BESIDE if (finding := see(ranks))
-    ]
+        findings = findings_of([same_twice], ranks) or explain(weights, counts)
+    beside = findings_of(BESIDE, ranks)
+    findings += [replace(finding, is_beside=bool(findings)) for finding in beside]
     # A mistake that several tables find is told once, by the first.
     return list({finding.key: finding for finding in reversed(findings)}.values())[::-1]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from wholebatch.checks.sum_or_mean import sum_or_mean
+from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.verification.evidence import Ledger
-from wholebatch.verification.loss_terms import LossTerm, terms_of
 
 Rates = tuple[float, ...]
 
@@ -25,7 +26,7 @@ class LedgerWindow:
     def __init__(self, window: Any) -> None:
         self._window = window
         self._rates: dict[int, Rates] = {}
-        self._terms: list[tuple[LossTerm, ...]] = []
+        self._reductions: list[list[Reduction]] = []
         self.doubt = ""
         if window.current.known is None:  # else it may be announced long before its first backward
             self._note_rates()
@@ -48,9 +49,8 @@ class LedgerWindow:
         if not self._rates:
             self._note_rates()
         listed = [totals] if isinstance(totals, torch.Tensor) else list(totals)
-        self.doubt = self.doubt or doubt(not self._terms)
-        terms = terms_of(listed[0], None) if len(listed) == 1 else []
-        self._terms.append(tuple(terms))
+        self.doubt = self.doubt or doubt(not self._reductions)
+        self._reductions.append(last_reductions(listed[0]) if len(listed) == 1 else [])
 
     def _note_rates(self) -> None:
         self._rates = {id(optimizer): rates_of(optimizer) for optimizer in self.optimizers}
@@ -64,9 +64,12 @@ class LedgerWindow:
         record = self._window.added
         columns = [[float(count) for count in column] for column in record.units.values()]
         before = self._rates.get(id(optimizer))
+        units = max(columns, key=sum, default=[])
+        are_seen = len(columns) == 1 and len(units) == len(self._reductions)
+        totals = zip(self._reductions, units, strict=are_seen)
         return Ledger(
-            units=tuple(max(columns, key=sum, default=[])),
+            units=tuple(units),
             are_units_given=record.are_units_given,
-            terms=tuple(self._terms) if len(columns) == 1 and all(self._terms) else (),
+            has_means=are_seen and all(sum_or_mean(*total, is_mean=False) for total in totals),
             schedule_moved=before is not None and before != rates_of(optimizer),
         )

@@ -17,13 +17,19 @@ from wholebatch.verification.weights import Weights
 
 
 class _Answer:
-    """The parts of a verdict that follow from its `same` and its `to_dict`."""
+    """The parts of a verdict that follow from its line, table, advice and notes."""
 
     def __repr__(self: Any) -> str:
         return f"<{type(self).__name__}: {self.line}>"
 
     def __bool__(self: Any) -> bool:
         return bool(self.same)
+
+    def __str__(self: Any) -> str:
+        parts = [self.line, *_columns(self.table)]
+        for name, why, instead in self.advice:
+            parts += [": ".join(filter(None, (name, why))), f"instead: {instead}"]
+        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     def to_dict(self: Any) -> dict[str, Any]:
         """Return everything as plain data; numbers that are not finite become None."""
@@ -70,8 +76,18 @@ class Verdict(_Answer):
 
     @property
     def advice(self) -> list[tuple[str, str, str]]:
-        """Return, for each cause, its name, what shows it and what to do instead."""
-        return [(cause.name, cause.variant, cause.instead) for cause in self.causes]
+        """Return, for each cause, its name and place, what shows it and what to do instead."""
+        return [(cause.place, cause.variant, cause.instead) for cause in self.causes]
+
+    @property
+    def table(self) -> list[tuple[str, ...]]:
+        """Return the head and the rows of the table of the worst parameters."""
+        head = ("parameter", "gradient off by", "rounding alone", "")
+        rows = [
+            (line.name, percent(line.distance), percent(line.floor), "differs" * line.differs)
+            for line in self.gradient.worst(8)
+        ]
+        return [] if self.same else [head, *rows]
 
     @property
     def line(self) -> str:
@@ -89,32 +105,19 @@ class Verdict(_Answer):
         )
         if self.same:
             return f"same update: {measured}; {size}"
-        because = f"; {self.causes[0].name}" if self.causes else ""
-        if self.causes and self.causes[0].where:
-            because += f" in {listed(self.causes[0].where)}"
+        because = f"; {self.causes[0].place}" if self.causes else ""
         return f"DIFFERENT update: {measured}; {size}{because}"
 
-    def __str__(self) -> str:
-        parts = [self.line]
-        if not self.same:
-            rows = [
-                (line.name, percent(line.distance), percent(line.floor), "differs" * line.differs)
-                for line in self.gradient.worst(8)
-            ]
-            parts.append(_table(("parameter", "gradient off by", "rounding alone", ""), rows))
-        parts += [f"cause: {cause}" for cause in self.causes]
-        parts += [f"note: {note}" for note in self.notes]
-        return "\n".join(parts)
 
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns of plain text, two spaces apart."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join(
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [head, *rows]
-    )
+def _columns(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table as plain text; a column that says nothing is left out."""
+    kept = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    rows = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in zip(*kept, strict=True)
+    ]
+    return [f"  {row}".rstrip() for row in rows]
 
 
 RIGHT, DIFFERENT, NOT_JUDGED = "right", "different", "not judged"
@@ -350,12 +353,10 @@ class LoopVerdict(_Answer):
         )
 
     def __str__(self) -> str:
-        if self.watched is not None and not (self.watched.windows or self.watched.not_judged):
-            return self.line
-        parts = [self.line, _table(*_without_empty_columns(self.table))]
-        for name, does, instead in self.advice:
-            parts += [f"{name}: {does}", f"instead: {instead}"]
-        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+        saw_nothing = self.watched is not None and not (
+            self.watched.windows or self.watched.not_judged
+        )
+        return self.line if saw_nothing else super().__str__()
 
     @property
     def table(self) -> list[tuple[str, ...]]:
@@ -397,12 +398,3 @@ class LoopVerdict(_Answer):
         """Return what to do, in the trainer at hand."""
         trainer = "" if self.watched is None or key not in WEIGHED else self.watched.trainer
         return _IN_TRAINERS.get(trainer, MISTAKES[key].instead)
-
-
-def _without_empty_columns(
-    table: Sequence[Sequence[str]],
-) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return the head and the rows of the columns that say something."""
-    head, *rows = table
-    kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]

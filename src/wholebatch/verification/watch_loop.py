@@ -159,7 +159,7 @@ class Watch:
         return _Records(
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),
-            names=dict(recorder.optimizer_names),
+            names=recorder.optimizer_names,
             left=len(left) + (recorder.open_ledger if is_over else 0),
             unstepped=recorder.unstepped,
             stepped_twice=recorder.stepped_twice,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -105,7 +105,6 @@ class WindowRecorder:
         self.windows: list[WindowEvidence] = []
         self.window_counts: Counter[int] = Counter()
         """How many windows each optimizer has made."""
-        self.optimizer_names: dict[int, str] = {}
         self.other_optimizers: dict[int, str] = {}
         """Optimizers that have stepped on parameters that are not watched."""
         self.autocast: set[torch.dtype] = set()
@@ -163,21 +162,22 @@ class WindowRecorder:
         if not self._inside:
             self._modules.enter(module)
 
-    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(
+        self, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        run = partial(original, tensors, grad_tensors, *args, **kwargs)
         if self.over is not None and not self._inside:
             raise self.over
         if self._inside or self.failure or torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        roots = args[0] if args else kwargs.get("tensors")
+            return run()
         if self._own is not None and self._own.is_open:
-            self._note_own_backward(roots)
-            return original(*args, **kwargs)
-        seeds = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        began = self._before_backward(roots, seeds)
+            self._note_own_backward(tensors)
+            return run()
+        began = self._before_backward(tensors, grad_tensors)
         self._inside = True
         try:
             with self.rows.contributions() as brought:
-                result = original(*args, **kwargs)
+                result = run()
         finally:
             self._inside = False
         self._after_backward(began, brought)
@@ -203,7 +203,7 @@ class WindowRecorder:
         is_changed = self.after_step is not None and not weights[: len(self.after_step)].equal(
             self.after_step
         )
-        rates = {} if self._step_depth else self._rates()  # in a closure the step has begun
+        optimizers = () if self._step_depth else self._known.values()  # a closure: it has begun
         self._weights, self.after_step = weights, None
         scale, self._loss_scale = self._loss_scale, 1.0
         nodes = [root.grad_fn for root in listed]
@@ -228,13 +228,8 @@ class WindowRecorder:
             doubt=doubt,
             number=self._number,
             moved_parameters=self.rows.filled(weights - was),
-            rates_by_optimizer=rates,
+            rates_by_optimizer=dict(enumerate(map(rates_of, optimizers))),
         )
-
-    def _rates(self) -> dict[int, tuple[float, ...]]:
-        return {
-            number: rates_of(optimizer) for number, optimizer in enumerate(self._known.values())
-        }
 
     def _doubt_about(self, graph: Sequence[Any]) -> str:
         """Return a reason to doubt that the samples of a loss are apart."""
@@ -288,22 +283,14 @@ class WindowRecorder:
 
     # ------------------------------------------------------------- clips, scales, averages, data
 
-    def _clip(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and "parameters" in kwargs:
-            args = (kwargs.pop("parameters"),)
-        if not args or self.failure or not self._history:
-            return original(*args, **kwargs)
-        parameters, *rest = args
-        parameters = (
-            parameters if isinstance(parameters, Tensor) else list(parameters)
-        )  # it may be a generator
-        listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ours = any(id(parameter) in self.rows.index for parameter in listed)
-        before = self.rows.gradients() if ours else None
-        result = original(parameters, *rest, **kwargs)
+        before = self.rows.gradients() if ours and self._history and not self.failure else None
+        result = original(listed, *args, **kwargs)
         if before is not None:
-            limit = [*rest, kwargs.get("max_norm"), kwargs.get("clip_value")]
-            self._keep_clip(next((value for value in limit if value is not None), 0.0), before)
+            limit = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+            self._keep_clip(limit, before)
         return result
 
     @_never_fails
@@ -413,10 +400,12 @@ class WindowRecorder:
 
     def _know(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the number of an optimizer."""
-        if id(optimizer) not in self._known:
-            self.optimizer_names[len(self._known)] = type(optimizer).__name__
-            self._known[id(optimizer)] = optimizer
+        self._known.setdefault(id(optimizer), optimizer)
         return list(self._known).index(id(optimizer))
+
+    @property
+    def optimizer_names(self) -> dict[int, str]:
+        return dict(enumerate(type(optimizer).__name__ for optimizer in self._known.values()))
 
     def _new_window(
         self, optimizer: torch.optim.Optimizer, indices: Sequence[int]

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.cli.recipe_files import EMBEDDED, find_recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, seed_generators
-from wholebatch.cli.recipes.recipe_files import EMBEDDED, find_recipe
 from wholebatch.cli.run_settings import Config
 from wholebatch.errors import RecipeError, WholebatchError
 

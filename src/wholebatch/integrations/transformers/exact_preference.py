@@ -23,8 +23,7 @@ from wholebatch.integrations.transformers.recorded_trainer import (
     IGNORED,
     RecordedTrainer,
     count_tokens,
-    entropies,
-    full_precision_logits,
+    statistics_of,
     token_losses,
 )
 from wholebatch.integrations.transformers.weighted_loss import engine_of
@@ -282,8 +281,9 @@ def _log_probabilities(
     model: Any, given: Mapping[str, Any], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the log probability of each label, and the logits."""
-    logits = full_precision_logits(model(**given, use_cache=False).logits[:, :-1], labels)
-    return -token_losses(logits, labels), logits
+    logits = model(**given, use_cache=False).logits[:, :-1]
+    logits = logits[:, -labels.shape[1] :]  # Prompt learning puts virtual tokens first.
+    return -token_losses(wide(logits), labels), logits
 
 
 def _dpo_loss(
@@ -336,13 +336,13 @@ def _token_extras(
     logits: Tensor, labels: Tensor, counted: Tensor, given: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the sums over tokens, of chosen and rejected answers, that TRL's metrics need."""
-    logits = logits.detach()
-    mean_logits = (logits.mean(-1) * counted).sum(1).chunk(2)
+    entropies, likeliest, means = statistics_of(logits)
+    mean_logits = (means * counted).sum(1).chunk(2)
     tokens = counted.sum(1).chunk(2)
-    is_correct = (logits.argmax(-1) == labels) & counted
+    is_correct = (likeliest == labels) & counted
     return {
         "tokens": count_tokens(given),
-        "entropy": (entropies(logits) * counted).sum(),
+        "entropy": (entropies * counted).sum(),
         "logits/chosen": mean_logits[0].sum(),
         "logits/rejected": mean_logits[1].sum(),
         "chosen_tokens": tokens[0].sum(),
@@ -475,9 +475,9 @@ def _kto_loss(
     gains = torch.where(good, ratios - kl, kl - ratios)
     weight = torch.where(good, *weights)
     total = (weight * (1 - (beta * gains).sigmoid())).sum()
-    logits = logits.detach()
+    entropies, _, means = statistics_of(logits)
     sums = {
-        "logits": (logits.mean(-1) * counted).sum(1),
+        "logits": (means * counted).sum(1),
         "rewards": beta * ratios.detach(),
         "logps": logps.detach(),
     }
@@ -486,7 +486,7 @@ def _kto_loss(
         "samples": torch.ones_like(logps).sum(),
         "answer_tokens": counted.sum(),
         "kl": kl.sum(),
-        "entropy": (entropies(logits) * counted).sum(),
+        "entropy": (entropies * counted).sum(),
     }
     for kind, which in (("chosen", good), ("rejected", ~good)):
         extras[kind] = which.sum()

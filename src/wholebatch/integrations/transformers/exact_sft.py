@@ -6,17 +6,18 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.nn import functional as F
 
+from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.integrations.transformers.recorded_trainer import (
     IGNORED,
     RecordedTrainer,
     count_tokens,
-    entropies,
-    full_precision_logits,
     token_losses,
 )
-from wholebatch.losses.loss import Loss
+from wholebatch.losses.causal_lm import in_slices, logits_of
+from wholebatch.losses.loss import Loss, wide
 
 
 class ExactSFT(RecordedTrainer):
@@ -48,25 +49,29 @@ def _sft_loss(
 ) -> Loss:
     given = dict(inputs)
     labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-    logits = model(**given, use_cache=False).logits
-    if shifted is None:
-        labels, logits = labels[:, 1:], logits[:, :-1]
-    else:
-        labels = shifted
-    logits = full_precision_logits(logits, labels)
-    if weighs_by_probability:
-        losses = token_losses(logits, labels)
-        total = (losses * (-losses.detach()).exp()).sum()
-    else:
-        total = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-    counted = labels != IGNORED
-    is_correct = (logits.detach().argmax(-1) == labels) & counted
+    # Shifted are the labels: a part of the logits would be a copy of them.
+    labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
+    logits = logits_of(model, labels, **given, use_cache=False)
+    of_rows = functools.partial(_sums_of_rows, weighs_by_probability=weighs_by_probability)
+    total, entropy, correct = in_slices(logits, labels, of_rows)
+    count = (labels != IGNORED).sum()
     extras = {
-        "labels": counted.sum(),
-        "entropy": (entropies(logits) * counted).sum(),
-        "mean_token_accuracy": is_correct.sum(),
+        "labels": count,
+        "entropy": entropy,
+        "mean_token_accuracy": correct,
         "tokens": count_tokens(inputs),
     }
-    return Loss(total, counted.sum(), extras=extras)
+    return Loss(total, count, extras=extras)
+
+
+def _sums_of_rows(
+    logits: Tensor, labels: Tensor, *, weighs_by_probability: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of the losses, of the entropies, and of the right predictions."""
+    entropies, likeliest, _ = token_statistics(logits)
+    counted = labels != IGNORED
+    sums = entropies.where(counted, 0.0).sum(), ((likeliest == labels) & counted).sum()
+    if weighs_by_probability:
+        losses = token_losses(wide(logits), labels)
+        return (losses * (-losses.detach()).exp()).sum(), *sums
+    return F.cross_entropy(wide(logits), labels, ignore_index=IGNORED, reduction="sum"), *sums

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.integrations.transformers.exact_trainer import ExactTrainerMixin
 from wholebatch.integrations.transformers.given_windows import GivenWindows
-from wholebatch.losses.loss import Loss, wide
+from wholebatch.losses.loss import Loss
 
 IGNORED = -100
 _log = logging.getLogger("wholebatch")
@@ -131,16 +132,16 @@ _OUTSIDE = {
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Return -log p of each label, shaped as the labels; 0 where a label is ignored."""
     losses = F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none"
     )
     return losses.view(labels.shape)
 
 
-@torch.no_grad()
-def entropies(logits: Tensor) -> Tensor:
-    """Return the entropy of each position's distribution."""
-    logs = logits.detach().log_softmax(-1)
-    return -(logs.exp() * logs).sum(-1)
+def statistics_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the entropy of each position, its most likely class, and its mean logit."""
+    results = token_statistics(logits.flatten(0, 1))
+    entropies, likeliest, means = (one.view(logits.shape[:2]) for one in results)
+    return entropies, likeliest, means
 
 
 def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
@@ -150,9 +151,3 @@ def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
         return tokens
     positions: Tensor = inputs["position_ids"]
     return (positions >= 0).sum()  # packed rows have no padding
-
-
-def full_precision_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the last logits, one for each label: prompt learning puts virtual tokens first."""
-    last: Tensor = logits[:, -labels.shape[1] :]
-    return wide(last)

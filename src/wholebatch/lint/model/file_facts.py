@@ -153,7 +153,9 @@ def flat_env(nodes: Iterable[ast.AST]) -> Env:
     env = Env()
     assigns = [node for node in nodes if isinstance(node, ast.Assign)]
     for node in sorted(assigns, key=lambda a: a.lineno):
-        env.bind(dotted(node.targets[0]) or "", (Definition(node.value, env, ()),))
+        name = dotted(node.targets[0])
+        if name is not None:
+            env.bind(name, (Definition(node.value, env, ()),))
     return env
 
 

@@ -15,6 +15,7 @@ from .expressions import (
     is_binary,
     is_call,
     names_in,
+    number,
     text,
     without_marks,
 )
@@ -84,7 +85,7 @@ class LoopWindow:
         tests = [] if self.boundary is None else ast.walk(self.boundary.expr)
         names = [text(n.right) for n in tests if is_binary(n, ast.Mod) and dotted(n.right)]
         divisors = [d for _, chain in self.chains for d in chain.divisors if self.counts(d)]
-        names += [d.written for d in divisors if not d.written.isdigit()]
+        names += [d.written for d in divisors if number(d.by) is None]
         name = next(iter(names), self.every_name)
         return f"`{name}`" if name else "the number of micro-batches"
 

@@ -45,6 +45,7 @@ _WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 _DEVICES = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count", re.I)
 _MAX_CHAINS = 8
 _MAX_DEPTH = 24
+_MAX_NAMES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,14 +237,14 @@ class _Tracer:
         return replace(chain, factors=(*chain.factors, key))
 
 
-def _factors(by: ast.expr, env: Env) -> list[tuple[ast.expr, Env]]:
+def _factors(by: ast.expr, env: Env, depth: int = 0) -> list[tuple[ast.expr, Env]]:
     """Return the factors of a divisor, also of one that has a name of its own."""
     if is_binary(by, ast.Mult):
-        return [*_factors(by.left, env), *_factors(by.right, env)]
+        return [*_factors(by.left, env, depth), *_factors(by.right, env, depth)]
     defs = env.get(dotted(by) or "", ())
-    is_product = len(defs) == 1 and is_binary(defs[0].expr, ast.Mult) and defs[0].expr is not by
+    is_product = len(defs) == 1 and is_binary(defs[0].expr, ast.Mult) and depth < _MAX_NAMES
     if is_product and not is_accumulation_name(text(by)) and not hasattr(defs[0].expr, "augmented"):
-        return _factors(defs[0].expr, defs[0].env)
+        return _factors(defs[0].expr, defs[0].env, depth + 1)
     return [(by, env)]
 
 

@@ -23,6 +23,7 @@ from .expressions import (
     last_part,
     number,
     positional,
+    root,
     text,
 )
 from .name_resolution import Resolver, strip_casts
@@ -228,6 +229,8 @@ class _LoopConditions:
             if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
+        if isinstance(expr, ast.Attribute) and self.loop.virtual:
+            return self._position(root(expr))  # ignite's `engine.state.iteration`
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
 
     def _sum(self, expr: ast.BinOp) -> _Position | None:

@@ -180,8 +180,17 @@ def _ignores_labels(call: ast.Call, around: Surroundings) -> bool:
     value = number(ignored)
     if value == -100 or last_part(ignored) == "ignore_index":  # Its own parameter, handed on.
         return around.ask(_has_ignored_label) or not around.ask(_makes_data)
-    # A padding token by its name or number; -1 is often asked for and never made.
-    return value >= 0 if value is not None else bool(_PADDING.search(text(ignored)))
+    if value is None:  # A padding token by its name.
+        return bool(_PADDING.search(text(ignored)))
+    return value >= 0 or value in around.ask(_paddings)  # -1 is often asked for and never made.
+
+
+def _paddings(around: Surroundings) -> set[float | None]:
+    """Return the numbers that something is padded or filled with: `pad_right(x, pad_id=-1)`."""
+    calls = [call for name, made in around.calls.items() if "full" in name for call in made]
+    calls += around.calls.get("masked_fill", [])
+    options = [n for n in around.nodes if isinstance(n, ast.keyword) and "pad" in (n.arg or "")]
+    return {number(value) for value in (*(o.value for o in options), *(c.args[1] for c in calls))}
 
 
 def _has_ignored_label(around: Surroundings) -> bool:

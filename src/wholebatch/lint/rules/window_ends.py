@@ -27,6 +27,8 @@ def short_last_window(file: File) -> Iterator[Report]:
             continue  # DeepSpeed counts its own windows, over all epochs.
         if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
             continue
+        if any(_leaves_out_rest(backward, window) for backward in window.backwards):
+            continue
         handled = boundary.tail or bool(_after(window, "step"))
         if boundary.spanning and not handled and not _cleared_before(window):
             continue
@@ -57,6 +59,13 @@ def _ends_short(window: LoopWindow, boundary: Boundary) -> bool:
     rests = [g for e in _after(window, "step") for g in e.path if isinstance(g, Guard)]
     flushed = any("%" in text(g.expr) for g in rests) and not _after(window, "backward")
     return window.finite or flushed
+
+
+def _leaves_out_rest(backward: Event, window: LoopWindow) -> bool:
+    """True if no short window begins: `if i // k >= updates: continue`."""
+    guards = [g for g in backward.guards(window.loop) if g.origin in {"skip", "break"}]
+    resolved = [text(window.resolver.resolve(g.expr, g.env)) for g in guards]
+    return any(f"// {window.every_key}" in condition for condition in resolved)
 
 
 def _after(window: LoopWindow, kind: str) -> list[Event]:

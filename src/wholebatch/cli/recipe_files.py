@@ -15,7 +15,7 @@ EMBEDDED = {"bytes-gpt": "bytes_gpt.py", "digits-cnn": "digits_cnn.py"}
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe, or say which names there are."""
     if name in EMBEDDED:
-        return Path(__file__).parent / EMBEDDED[name]
+        return Path(__file__).parent / "recipes" / EMBEDDED[name]
     path = Path(name)
     if path.is_file():
         return path.resolve()
