@@ -23,7 +23,7 @@ def test_gathered_windows(ranks: int, tmp_path: Path) -> None:
 
 
 def _check_rank(found: dict[str, Any], ranks: int) -> None:
-    assert len(found["errors"]) == (8 if ranks == 2 else 11)
+    assert len(found["errors"]) == (8 if ranks == 2 else 3)
     wrong = {
         case: row
         for case, row in found["errors"].items()
