@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from wholebatch.window.forward_state import (
     set_state_of,
     state_of,
 )
+from wholebatch.window.model_parts import ModelParts
 from wholebatch.window.reachable_objects import own_generators
 from wholebatch.window.window import is_tested_window
 
@@ -49,7 +49,6 @@ _log = logging.getLogger("wholebatch")
 _NOT_TESTED = "the loss was not tested to add up over micro-batches: %s"
 _TRIES = 8  # windows in which a test that told nothing is made again
 _MORE = 3  # times that it is made again in the same window
-_NUMBERS = (int, float, str, NoneType)
 
 
 # --------------------------------------------------------------------- choose samples
@@ -164,35 +163,6 @@ class GatheredSamples:
 # --------------------------------------------------------------------- when, and on which ranks
 
 
-class _Parts:
-    """The parts of a model, their numbers and hooks: with its weights, they decide its results.
-
-    It is compared at each window, while a GPU waits: so there are few steps of Python per module.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = []
-        for module in model.modules():
-            fields = vars(module)
-            names = [name for name, value in fields.items() if isinstance(value, _NUMBERS)]
-            hooks = [value for name, value in fields.items() if name.endswith("_hooks")]
-            read = partial(self._read, fields, names, hooks, module._modules)
-            self._modules.append((read, read()))
-
-    @staticmethod
-    def _read(
-        fields: dict[str, Any], names: list[str], hooks: list[Any], children: dict[str, Any]
-    ) -> list[Any]:
-        return [len(fields), *map(fields.get, names), *map(len, hooks), *children.values()]
-
-    def hold(self) -> bool:
-        """True if all of it is as it was."""
-        try:
-            return all(read() == before for read, before in self._modules)
-        except (RuntimeError, ValueError):  # A number has become a tensor or an array.
-            return False
-
-
 class AdditivityTest:
     """Tests in windows 1, 2, 4, 8, ... that the loss adds up over micro-batches.
 
@@ -226,7 +196,7 @@ class AdditivityTest:
         """The number of tests so far: each takes another micro-batch."""
         self._tries = _TRIES  # of the first test
         self._more = _MORE
-        self._as_tested: _Parts | None = None  # what the first test has seen of the model
+        self._as_tested: ModelParts | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
         self.is_due = False
         """True if the window that has begun is to be tested, and was not yet."""
@@ -293,7 +263,7 @@ class AdditivityTest:
         by_type = refused_by_type(self._model)
         self._end((*by_type, *result.findings), result.conclusive)
         if not self._tries and self._ranks == 1:
-            self._as_tested = _Parts(self._model)
+            self._as_tested = ModelParts(self._model, numbers=True)
 
     def _result(
         self,
