@@ -341,8 +341,9 @@ class Accumulator(LoopWindows):
             )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
-        self._announced = self._announced or UnitsCount(lambda counts: counts, self._ledger.sync)
-        self._ledger.begin(known=self._announced([units]))
+        ledger = self._ledger
+        self._announced = self._announced or UnitsCount(lambda counts: counts, ledger.sync.group)
+        ledger.begin(known=self._announced([units]))
 
     def flush(self) -> Step | None:
         """Close a short last window and return its Step, or None if the window is empty."""

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.checks.model_calls import unwatched
 from wholebatch.compile import Execute
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
 from wholebatch.losses.loss import SINGLE, Loss
@@ -134,7 +135,7 @@ class RunLoss:
         # Ranks that may have different numbers of micro-batches test alone.
         self._test = AdditivityTest(
             self.modules,
-            sync if sync.counts_must_agree else None,
+            sync.group if sync.counts_must_agree else Group(),
             enabled=audit,
             shares_forwards=not sync.runs_alone,
             owned=nn.ModuleList(models),
@@ -197,7 +198,7 @@ class RunLoss:
         begins = is_first and place.in_parts
         if begins:
             self._test.begin_window(self.executor.changed())
-        is_tested, is_alone = self._test.is_due, self._ledger.sync.ranks == 1
+        is_tested, is_alone = self._test.is_due, self._ledger.sync.runs_alone
         if begins and is_tested and is_alone:  # A forward may meet other ranks.
             self._gathered = GatheredSamples()
         if not is_tested and self._gathered is None:

@@ -132,7 +132,7 @@ class WholeBatch(BatchWindows):
         self.model, self._root = model, root
         self.micro_batch = split.micro_batch
         self.last_step: Step | None = None
-        self._count = None if units is None else UnitsCount(units, sync)
+        self._count = None if units is None else UnitsCount(units, sync.group)
         self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
         self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
         self._ledger = ledger
@@ -297,8 +297,7 @@ class WholeBatch(BatchWindows):
 
         Inside `over` any rank may run out of data; forwards with collectives must be as many.
         """
-        sync = self._ledger.sync
-        return sync.counts_must_agree or (self._progress.loop is not None and sync.ranks > 1)
+        return self._ledger.sync.counts_must_agree or self._progress.loop is not None
 
     def _run(self, attempt: Attempt, forwards: int | None, after_micro: AfterMicro | None) -> None:
         """Run the forwards and backwards of a window."""
@@ -314,9 +313,8 @@ class WholeBatch(BatchWindows):
         alone = self._fitting.may_begin_again() or any(
             observer.defers_reduction(len(micros)) for observer in self.observers
         )
-        reduces = self._ledger.sync.ranks == 1 or not alone
         forwards = forwards if self._ledger.sync.counts_must_agree else None
-        run = WindowRun(reduces, after, forwards, batches=self._batches)
+        run = WindowRun(not alone, after, forwards, batches=self._batches)
         self._runner.run(micros, run)
 
     # --------------------------------------------------------------- the loop

@@ -222,7 +222,7 @@ class Pipelined(Sync):
         if data_parallel is not None:
             self.replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
             groups.append(data_parallel)
-        self.use_group(Group(groups, device, rank=dist.get_rank()))
+        super().__init__(Group(groups, device, rank=dist.get_rank()))
         if self.replicas is not None:
             with torch.no_grad():
                 self.replicas.broadcast([p for m in modules for p in m.parameters()])
@@ -240,9 +240,6 @@ class Pipelined(Sync):
         used = [p for p, count in zip(parameters, on_some, strict=True) if count]
         with Buckets(used, self._replica_group).reducing(overlap=False):
             pass
-
-    def largest(self, value: Tensor) -> Tensor:
-        return super().largest(value.to(self._device))
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return self.stages.norm(gradients)

@@ -6,6 +6,7 @@ group's timeout is over; `shorten_timeout` makes that soon, once all ranks are u
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,28 +17,40 @@ from torch import Tensor
 
 
 class Group:
-    """The data-parallel ranks: one process group, or one for each dimension of a mesh."""
+    """Some ranks: one process group, one for each dimension of a mesh, or this process alone."""
 
     def __init__(
-        self, groups: Sequence[dist.ProcessGroup | None], device: torch.device, *, rank: int
+        self,
+        groups: Sequence[dist.ProcessGroup | None] = (),
+        device: torch.device | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
         self._groups = tuple(groups)
         self._device = device
         self.rank = rank
-        self.ranks = 1
-        for group in self._groups:
-            self.ranks *= dist.get_world_size(group)
+        self.ranks = math.prod(map(dist.get_world_size, self._groups))
 
     def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks, in float64, by one small collective."""
+        if not self._groups:
+            return list(values)
         vector = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         summed: list[float] = self._reduced(vector, dist.ReduceOp.SUM).tolist()
         return summed
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
-        return self._reduced(tensor.detach().clone(), dist.ReduceOp.SUM)
+        """Return the sum of a tensor over the ranks, as a new tensor if there are several."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, value: Tensor) -> Tensor:
-        return self._reduced(value.detach().clone(), dist.ReduceOp.MAX)
+        """Return the largest value over the ranks; it stays on the device."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def largest_number(self, number: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        value = torch.tensor(number, dtype=torch.float64, device=self._device)
+        return float(self.largest(value)) if self._groups else number
 
     def most_and_fewest(self, number: int) -> tuple[int, int]:
         """Return the largest and the smallest of the ranks' numbers, which are below 2**52."""
@@ -68,6 +81,8 @@ class Group:
                 dist.broadcast(tensor, source, group=group)
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._groups:
+            tensor = tensor.detach().to(self._device, copy=True)
         for group in self._groups:
             dist.all_reduce(tensor, op=operation, group=group)
         return tensor

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
     SINGLE,
@@ -52,14 +53,12 @@ observers: list[Any] = []
 _SINGLE_WEIGHT = {SINGLE: 1.0}
 
 
-def _first_seed(units: Units, sync: Sync, device: torch.device) -> float | Tensor:
+def _first_seed(units: Units, group: Group) -> float | Tensor:
     """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
     if isinstance(units, Tensor):  # stays on the device: no synchronisation
-        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
+        largest = group.largest(units.to(torch.float32)).clamp(min=1.0)
         return torch.exp2(-torch.log2(largest).round())
-    if sync.ranks > 1:
-        units = float(sync.largest(torch.tensor(float(units), device=device)))
-    return power_of_two_near(1.0 / max(float(units), 1.0))
+    return power_of_two_near(1.0 / max(group.largest_number(float(units)), 1.0))
 
 
 class Ledger:
@@ -147,7 +146,7 @@ class Ledger:
         scaling = 1.0 if scale is None else scale.value()
         self.target.refuse_hooks(stepped)
         self.target.refuse_cast(stepped)
-        if not self._agreed and self.sync.ranks > 1:  # before gradients are added up
+        if not self._agreed:  # before gradients are added up
             digest, parameters = self.target.digest(self.options), self.target.all_parameters()
             self.sync.refuse_other_ranks(digest, parameters.values())
         self._agreed = True
@@ -172,7 +171,7 @@ class Ledger:
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
         """Return the seed of a window, a power of two: 16 bits do not round it."""
         if known is None:
-            return self.next_seed or _first_seed(units, self.sync, self.target.device)
+            return self.next_seed or _first_seed(units, self.sync.group)
         if known.keys() != {SINGLE}:  # of terms, each of which has its own
             return 1.0
         return power_of_two_near(1.0 / (known[SINGLE] or 1.0))
@@ -234,7 +233,7 @@ class Ledger:
         """
         kinds = map(type, self.target.optimizers)
         sparse = any(issubclass(kind, torch.optim.SparseAdam) for kind in kinds)
-        return self.sync.ranks == 1 and not sparse
+        return self.sync.has_whole_gradient and not sparse
 
     # -------------------------------------------------------------------- add
 

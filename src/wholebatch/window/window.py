@@ -348,12 +348,11 @@ def _over_ranks(
     that has none on any rank keeps none, as for the undivided batch.
     """
     sync = training.sync
-    absent = sync.filled_in()
     shared = sync.stepped(window.inputs) if sync.same_parameters else []
-    present = [float(id(parameter) not in absent) for parameter in shared]
+    present = [float(id(parameter) not in sync.filled_in) for parameter in shared]
     ours = float(training.target.digest(training.options) & 0xFFF) if shared else 0.0
     local = [*total.tolist(), *count.tolist()]
-    values = sync.sum([*local, ours, ours * ours, *present])
+    values = sync.group.sum([*local, ours, ours * ours, *present])
     total, count = column(values[: len(local)], total.device).chunk(2)
     digests, squares, *counts = values[len(local) :]
     if squares * sync.ranks != digests * digests:  # equal only of equal numbers
@@ -443,7 +442,7 @@ def _refuse_other_norm(training: Training, norm: float) -> None:
     """Refuse an `on_gradient` that has made other gradients here than on another rank."""
     norm = norm if math.isfinite(norm) else math.inf
     both = torch.tensor([norm, -norm], dtype=torch.float64, device=training.target.device)
-    most, least = training.sync.largest(both).tolist()
+    most, least = training.sync.group.largest(both).tolist()
     if not math.isclose(most, -least, rel_tol=1e-6):
         raise RankError(
             f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "

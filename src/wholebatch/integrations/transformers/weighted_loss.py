@@ -24,6 +24,7 @@ from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.last_reduction import last_reductions
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
 from wholebatch.options import Close
@@ -75,7 +76,7 @@ class WeightedLoss:
         self._batchnorm = choose_batchnorm(norms, self._model)
         self._test = AdditivityTest(
             self._model,
-            None,
+            Group(),
             enabled=trainer.audit,
             shares_forwards=engine != "replicated",
             off="exact(..., audit=False)",
