@@ -10,7 +10,6 @@ from weakref import proxy
 
 from wholebatch.checks.loop_checks import LoopChecks
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Progress, State
@@ -50,7 +49,6 @@ class LoopWindows(HasLedger):
         self._steps = steps
         self._untouched = Untouched(ledger, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
-        self._refusing = [p for p in self._batchnorms if isinstance(p, Refuse) and p.norms]
         for model in models:
             warn_of_spectral_norms(model)
         self._checks = LoopChecks(models, audit=audit)
@@ -168,7 +166,7 @@ class LoopWindows(HasLedger):
             self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
-        for policy in self._refusing:
+        for policy in self._batchnorms:
             policy.begin_window()
 
     def _end_unused(self) -> None:

@@ -230,7 +230,8 @@ class RunLoss:
                 ledger.added.broken = True  # some gradients may be in, and others not
             raise
         with torch.no_grad():  # it has no graph, and needs none
-            return Loss(added.totals[SINGLE], added.units[SINGLE], extras=added.extras)
+            term = added.terms[SINGLE]
+            return Loss(term.total, term.units, extras=added.extras)
 
 
 def _on_micro_batch(

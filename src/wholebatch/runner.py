@@ -28,10 +28,8 @@ from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
-    batchnorms,
-    refuse_new_norms,
+    needs_whole_batch,
     running_buffers,
-    uses_whole_batch,
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
@@ -126,7 +124,9 @@ class MicroStep:
         self._has_tested = False  # a loss of a micro-batch that is not the whole batch
         self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
+        from wholebatch.compile.trace import Added
 
+        self._outcome_of = Added.of
         self.executor = Executor(
             execute,
             model=modules,
@@ -153,7 +153,13 @@ class MicroStep:
 
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
-        return self.executor.micro_step(micro, partial(self.eager, place=place))
+        micro = self.executor.on_device(micro)
+        added = self.executor.by_graph(micro, partial(self.eager, place=place))
+        if added is None:
+            with self.executor.by_eager_code():
+                loss = self.eager(micro, place)
+            added = self._outcome_of(loss)
+        return added
 
     def eager(self, micro: Any, place: Place) -> Loss | Terms:
         """Run forward and backward by autograd, and add the gradients; return the loss."""
@@ -168,7 +174,7 @@ class MicroStep:
             refuse_in_parts(loss)
         if self.is_eager:
             self._untouched.check(rates=True)
-        self._ledger.add_loss(loss, last=place.last, counts=place.counts)
+        self._ledger.add(loss, last=place.last, counts=place.counts)
         return loss
 
 
@@ -204,13 +210,12 @@ class Runner:
         self._ledger = ledger
         self._precision = precision
         self._device = ledger.target.device
-        self._norms = whole_batch_norms(root)
+        self._norms: list[tuple[str, nn.Module]] = []  # of the model in this window
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._untouched = Untouched(ledger, by="the loss function")
         read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
-        self._known_norms = {module for _, module in batchnorms(root)}
         shares = ledger.sync.counts_must_agree
         group = ledger.sync.group
         self._test = AdditivityTest(root, group, enabled=audit, shares_forwards=shares)
@@ -263,7 +268,6 @@ class Runner:
             with self._precision.forward():
                 return function(self.model, to_device(few, self._device))
 
-        refuse_new_norms([self._root], self._known_norms)
         name = getattr(function, "__name__", "a function")
         self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
 
@@ -298,6 +302,7 @@ class Runner:
         self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
+        self._norms = whole_batch_norms(self._root)
         training = [norm for _, norm in self._norms if norm.training]
         if before is None and training:
             before = ForwardState(*training, every=False)
@@ -363,7 +368,7 @@ class Runner:
 
     def is_undivided(self) -> bool:
         """True if the batch must not be split: a layer trains with the statistics of the batch."""
-        return self.policy is None and any(uses_whole_batch(norm) for _, norm in self._norms)
+        return self.policy is None and needs_whole_batch(self._root)
 
     def _norms_meet(self) -> bool:
         """True if BatchNorms of an undivided batch run collectives."""

@@ -124,9 +124,10 @@ class TwoPassRunner(Runner):
         ]
         own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
         ledger.added.record(
-            {name: term.total.detach() * own for name, term in terms.items()},
-            {name: units[name] * own for name in terms},
-            {name: term.weight for name, term in terms.items()},
+            {
+                name: Term(term.total.detach() * own, units[name] * own, term.weight)
+                for name, term in terms.items()
+            }
         )
         ledger.added.owners.clear()  # The loss belongs to no single micro-batch.
         with self._untouched.backward():

@@ -100,27 +100,27 @@ def shorten_timeout(seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), None)
 
 
+def all_ranks() -> Group:
+    """Return all ranks of the job; where there is no job, this process alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group()
+    nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return Group([None], device, rank=dist.get_rank())
+
+
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return all_ranks().ranks
 
 
-@torch.no_grad()
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all ranks, on the tensor's device."""
-    if world_size() == 1:
-        return tensor
-    there = tensor.to(_device_of_collectives(), copy=True)
-    dist.all_reduce(there)
-    return there.to(tensor.device)
+    return all_ranks().sum_tensor(tensor).to(tensor.device)
 
 
 def largest_over_ranks(value: float) -> float:
     """Return the largest over all ranks: decisions must be the same on all of them."""
-    if world_size() == 1:
-        return value
-    there = torch.tensor(value, dtype=torch.float64, device=_device_of_collectives())
-    dist.all_reduce(there, op=dist.ReduceOp.MAX)
-    return float(there)
+    return all_ranks().largest_number(value)
 
 
 def all_meet(name: str, seconds: float) -> bool:
@@ -137,8 +137,3 @@ def all_meet(name: str, seconds: float) -> bool:
     while not store.check([decided]) and time.monotonic() < until:
         time.sleep(1e-3)
     return bool(store.compare_set(decided, "", "some") == b"all")
-
-
-def _device_of_collectives() -> torch.device:
-    nccl = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
