@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Group:
@@ -97,6 +100,14 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     there = tensor.to(_device_of_collectives(), copy=True)
     dist.all_reduce(there)
     return there.to(tensor.device)
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return what all ranks have, in their order; it is pickled on the way."""
+    values: list[Any] = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def largest_over_ranks(value: float) -> float:
