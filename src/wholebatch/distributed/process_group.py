@@ -10,10 +10,13 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Group:
@@ -116,6 +119,14 @@ def world_size() -> int:
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all ranks, on the tensor's device."""
     return all_ranks().sum_tensor(tensor).to(tensor.device)
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return what all ranks have, in their order; it is pickled on the way."""
+    values: list[Any] = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def largest_over_ranks(value: float) -> float:
