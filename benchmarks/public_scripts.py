@@ -14,8 +14,8 @@ None of their code is in this repository. FOLDER has `scripts.json`, a list of e
 A file that does not train by itself has a script of ours, `run`, that is given its name.
 `undivided` makes the same updates from whole batches. Each runs in float64, from the same seed.
 What counts is the gradient at every `optimizer.step()`; the weights are put back after it, so that
-each update is compared from the same start. A graph is run as traced, without Inductor. Rows are kept in
-`FOLDER/rows.json`; an entry with `cells` has been measured before.
+each update is compared from the same start. A graph is run as traced, without Inductor.
+Rows are kept in `FOLDER/rows.json`; an entry with `cells` has been measured before.
 """
 
 from __future__ import annotations
