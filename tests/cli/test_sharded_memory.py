@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.launch import torchrun
 
 RANKS = 3
-BLOCKS, WIDTH = 12, 128
+BLOCKS, WIDTH = 24, 128
 PARAMETERS = BLOCKS * WIDTH * WIDTH * 4  # bytes
 
 RECIPE = f"""
