@@ -95,8 +95,6 @@ def case(name: str, make: Any, batches: int, **options: Any) -> Any:
         ("SFT", MASKED),
         ("SFT", {**MASKED, "adapters": "dora"}),
         ("SFT", {**MASKED, "adapters": "lora", "gradient_checkpointing": True}),
-        ("SFT", {**MASKED, "loss_type": "dft"}),
-        ("DPO", {}),
         ("DPO", {"adapters": "modules_to_save", "gradient_checkpointing": True}),
         ("DPO", {"precompute_ref_log_probs": True, "loss_type": ["ipo", "apo_zero"]}),
         ("Reward", {"center_rewards_coefficient": 0.1}),
