@@ -202,6 +202,72 @@ class Centred(nn.Module):
         return made
 
 
+PLAIN_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of squares": lambda z, y: (z - 1).square().sum(),
+    "of rows": lambda z, y: (z - 1).abs().sum(1).sum(),
+    "gathered": lambda z, y: -z.log_softmax(1).gather(1, y[:, None]).sum(),
+    "masked": lambda z, y: F.cross_entropy(z, y, reduction="none")[y > 0].sum(),
+    "of two": lambda z, y: F.softplus(z).sum() + F.softplus(-z).sum(),
+}
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "divided": lambda z, y: (z - 1).square().sum() / len(y),
+    "divided before": lambda z, y: ((z - 1).square() / len(y)).sum(),
+    "of each feature": lambda z, y: (z - 1).square().mean(0).sum(),
+    "weighted": lambda z, y: F.cross_entropy(
+        z, y, weight=torch.full((3,), 1 / len(y)).double(), reduction="none"
+    ).sum(),
+    "by weights": lambda z, y: (z.square() * torch.full((3,), 1 / len(y)).double()).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", [*PLAIN_SUMS, *MEANS])
+def test_a_sum_of_losses_that_is_given_as_a_mean_is_told(loss: str) -> None:
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in samples(5, 3):
+            mean = {**PLAIN_SUMS, **MEANS}[loss](logits(model, x), y)
+            acc.backward(mean=mean, units=len(y))
+    told = any("that nothing divides" in str(one.message) for one in caught)
+    assert told == (loss in PLAIN_SUMS)
+
+
+def test_units_of_a_mean_are_compared_with_what_a_scaled_sum_is_divided_by() -> None:
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    (x, y), (x2, y2) = samples(5, 3)
+    acc.backward(mean=(logits(model, x) - 1).square().sum() * 3.0 / len(y), units=1)
+    mean = (logits(model, x2) - 1).square().sum() * 3.0 / len(y2)
+    with pytest.warns(UserWarning, match="micro-batches count the same"):
+        acc.backward(mean=mean, units=1)
+
+
+class OfGraphs(nn.Module):
+    """One logit for each node, from its neighbours: `edges` are two rows of node numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        sent = self.message(x)[edges[0]]
+        return self.out(torch.zeros_like(x).index_add(0, edges[1], sent) + x)
+
+
+def test_a_graph_of_two_nodes_is_no_batch_of_two_samples() -> None:
+    """Its edges have two rows, too."""
+    model = OfGraphs().double()
+    torch.manual_seed(2)
+    edges = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    data = [(torch.randn(2, 4).double(), edges, torch.randint(3, (2,))) for _ in range(2)]
+
+    def backward(acc: Any, model: Any, micro: Any) -> None:
+        x, edges, y = micro
+        acc.backward(mean=F.cross_entropy(model(x, edges), y), units=len(y))
+
+    mean = torch.stack([F.cross_entropy(model(x, edges), y) for x, edges, y in data]).mean()
+    assert off(backward, mean, model, data) < 1e-12
+
+
 def test_a_forward_that_is_called_past_its_hooks_is_told() -> None:
     model = Centred()
     acc = wb.Accumulator(model, None, steps=2)

@@ -16,14 +16,15 @@ class SumOrMean(Check):
     """A mean given as a sum, or a sum as a mean.
 
     Finds: over several units, `total` whose last reduction is a mean over several numbers, or a sum
-    divided by its units; `mean` that is a sum by one of torch's loss functions.
+    divided by its units; `mean` that is a sum by one of torch's loss functions, or of losses that
+    nothing divides.
 
     Costs: a walk over the scalar end of the graph.
 
     Certain: the graph shows the reduction, and the units show what it must be. Likely if only sums
-    over 2 units are so divided.
+    over 2 units are so divided, or if losses were summed after they were computed.
 
-    Cannot see: a sum given as a mean that is not by one of torch's losses; a custom function whose
+    Cannot see: a sum of products or quotients that is given as a mean; a custom function whose
     graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
     """
 
@@ -36,7 +37,8 @@ class SumOrMean(Check):
         if units and terms and not micro.is_mean:
             is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in terms)
             self._sums.append((units, is_half))
-        return sum_or_mean(terms, units, micro.is_mean)
+        finding = sum_or_mean(terms, units, micro.is_mean)
+        return finding or (_plain_sum(terms, units) if micro.is_mean else None)
 
     def close(self, micro_batches: int) -> Answer:
         of_two = {is_half for units, is_half in self._sums if units == 2}
@@ -49,6 +51,17 @@ class SumOrMean(Check):
             f"{begin}. If it is a mean, pass backward(mean=..., units=2). If 2 is a weight, "
             f"nothing is wrong; {silenced(begin)}"
         )
+
+
+def _plain_sum(terms: Sequence[Reduction], units: float) -> Warned | None:
+    """Warn of a mean that is a sum of losses, with nothing that divides it."""
+    if units <= 1 or not terms or not all(term.is_plain and term.count > 1 for term in terms):
+        return None
+    begin = f"mean is a sum of {terms[0].count} numbers"
+    return Warned(
+        f"{begin} that nothing divides, and units={units:g}. If it is the sum over its units, pass "
+        f"backward(total, units={units:g}). If it is a mean, nothing is wrong; {silenced(begin)}"
+    )
 
 
 def sum_or_mean(

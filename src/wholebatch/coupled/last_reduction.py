@@ -23,6 +23,16 @@ _PASS = (
     *("Add", "Sub", "Neg", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"),
     *("Alias", "Clone", "NanToNum", "Where"),
 )
+# Operations that keep numbers as they are, or add them; and some that make losses of them. A mean
+# by weights has a product or a division between these and its sum.
+_KEEP = (
+    *(*_PASS, "Sum", "ClampMin", "Gather"),
+    *("Index", "MaskedFill", "MaskedSelect", "Select", "Slice"),
+)
+_LOSSES = (
+    *("Pow", "Abs", "Softplus", "LogSigmoid", "Logsumexp", "LogSoftmax", "Norm", "CtcLoss"),
+    *("NllLoss", "BinaryCrossEntropyWithLogits", "MseLoss", "SmoothL1Loss", "HuberLoss"),
+)
 _MOST_NODES = 256
 _CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
 
@@ -48,14 +58,16 @@ class Reduction:
     scales: tuple[Scale, ...]
     labels: float | None = None
     """The number of labels, or the sum of their weights, that a cross-entropy divided by."""
+    is_plain: bool = False
+    """True for a sum of losses that nothing has multiplied or divided."""
 
     @property
     def divisor(self) -> float | None:
         """The number that a sum was divided by to be a mean; None if the graph does not tell."""
         if self.kind == "mean":
             return self.count if self.labels is None else self.labels
-        is_divided = bool(self.scales) and self.scales[-1].operation == "divided"
-        return self.scales[-1].by if self.kind == "sum" and is_divided else None
+        divisors = [scale.by for scale in self.scales if scale.operation == "divided"]
+        return divisors[-1] if self.kind == "sum" and divisors else None
 
     @property
     def count(self) -> int:
@@ -103,7 +115,8 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
             waiting.append((inner[0], (*scales, _scale(node, operation, unit))))
         elif operation in ("Mean", "Sum"):
             kind: Literal["mean", "sum"] = "mean" if operation == "Mean" else "sum"
-            yield Reduction(kind, name, tuple(sizes or ()), scales)
+            is_plain = kind == "sum" and not scales and _adds_losses(inner)
+            yield Reduction(kind, name, tuple(sizes or ()), scales, is_plain=is_plain)
         elif reduction in (1, 2):  # torch's own loss functions
             logits = getattr(node, "_saved_self", None)
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
@@ -119,6 +132,23 @@ def _reductions(loss: Tensor) -> Iterator[Reduction]:
             )
         else:
             yield Reduction("unknown", name, (), scales)
+
+
+def _adds_losses(nodes: Sequence[Any]) -> bool:
+    """True if what these nodes made are losses, which nothing has multiplied or divided."""
+    waiting, ends = [*nodes], 0
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node = waiting.pop()
+        operation = re.sub(r"(2D|Nd)?Backward\d*$", "", node.name(), flags=re.IGNORECASE)
+        if operation in _KEEP:
+            waiting += [child for child, _ in node.next_functions if child is not None]
+        elif operation in _LOSSES and getattr(node, "_saved_weight", None) is None:
+            ends += 1
+        else:
+            return False
+    return ends > 0 and not waiting
 
 
 def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] | None:
