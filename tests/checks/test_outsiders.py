@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch.errors import UnsupportedError
+from wholebatch.errors import LossError, UnsupportedError
 
 
 def net() -> nn.Module:
@@ -85,7 +85,7 @@ def test_a_sum_over_two_units_divided_by_two(is_weight: bool) -> None:
     assert any("divided by 2 where its units are 2" in text for text in told) is not is_weight
 
 
-def test_a_call_for_each_task_is_told() -> None:
+def test_a_call_for_each_task_is_right() -> None:
     """The queries of a task of a meta-learner are linked, those of two tasks are not."""
     model = nn.Linear(4, 1).double()
     tasks = [torch.randn(5, 5, 4).double() for _ in range(2)]
@@ -104,8 +104,38 @@ def test_a_call_for_each_task_is_told() -> None:
     def backward(acc: Any, model: nn.Module, tasks: Tensor) -> None:
         acc.backward(mean=loss(tasks), units=len(tasks))
 
-    with pytest.warns(UserWarning, match="this loss links 2 of the model's 2 output rows"):
-        assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
+    assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
+
+
+@pytest.mark.parametrize("sizes", [[(3, 5), (2,)], [(4, 1), (3, 3, 2)], [(3, 3), (1, 1)]])
+def test_a_call_for_each_ranked_list_is_right(sizes: Any) -> None:
+    model = net()
+    torch.manual_seed(4)
+    data = [[torch.randn(n, 4).double() for n in micro] for micro in sizes]
+
+    def loss(lists: list[Tensor]) -> Tensor:
+        losses = [
+            -logits(model, x)[:, 0].log_softmax(0)[0] + logits(model, x).square().mean()
+            for x in lists
+        ]
+        return torch.stack(losses).sum()
+
+    def backward(acc: Any, model: nn.Module, lists: list[Tensor]) -> None:
+        acc.backward(loss(lists), units=len(lists))
+
+    every = [one for micro in data for one in micro]
+    assert off(backward, loss(every) / len(every), model, data) < 1e-12
+
+
+def test_a_mean_beside_a_weighted_mean_is_no_sum() -> None:
+    """The loss of a critic, with ten times a gradient penalty."""
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    [(x, y), _] = samples(4, 3)
+    z = logits(model, x)
+    with pytest.raises(LossError, match="total is a mean"):
+        acc.backward(z[:, 0].mean() + 10 * (z[:, 1] - 1).square().mean(), units=len(y))
+    acc.backward(z[:, 0].mean() * 4 + z[:, 1].sum(), units=len(y))
+    acc.discard()
 
 
 def test_rows_as_units_of_bags_are_told() -> None:

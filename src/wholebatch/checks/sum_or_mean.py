@@ -80,7 +80,10 @@ def sum_or_mean(
     elif units <= 1 or not terms or len(terms) >= units:
         return None
     first, number = terms[0], f"{units:g}"
-    if not is_mean and all(_is_mean(term, units) for term in terms):
+    weighted = [term for term in terms if _is_weighted(term)]
+    if len(weighted) < len(terms) and not any(_is_made_a_sum(term, units) for term in weighted):
+        weighted = []  # means beside weighted means: ten times a gradient penalty
+    if not is_mean and not weighted and all(_is_mean(term, units) for term in terms):
         is_whole = first.kind == "mean" and len(terms) < units
         what = "a mean" if is_whole else f"a mean, a sum divided by {number}"
         text = (
@@ -99,10 +102,21 @@ def sum_or_mean(
     return None
 
 
+def _is_weighted(term: Reduction) -> bool:
+    """True for a term with a factor above 1, which may make a mean a sum again."""
+    return any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales)
+
+
+def _is_made_a_sum(term: Reduction, units: float) -> bool:
+    """True if a factor is the number of units, or of what was reduced, or a multiple of these."""
+    factors = (scale.by for scale in term.scales if scale.operation == "multiplied")
+    sizes = {units, *map(float, term.sizes), float(term.count)} - {0.0, 1.0}
+    ratios = (by / size for by in factors for size in sizes)
+    return any(math.isclose(ratio, round(ratio), rel_tol=4e-3) for ratio in ratios if ratio > 0.9)
+
+
 def _is_mean(term: Reduction, units: float) -> bool:
-    """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
-    if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
-        return False
+    """True for a mean, or a sum divided by its units."""
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = units > 2 and term.count != units * units and _is_divided_by(term, units)
     return term.kind == "mean" or (term.kind == "sum" and is_divided)
