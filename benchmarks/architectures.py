@@ -138,10 +138,10 @@ class Bench:
 
     def operations(self) -> int:
         """Return the floating-point operations of a window, counted in eager code."""
-        from torch.utils.flop_counter import FlopCounterMode
+        from wholebatch.memory.operations import operation_counter
 
         model, _ = self._model()
-        with FlopCounterMode(display=False) as counter, self._autocast():
+        with operation_counter() as counter, self._autocast():
             self.case.loss(model, self.parts[0]).total.backward()
         return int(counter.get_total_flops()) * len(self.parts)
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import measured, mlp, samples, sgd
+from wholebatch.compile.gradient_buffers import Gradients
 from wholebatch.compile.graph_inputs import Key, take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.joint_graph import Prepared
@@ -201,7 +202,7 @@ def run_rewritten(
 ) -> tuple[Rewritten, list[Tensor], list[Tensor]]:
     """The rewritten graph of a micro-step, what it returns, and what it has added to the buffers.
 
-    These have `held` in them before, and are as wide as the parameters; the seed is a quarter.
+    These have `held` in them before; the seed is a quarter.
     """
     micro = tagged(5)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -211,9 +212,10 @@ def run_rewritten(
         form = Form.of(function(model, micro))
     written = trace(model, function, precision, state, inputs, form)
     trained = [parameter.detach() for parameter in state.trained.values()]
-    dtypes = [trained[0].dtype] * len(written.used)
-    rewritten = rewrite(written, len(trained), dtypes, options)
-    buffers = [torch.full_like(trained[index], held) for index in written.used]
+    gradients = Gradients(list(state.trained.values()))
+    buffers = gradients.of(written.used)
+    rewritten = rewrite(written, len(trained), [buffer.dtype for buffer in buffers], options)
+    torch._foreach_add_(buffers, held)
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
     others = [other.clone() for other in state.others.values()]
     seed = torch.tensor(0.25).to(form.dtypes[0])

@@ -25,6 +25,7 @@ from tests.compile.nets import (
     traced,
 )
 from tests.support import Seen, Whole, distance, grouped, mlp, samples, sgd
+from wholebatch.compile import graph_check
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile import micro_step as executor_module
 from wholebatch.compile.execute_mode import ExecutePlan
@@ -292,7 +293,8 @@ def test_a_kind_is_recorded_once_it_has_come_often(
         return lambda *arguments: run(*arguments)
 
     monkeypatch.setattr(executor_module, "CapturedGraph", capture)
-    monkeypatch.setattr(executor_module, "rehearse", lambda run, *_, **__: [run() for _ in "12"][1])
+    for module in (executor_module, graph_check):
+        monkeypatch.setattr(module, "rehearse", lambda run, *_, **__: [run() for _ in "12"][1])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", int)
     model = mlp()
     whole = Whole(model)

@@ -256,7 +256,7 @@ class _Adder:
 
     def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
         for part, parent in list(_summands(gradient, None, dtype)):
-            if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part)):
+            if not (self._product(buffer, part, parent, dtype) or self._rows(buffer, part, dtype)):
                 with self._graph.inserting_after(part):
                     self._graph.call_function(aten.add_.Tensor, (buffer, part))
 
@@ -286,25 +286,27 @@ class _Adder:
         self.made["products"] += 1
         return True
 
-    def _rows(self, buffer: fx.Node, part: fx.Node) -> bool:
+    def _rows(self, buffer: fx.Node, part: fx.Node, dtype: torch.dtype) -> bool:
         if part.target is not aten.embedding_dense_backward.default:
             return False
         rows, indices, _, padding, by_frequency = part.args
         if by_frequency or part.kwargs:
             return False
-        if part.all_input_nodes[0].meta["val"].dtype is not part.meta["val"].dtype:
-            return False
         assert isinstance(padding, int)
         with self._graph.inserting_before(part):
+            if part.meta["val"].dtype is not dtype:  # 16-bit rows add up in fp32.
+                rows = self._graph.call_function(aten._to_copy.default, (rows,), {"dtype": dtype})
             if padding >= 0:  # The padding row gets no gradient.
                 at_padding = self._graph.call_function(aten.eq.Scalar, (indices, padding))
                 there = self._graph.call_function(aten.unsqueeze.default, (at_padding, -1))
                 rows = self._graph.call_function(aten.masked_fill.Scalar, (rows, there, 0.0))
-            self._scatter(buffer, indices, rows, part.meta["val"])
+            self._scatter(buffer, indices, rows, part.meta["val"], dtype)
         self.made["embeddings"] += 1
         return True
 
-    def _scatter(self, buffer: fx.Node, indices: Any, rows: Any, table: Tensor) -> None:
+    def _scatter(
+        self, buffer: fx.Node, indices: Any, rows: Any, table: Tensor, dtype: torch.dtype
+    ) -> None:
         """Add each row of `rows` to the row of `buffer` that its index names.
 
         Many indices and few rows would wait for each other at every addition, as in the relative
@@ -320,7 +322,7 @@ class _Adder:
         copy = call(
             aten.view.default, (call(aten.remainder.Scalar, (numbers, _COPIES)), [*at.shape])
         )
-        filled: dict[str, Any] = {"dtype": table.dtype, "device": table.device}
+        filled: dict[str, Any] = {"dtype": dtype, "device": table.device}
         copies = call(aten.full.default, ([_COPIES, *table.shape], 0.0), filled)
         sums = call(aten.index_put.default, (copies, [copy, indices], rows, True))
         call(aten.add_.Tensor, (buffer, call(aten.sum.dim_IntList, (sums, [0]))))

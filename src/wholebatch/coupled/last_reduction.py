@@ -1,4 +1,4 @@
-"""Read the last reduction of a loss from its graph: mean or sum, and its scale.
+"""Read the last reductions of a loss from its graph: means and sums, and their scales.
 
 Between a loss and its reductions lie only operations on single numbers. The graph is followed that
 far: `(F.cross_entropy(logits, labels) + 0.1 * penalty.mean()) / 4` has two terms, both means, both
@@ -11,30 +11,40 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 # Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
 # over no units.
-_PASS = (
-    *("Add", "Sub", "Neg", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"),
-    *("Alias", "Clone", "NanToNum", "Where"),
-)
-# Operations that keep numbers as they are, or add them; and some that make losses of them. A mean
-# by weights has a product or a division between these and its sum.
-_KEEP = (
-    *(*_PASS, "Sum", "ClampMin", "Gather"),
+_PASS = {
+    *("Neg", "Rsub", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"),
+    *("Permute", "T", "Alias", "Clone", "NanToNum", "Where"),
+}
+_OF_PARAMETERS = {
+    *("Pow", "Abs", "Exp", "Log", "Neg", "Mul", "Div", "Add", "Sub", "Rsub", "Sum", "Mean", "Sqrt"),
+    *("Select", "Slice", "Unsqueeze", "Squeeze", "View", "LinalgVectorNorm", "Norm", "Clamp", "T"),
+    *("Softplus", "Sigmoid", "Tanh", "Reciprocal", "Permute", "Clone", "ToCopy", "Stack", "Cat"),
+}
+# What keeps numbers as they are, or adds them; and what makes losses of them. A mean by weights has
+# a product or a division between these and its sum.
+_KEEP = {
+    *(*_PASS, "Add", "Sub", "Sum", "ClampMin", "Gather"),
     *("Index", "MaskedFill", "MaskedSelect", "Select", "Slice"),
-)
-_LOSSES = (
+}
+_LOSSES = {
     *("Pow", "Abs", "Softplus", "LogSigmoid", "Logsumexp", "LogSoftmax", "Norm", "CtcLoss"),
     *("NllLoss", "BinaryCrossEntropyWithLogits", "MseLoss", "SmoothL1Loss", "HuberLoss"),
-)
-_MOST_NODES = 256
-_CLOSE = 4e-3  # one step of bfloat16: a factor may have been rounded to it
+}
+DDP_SINK = "_DDPSinkBackward"
+"""The node through which DistributedDataParallel returns the outputs of its model."""
+_MOST_NODES = 512
+TOO_LARGE = f"a graph of more than {_MOST_NODES} nodes"
+
+Scales = tuple["Scale", ...]
+"""The scales on top of a term, the outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class Reduction:
     """Name of the node of autograd."""
     sizes: tuple[int, ...]
     """Shape of what was reduced; () if the graph does not tell."""
-    scales: tuple[Scale, ...]
+    scales: Scales
     labels: float | None = None
     """The number of labels, or the sum of their weights, that a cross-entropy divided by."""
     is_plain: bool = False
@@ -89,62 +99,108 @@ def last_reductions(loss: Tensor) -> list[Reduction]:
     >>> [(r.kind, r.sizes, [s.by for s in r.scales]) for r in last_reductions(losses.mean() / 4)]
     [('mean', (6,), [4.0])]
     """
-    return list(_reductions(loss)) if loss.grad_fn is not None else []
+    return [] if loss.grad_fn is None else list(starmap(_reduction, ends_of(loss.grad_fn)))
 
 
-@torch.no_grad()
-def _reductions(loss: Tensor) -> Iterator[Reduction]:
-    unit = torch.ones((), dtype=loss.dtype, device=loss.device)
-    waiting: list[tuple[Any, tuple[Scale, ...]]] = [(loss.grad_fn, ())]
+def ends_of(root: Any) -> Iterator[tuple[Any, Scales]]:
+    """Yield the nodes where the terms of a scalar end, each with the scales on top of it.
+
+    `root` is the scalar's node. A graph that is too large ends in None.
+    """
+    waiting: list[tuple[Any, Scales]] = [(_without_sink(root, 0), ())]
     for _ in range(_MOST_NODES):
         if not waiting:
             return
         node, scales = waiting.pop()
-        name = node.name()
-        inner = [child for child, _ in node.next_functions if child is not None]
-        operation = name.partition("Backward")[0]
-        reduction = getattr(node, "_saved_reduction", 0)
-        sizes = getattr(node, "_saved_self_sym_sizes", None)
-        if isinstance(node, BackwardCFunction):  # whatever its class is called
-            yield Reduction("hidden", name, (), scales)
-            continue
-        of_one_number = operation in ("Mean", "Sum") and math.prod(sizes or ()) == 1
-        if (operation in _PASS or of_one_number) and inner:
-            waiting += [(child, scales) for child in inner]
-        elif operation in ("Mul", "Div") and len(inner) == 1 and not _is_by_sample(node):
-            waiting.append((inner[0], (*scales, _scale(node, operation, unit))))
-        elif operation in ("Mean", "Sum"):
-            kind: Literal["mean", "sum"] = "mean" if operation == "Mean" else "sum"
-            is_plain = kind == "sum" and not scales and _adds_losses(inner)
-            yield Reduction(kind, name, tuple(sizes or ()), scales, is_plain=is_plain)
-        elif reduction in (1, 2):  # torch's own loss functions
-            logits = getattr(node, "_saved_self", None)
-            shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
-            if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
-                shape = shape[:1] + shape[2:]
-            labels = getattr(node, "_saved_total_weight", None) if reduction == 1 else None
-            yield Reduction(
-                "mean" if reduction == 1 else "sum",
-                name,
-                shape,
-                scales,
-                None if labels is None else float(labels),
-            )
+        below = operands_of(node)
+        if operation_of(node) in ("Add", "Sub"):
+            weights = (1, getattr(node, "_saved_alpha", 1))
+            scaled_by = [() if w == 1 else (Scale("multiplied", abs(float(w))),) for w in weights]
+            waiting += [
+                (child, (*scales, *more))
+                for child, more in zip(below, scaled_by, strict=False)
+                if child is not None
+            ]
+        elif operation_of(node) in _PASS or _is_of_one_number(node):
+            waiting += [(child, scales) for child in below if child is not None]
+        elif (inner := scaled(node)) is not None:
+            waiting.append((inner[0], (*scales, inner[1])))
         else:
-            yield Reduction("unknown", name, (), scales)
+            yield node, scales
+    yield None, ()
+
+
+def _without_sink(node: Any, place: int) -> Any:
+    while node is not None and node.name() == DDP_SINK:
+        node, place = node.next_functions[place]
+    return node
+
+
+def operands_of(node: Any) -> list[Any]:
+    """Return the nodes that made the operands of a node; None for one without a gradient."""
+    return [_without_sink(*edge) for edge in node.next_functions]
+
+
+def operation_of(node: Any) -> str:
+    """Return `Mul` for `MulBackward0`; "" for a custom function, whatever its class is called."""
+    return "" if isinstance(node, BackwardCFunction) else str(node.name().partition("Backward")[0])
+
+
+def passes_on(node: Any) -> bool:
+    """True if a node passes on what one operand holds, up to a constant and its sign."""
+    return operation_of(node) in _PASS or node.name() in ("AddBackward1", "SubBackward1")
+
+
+def _is_of_one_number(node: Any) -> bool:
+    return operation_of(node) in ("Mean", "Sum") and not saved_by(node, "self_sym_sizes")
+
+
+def scaled(node: Any) -> tuple[Any, Scale] | None:
+    """Return the operand of a product with, or a quotient by, a number, and that scale."""
+    operation, below = operation_of(node), operands_of(node)
+    inputs = [child for child in below if child is not None]
+    operands = [child for child in inputs if not is_of_parameters(child)] or inputs
+    is_first = operands == below[:1]
+    if operation not in ("Mul", "Div") or len(operands) != 1:
+        return None
+    by = number_of(saved_by(node, "other" if is_first else "self"))
+    if operation == "Mul":
+        return None if by is None else (operands[0], Scale("multiplied", abs(by)))
+    return (operands[0], Scale("divided", abs(by))) if by and is_first else None
+
+
+def _reduction(node: Any, scales: Scales) -> Reduction:
+    if node is None:
+        return Reduction("unknown", TOO_LARGE, (), scales)
+    name, reduction = node.name(), saved_by(node, "reduction")
+    if isinstance(node, BackwardCFunction):
+        return Reduction("hidden", name, (), scales)
+    if operation_of(node) in ("Mean", "Sum"):
+        sizes = tuple(saved_by(node, "self_sym_sizes") or ())
+        is_plain = name.startswith("Sum") and not scales and _adds_losses(operands_of(node))
+        kind: Literal["mean", "sum"] = "mean" if name.startswith("Mean") else "sum"
+        return Reduction(kind, name, sizes, scales, is_plain=is_plain)
+    if reduction not in (1, 2):  # torch's own loss functions
+        return Reduction("unknown", name, (), scales)
+    logits = saved_by(node, "self")
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
+    if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
+        shape = shape[:1] + shape[2:]
+    labels = number_of(saved_by(node, "total_weight")) if reduction == 1 else None
+    return Reduction("mean" if reduction == 1 else "sum", name, shape, scales, labels)
 
 
 def _adds_losses(nodes: Sequence[Any]) -> bool:
     """True if what these nodes made are losses, which nothing has multiplied or divided."""
-    waiting, ends = [*nodes], 0
+    waiting, ends = [node for node in nodes if node is not None], 0
     for _ in range(_MOST_NODES):
         if not waiting:
             break
         node = waiting.pop()
-        operation = re.sub(r"(2D|Nd)?Backward\d*$", "", node.name(), flags=re.IGNORECASE)
+        operation = operation_of(node).removesuffix("2D")
         if operation in _KEEP:
-            waiting += [child for child, _ in node.next_functions if child is not None]
-        elif operation in _LOSSES and getattr(node, "_saved_weight", None) is None:
+            waiting += [child for child in operands_of(node) if child is not None]
+        elif operation in _LOSSES and saved_by(node, "weight") is None:
             ends += 1
         else:
             return False
@@ -161,23 +217,47 @@ def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] |
     return None
 
 
-def _is_by_sample(node: Any) -> bool:
-    """True if the other factor, or the divisor, is a tensor of its own number for each sample."""
-    try:
-        other = getattr(node, "_saved_other", None)
-    except RuntimeError:  # the graph has been used
-        return False
-    return isinstance(other, Tensor) and other.dim() > 0
+def is_of_parameters(node: Any) -> bool:
+    """True for what is made of parameters alone: no sample takes part."""
+    waiting = [node]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return True
+        node = waiting.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            continue
+        name = "" if node is None else operation_of(node)
+        below = operands_of(node) if name in _OF_PARAMETERS else []
+        other = saved_by(node, "other" if below[:1] != [None] else "self") if None in below else 1
+        ours = [child for child in below if child is not None]
+        if name in ("Add", "Sub", "Rsub"):  # of a number, or of samples: those make it larger
+            other = 1 if len({shape_of(operand) for operand in (node, *ours)}) == 1 else other
+        if not below or number_of(other) is None:
+            return False
+        waiting += ours
+    return False
 
 
-def _scale(node: Any, operation: str, unit: Tensor) -> Scale:
-    """Return the factor of a product, or the divisor: the node's own derivative tells it."""
+def shape_of(node: Any, place: int = 0) -> tuple[int, ...]:
+    """Return the shape of what a node has computed."""
+    return tuple(node._input_metadata[place].shape)
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """Return what the node keeps for its backward under this name; None if it cannot be read."""
     try:
-        results = node(unit)
-        slopes = results if isinstance(results, tuple) else (results,)
-        slope = abs(float(next(s for s in slopes if s is not None)))
-    except RuntimeError:  # the graph has been used, or the saved factor was changed in place
-        slope = math.nan
-    if operation == "Mul":
-        return Scale("multiplied", slope)
-    return Scale("divided", 1 / slope if slope else math.inf)
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # the graph was used already, or the tensor has changed since
+        return None
+
+
+def number_of(value: Any) -> float | None:
+    """Return a scalar's value; None where there is none to read."""
+    if isinstance(value, int | float):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        return None
+    try:
+        return float(value.detach())
+    except (RuntimeError, TypeError, NotImplementedError):  # a tensor without numbers
+        return None

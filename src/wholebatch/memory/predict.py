@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 from wholebatch.batch.samples import layout_of, tensors_of
 from wholebatch.errors import OptionError, UnsupportedError
@@ -44,6 +43,7 @@ from wholebatch.memory.fake_tensors import (
 )
 from wholebatch.memory.fsdp_sharding import Sharding, pretended_ranks, shard
 from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.operations import operation_counter
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -273,7 +273,7 @@ class Simulation:
     def operations(self, batch: Any) -> int:
         """Return the floating-point operations of one sample, forward and backward."""
         micro = fake_batch(self._mode, batch, self._run_on)
-        with self._mode, FlopCounterMode(display=False) as counter:
+        with self._mode, operation_counter() as counter:
             window = PlainWindow(self._model, self._loss, sharding=self._sharding)
             window.add(micro, is_last=True)
         self._model.zero_grad(set_to_none=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from wholebatch.batch import split, to_device
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
@@ -19,6 +18,7 @@ from wholebatch.errors import OptionError
 from wholebatch.gpus import find_gpu
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.budget import device_name
+from wholebatch.memory.operations import operation_counter
 from wholebatch.readable_sizes import bytes_said
 from wholebatch.tune.task import Task
 from wholebatch.window import precision as precisions
@@ -116,7 +116,7 @@ def find_bottleneck(task: Task, *, micro_batch: int, precision: str) -> Bottlene
         dist.all_reduce(flat)
         return flat.nbytes
 
-    reduced, counter = 0, FlopCounterMode(display=False)  # it slows the window that warms up
+    reduced, counter = 0, operation_counter()  # it slows the window that warms up
     for window in range(2):
         seconds.update(dict.fromkeys(("loading", "forward", "backward", "reduction"), 0.0))
         seconds["optimizer"] = 0.0

@@ -26,11 +26,12 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from wholebatch.coupled.last_reduction import DDP_SINK
 from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
-from wholebatch.verification.loss_terms import DDP_SINK, doubt_about, loss_graph, terms_of
+from wholebatch.verification.loss_terms import doubt_about, loss_graph, terms_of
 from wholebatch.verification.parameter_rows import ParameterRows
 from wholebatch.verification.running_program import replaced, trainer_at_hand
 from wholebatch.window import ledger as own_windows
