@@ -16,13 +16,12 @@ class SumOrMean(Check):
     """A mean given as a sum, or a sum as a mean.
 
     Finds: over several units, `total` whose last reduction is a mean over several numbers, or a sum
-    divided by its units; `mean` that is a sum by one of torch's loss functions, or of losses that
-    nothing divides.
+    divided by its units; `mean` that is a sum of losses, by torch or by hand.
 
     Costs: a walk over the scalar end of the graph.
 
-    Certain: the graph shows the reduction, and the units show what it must be. Likely if only sums
-    over 2 units are so divided, or if losses were summed after they were computed.
+    Certain: the graph shows the reduction, and the units show what it must be. Likely for sums over
+    2 units that are divided by 2, and for sums of losses that nothing divides.
 
     Cannot see: a sum of products or quotients that is given as a mean; a custom function whose
     graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
