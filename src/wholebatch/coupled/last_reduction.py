@@ -212,7 +212,7 @@ def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] |
     outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
     if not terms or len(outermost) < len(terms):
         return None
-    if all(one.operation == "multiplied" and math.isclose(one.by, units) for one in outermost):
+    if all(s.operation == "multiplied" and math.isclose(s.by, units) for s in outermost):
         return [replace(term, scales=term.scales[1:]) for term in terms]
     return None
 

@@ -22,7 +22,7 @@ from wholebatch.batch import to_device
 from wholebatch.coupled import batchnorms
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.normalisation_layers import needs_whole_batch, uses_batch_statistics
-from wholebatch.distributed.process_group import sum_over_ranks, world_size
+from wholebatch.distributed.process_group import of_all_ranks, sum_over_ranks, world_size
 from wholebatch.errors import NonFiniteError
 from wholebatch.losses.loss import Term, as_loss, terms_of, wide
 from wholebatch.options import Close, Samples
@@ -249,9 +249,7 @@ class ModelRuns:
         norms = [module for _, module in batchnorms(self.model)]
         if world_size() == 1 or not any(map(uses_batch_statistics, norms)):
             return None
-        gathered: list[Any] = [None] * world_size()
-        torch.distributed.all_gather_object(gathered, to_device(batch, "cpu"))
-        return whole_of(gathered)
+        return whole_of(of_all_ranks(to_device(batch, "cpu")))
 
     def gradients_of_terms(self, batch: Any) -> dict[str, tuple[dict[str, Tensor | None], float]]:
         """Return, by term of the loss, the gradient of its weighted sum, and its units.

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from wholebatch.batch import to_device
-from wholebatch.distributed.process_group import world_size
+from wholebatch.distributed.process_group import of_all_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.divided_batch import other_counts
@@ -261,7 +261,7 @@ class _CaseTrials:
         scale = 1024.0 if self.precision == "fp16" else 1.0
         runs = ModelRuns(own, self.make_optimizer(own), self.case.loss, self.precision, scale)
         indices = recorder.windows[0].indices if recorder.windows else ()
-        mine = _Recorded(
+        recorded = _Recorded(
             windows=recorder.windows,
             known=known_terms(runs, rows, indices, micros),
             moved=bool(update.any()),
@@ -272,11 +272,7 @@ class _CaseTrials:
             skipped=recorder.overflowed and not recorder.windows,
             stepped_twice=recorder.stepped_twice,
         )
-        if world_size() == 1:
-            return [mine]
-        gathered: list[Any] = [None] * world_size()
-        torch.distributed.all_gather_object(gathered, mine)
-        return gathered
+        return of_all_ranks(recorded)
 
 
 def _without_one_update(ranks: Sequence[_Recorded], steps: set[int]) -> Finding | str:

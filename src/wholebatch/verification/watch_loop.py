@@ -2,7 +2,7 @@
 
 The windows are recorded: the first ones in full, later ones by a few numbers of every gradient. At
 the end of the watch they are judged. With several ranks, the records of all are gathered once, at
-the end, and rank 0 judges.
+the end, and every rank judges them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from itertools import count as counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from wholebatch.distributed.process_group import all_meet, world_size
+from wholebatch.distributed.process_group import all_meet, of_all_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.evidence import Counts, WindowEvidence
 from wholebatch.verification.findings import STEPPED_TWICE, Finding
@@ -109,7 +108,8 @@ class Watch:
             verdict = self._judged(kind, error)
         except Exception as failed:  # a watch never ends somebody's training
             _log.debug("the watch could not judge", exc_info=True)
-            verdict = self._make([_not_judged("", _failure(failed))])
+            reason = f"the watch failed: {type(failed).__name__}: {failed}"
+            verdict = self._make([_not_judged("", reason)])
         self._verdict = verdict
         if kind is None and self._logs:
             _log.log(logging.INFO if verdict.same else logging.WARNING, "%s", verdict.line)
@@ -168,35 +168,16 @@ class Watch:
 
     def _judged(self, kind: Any, error: object) -> LoopVerdict:
         records = self._records(is_over=kind is None)
-        ranks = world_size()
-        if ranks > 1:
-            if not all_meet(f"watch {self._number}", PATIENCE):
-                reason = f"not every rank came to the end of the watch within {PATIENCE:g} s"
-                return self._make([_not_judged("", reason)])
-            trials = self._judged_by_the_first(records, ranks)
-        else:
-            trials = _trials([records], is_given=self._is_given)
+        if world_size() > 1 and not all_meet(f"watch {self._number}", PATIENCE):
+            reason = f"not every rank came to the end of the watch within {PATIENCE:g} s"
+            return self._make([_not_judged("", reason)])
+        trials = _trials(of_all_ranks(records), is_given=self._is_given)
         is_end = isinstance(error, SystemExit) and not error.code
         ended = ""
         if kind not in (None, WatchIsOver) and not is_end:
             text = " ".join(str(error).split())
             ended = f"the loop ended with {kind.__name__}{': ' * bool(text)}{text}"
         return self._make(trials, ended)
-
-    def _judged_by_the_first(self, records: _Records, ranks: int) -> list[LoopTrial]:
-        """Gather the records of all ranks on rank 0, judge them there, and tell the others."""
-        is_first = dist.get_rank() == 0
-        gathered: list[Any] | None = [None] * ranks if is_first else None
-        dist.gather_object(records, gathered)
-        answer: list[Any] = [None]
-        if gathered is not None:
-            try:
-                answer = [_trials(gathered, is_given=self._is_given)]
-            except Exception as failed:  # the other ranks wait for an answer
-                answer = [[_not_judged("", _failure(failed))]]
-        dist.broadcast_object_list(answer)
-        trials: list[LoopTrial] = answer[0]
-        return trials
 
     def _make(self, trials: Sequence[LoopTrial], error: str = "") -> LoopVerdict:
         recorder = self._recorder
@@ -245,10 +226,6 @@ class Watch:
             "`wholebatch verify FILE.py:FUNCTION`. If the script starts other processes, use "
             "torchrun instead"
         )
-
-
-def _failure(error: Exception) -> str:
-    return f"the watch failed: {type(error).__name__}: {error}"
 
 
 def _not_judged(name: str, reason: str) -> LoopTrial:
