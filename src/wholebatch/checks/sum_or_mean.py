@@ -54,7 +54,8 @@ class SumOrMean(Check):
 
 def _plain_sum(terms: Sequence[Reduction], units: float) -> Warned | None:
     """Warn of a mean that is a sum of losses, with nothing that divides it."""
-    if units <= 1 or not terms or not all(term.is_plain and term.count > 1 for term in terms):
+    plain = [term for term in terms if term.is_plain and term.count > 1 and not term.scales]
+    if units <= 1 or not plain or len(plain) < len(terms):
         return None
     begin = f"mean is a sum of {terms[0].count} numbers"
     return Warned(

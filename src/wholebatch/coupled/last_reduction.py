@@ -69,7 +69,7 @@ class Reduction:
     labels: float | None = None
     """The number of labels, or the sum of their weights, that a cross-entropy divided by."""
     is_plain: bool = False
-    """True for a sum of losses that nothing has multiplied or divided."""
+    """True for a sum of losses that nothing below it has multiplied or divided."""
 
     @property
     def divisor(self) -> float | None:
@@ -177,7 +177,7 @@ def _reduction(node: Any, scales: Scales) -> Reduction:
         return Reduction("hidden", name, (), scales)
     if operation_of(node) in ("Mean", "Sum"):
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
-        is_plain = name.startswith("Sum") and not scales and _adds_losses(operands_of(node))
+        is_plain = name.startswith("Sum") and _adds_losses(operands_of(node))
         kind: Literal["mean", "sum"] = "mean" if name.startswith("Mean") else "sum"
         return Reduction(kind, name, sizes, scales, is_plain=is_plain)
     if reduction not in (1, 2):  # torch's own loss functions
