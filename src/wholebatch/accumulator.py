@@ -13,7 +13,7 @@ from wholebatch.errors import LossError, OptionError, WindowError
 from wholebatch.joint_windows import parameters_below
 from wholebatch.loop import Loop, State
 from wholebatch.loop_windows import LoopWindows
-from wholebatch.losses.loss import Loss, Terms, Units, sum_and_units
+from wholebatch.losses.loss import Loss, Terms, Units, loss_of
 from wholebatch.make_ledger import make_ledger
 from wholebatch.options import (
     BatchNormPolicy,
@@ -244,16 +244,12 @@ class Accumulator(LoopWindows):
                 used = total if mean is None else mean
                 loop.joint.refuse_moved(self, lambda: parameters_below(used))
             has_terms = isinstance(total, Terms) and ledger.known is not None
-            summed, count = (None, 1) if has_terms else sum_and_units(total, units, mean)
-            if checks.are_asked or isinstance(total, Loss | Terms):
+            loss = cast(Terms, total) if has_terms else loss_of(total, units, mean)
+            if checks.are_asked or loss is total:
                 if not ledger.added.owners:
                     self._watch()
-                where: Any = {"in_parts": self._in_parts, "steps": self._planned_steps}
-                checks.check(total, count, mean=mean, **where)
-            if summed is None:
-                ledger.add_loss(cast(Terms, total), last=reduces, counts=progress.counts)
-            else:
-                ledger.add(summed, count, last=reduces, counts=progress.counts)
+                checks.check(loss, in_parts=self._in_parts, steps=self._planned_steps)
+            ledger.add(loss, last=reduces, counts=progress.counts)
             ledger.added.are_units_given = True
             return self._end_backward(more)
 
@@ -341,8 +337,9 @@ class Accumulator(LoopWindows):
             )
         if not isinstance(units, Mapping) or not units:
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
-        self._announced = self._announced or UnitsCount(lambda counts: counts, self._ledger.sync)
-        self._ledger.begin(known=self._announced([units]))
+        ledger = self._ledger
+        self._announced = self._announced or UnitsCount(lambda counts: counts, ledger.sync.group)
+        ledger.begin(known=self._announced([units]))
 
     def flush(self) -> Step | None:
         """Close a short last window and return its Step, or None if the window is empty."""

@@ -71,7 +71,7 @@ class BatchWindows(HasLedger):
 
         Refuse to go on where a rank has none and every rank is needed.
         """
-        most, fewest = self._ledger.sync.meet(micro_batches)
+        most, fewest = self._ledger.sync.group.most_and_fewest(micro_batches)
         why = self._needs_every_rank(steps)
         if most > 0 and fewest == 0 and why is not None:
             raise RankError(
@@ -89,7 +89,7 @@ class BatchWindows(HasLedger):
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
         ledger = self._ledger
-        if ledger.open is not None and ledger.sync.ranks > 1 and ledger.next_seed is None:
+        if ledger.open is not None and ledger.next_seed is None:
             ledger.next_seed = read_scalars([ledger.open.seed])[0]
         ledger.discard()
         self._runner.executor.let_go()

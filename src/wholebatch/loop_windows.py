@@ -10,7 +10,6 @@ from weakref import proxy
 
 from wholebatch.checks.loop_checks import LoopChecks
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Progress, State
@@ -50,7 +49,6 @@ class LoopWindows(HasLedger):
         self._steps = steps
         self._untouched = Untouched(ledger, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
-        self._refusing = [p for p in self._batchnorms if isinstance(p, Refuse) and p.norms]
         for model in models:
             warn_of_spectral_norms(model)
         self._checks = LoopChecks(models, audit=audit)
@@ -126,7 +124,11 @@ class LoopWindows(HasLedger):
     @property
     def _in_parts(self) -> bool:
         """True if this micro-batch is not the whole global batch."""
-        return not self._progress.is_whole or self._ledger.sync.ranks > 1
+        return self._is_part(is_whole=self._progress.is_whole)
+
+    def _is_part(self, *, is_whole: bool) -> bool:
+        """True if a window, whole or not on this rank, is not the whole global batch."""
+        return not is_whole or self._ledger.sync.ranks > 1
 
     @property
     def _planned_steps(self) -> tuple[int, ...]:
@@ -136,13 +138,13 @@ class LoopWindows(HasLedger):
     def _watch(self) -> None:
         """Check the forwards of a first window in parts; none with collectives is repeated."""
         sync = self._ledger.sync
-        if self._checks.active and (sync.ranks > 1 or self._progress.size > 1):
+        if self._checks.active and self._is_part(is_whole=self._progress.size == 1):
             self._checks.watch(calls=sync.runs_alone)
 
     def _close(self) -> Step:
         self._untouched.check(rates=True)
         progress, loop = self._progress, self._progress.loop
-        if progress.items > 1 or not progress.is_last or self._ledger.sync.ranks > 1:
+        if self._is_part(is_whole=progress.items <= 1 and progress.is_last):
             self._checks.end_window(self._ledger.added.micro_batches)
         if loop is not None:
             loop.before_close(self)
@@ -164,7 +166,7 @@ class LoopWindows(HasLedger):
             self._ledger.sync.before_forwards()
         self._checks.begin_window(self._ledger.number)
         self._watch()
-        for policy in self._refusing:
+        for policy in self._batchnorms:
             policy.begin_window()
 
     def _end_unused(self) -> None:
@@ -193,7 +195,7 @@ class LoopWindows(HasLedger):
         self.last_step = self._ledger.join(known)
 
     def _meet(self, items: int) -> tuple[int, int]:
-        return self._ledger.sync.meet(items)
+        return self._ledger.sync.group.most_and_fewest(items)
 
     def _end_epoch(self) -> None:
         self.epoch += 1

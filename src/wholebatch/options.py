@@ -85,8 +85,8 @@ def as_close(close: object) -> Close:
 def close_with_only(close: object, *names: str, where: str) -> Close:
     """Return the option, or raise an OptionError if other fields than these are given."""
     close = as_close(close)
-    given = {each.name for each in fields(close) if getattr(close, each.name) != each.default}
-    refused = given - set(names)
+    options = {each.name for each in fields(close) if getattr(close, each.name) != each.default}
+    refused = options - set(names)
     if refused:
         raise OptionError(
             f"wb.Close({', '.join(f'{name}=' for name in sorted(refused))}) {where}: it takes "

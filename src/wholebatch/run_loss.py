@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from types import CellType, FunctionType, MethodType
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import proxy
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wholebatch.checks.model_calls import unwatched
 from wholebatch.compile import Execute
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
 from wholebatch.losses.loss import SINGLE, Loss
@@ -27,7 +28,7 @@ from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.reachable_objects import inside
+from wholebatch.window.reachable_objects import content_of, inside
 from wholebatch.window.replaced_attributes import replaced_attributes
 
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
@@ -90,15 +91,8 @@ def _identity(function: Any) -> list[Any]:
     if not isinstance(function, FunctionType):
         return [id(function)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    cells = map(_contents, function.__closure__ or ())
+    cells = map(content_of, function.__closure__ or ())
     return list(map(id, (function.__code__, function.__globals__, *defaults, *cells)))
-
-
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return None
 
 
 class RunLoss:
@@ -123,7 +117,17 @@ class RunLoss:
         self.loss = loss
         self._ledger = ledger
         self._kind = ledger.target.device.type
-        self._call = _on_micro_batch(loss, models, self._kind)
+        replicas = [
+            m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
+        ]
+        self._around = functools.partial(_around_call, self._kind, replicas)
+        around = self._around  # not `self`: the function is held by what this object holds
+
+        def call(_: Any, micro: Any) -> Any:
+            with around(micro, traced=bool(torch._C._len_torch_dispatch_stack())):
+                return loss(micro["micro"])
+
+        self._call = call
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
         self._number = 0  # of the last window with a micro-batch of this function
@@ -134,7 +138,7 @@ class RunLoss:
         # Ranks that may have different numbers of micro-batches test alone.
         self._test = AdditivityTest(
             self.modules,
-            sync if sync.counts_must_agree else None,
+            sync.group if sync.counts_must_agree else Group(),
             enabled=audit,
             shares_forwards=not sync.runs_alone,
             owned=nn.ModuleList(models),
@@ -152,21 +156,11 @@ class RunLoss:
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor
-        self._replicas = [
-            m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
-        ]
         self.executor.guard(lambda _, micro: loss(micro["micro"]), lambda: this.as_read())
 
-    @contextmanager
-    def as_read(self) -> Iterator[None]:
-        """Be in the state in which the user's function is traced."""
-        dtype = self._micro["autocast"]
-        with ExitStack() as stack:
-            if dtype is not None:
-                stack.enter_context(torch.autocast(self._kind, dtype=dtype))
-            for replica in self._replicas:  # call the module inside of DDP directly
-                stack.enter_context(replaced_attributes(replica, forward=replica.module))
-            yield
+    def as_read(self) -> AbstractContextManager[None]:
+        """Return the context in which the user's function is traced."""
+        return self._around(self._micro, traced=True)
 
     def __call__(self, micro: Any, place: Place) -> Loss:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
@@ -197,7 +191,7 @@ class RunLoss:
         begins = is_first and place.in_parts
         if begins:
             self._test.begin_window(self.executor.changed())
-        is_tested, is_alone = self._test.is_due, self._ledger.sync.ranks == 1
+        is_tested, is_alone = self._test.is_due, self._ledger.sync.runs_alone
         if begins and is_tested and is_alone:  # A forward may meet other ranks.
             self._gathered = GatheredSamples()
         if not is_tested and self._gathered is None:
@@ -229,28 +223,22 @@ class RunLoss:
                 ledger.added.broken = True  # some gradients may be in, and others not
             raise
         with torch.no_grad():  # it has no graph, and needs none
-            return Loss(added.totals[SINGLE], added.units[SINGLE], extras=added.extras)
+            term = added.terms[SINGLE]
+            return Loss(term.total, term.units, extras=added.extras)
 
 
-def _on_micro_batch(
-    loss: Callable[[Any], Any], models: Sequence[nn.Module], kind: str
-) -> Callable[..., Any]:
-    """Return the function as one of `(model, micro)`, under the autocast it was called with."""
-    replicas = [
-        m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)
-    ]
-
-    def call(_: Any, micro: Any) -> Any:
-        dtype = micro["autocast"]
-        with ExitStack() as stack:
-            if dtype is not None:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            if replicas and torch._C._len_torch_dispatch_stack():  # it is being traced
-                for replica in replicas:  # call the module inside of DDP directly
-                    stack.enter_context(replaced_attributes(replica, forward=replica.module))
-            return loss(micro["micro"])
-
-    return call
+@contextmanager
+def _around_call(
+    kind: str, replicas: Sequence[nn.Module], micro: Any, *, traced: bool
+) -> Iterator[None]:
+    """Call the user's function under the autocast of `run`; if it is `traced`, without DDP."""
+    dtype = micro["autocast"]
+    with ExitStack() as stack:
+        if dtype is not None:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        for replica in replicas if traced else ():  # call the module inside of DDP directly
+            stack.enter_context(replaced_attributes(replica, forward=replica.module))
+        yield
 
 
 def _all_modules(models: Sequence[nn.Module], loss: Any) -> nn.Module:

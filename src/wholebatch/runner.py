@@ -28,10 +28,8 @@ from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
-    batchnorms,
-    refuse_new_norms,
+    needs_whole_batch,
     running_buffers,
-    uses_whole_batch,
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
@@ -126,7 +124,9 @@ class MicroStep:
         self._has_tested = False  # a loss of a micro-batch that is not the whole batch
         self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
+        from wholebatch.compile.trace import Added
 
+        self._outcome_of = Added.of
         self.executor = Executor(
             execute,
             model=modules,
@@ -153,7 +153,13 @@ class MicroStep:
 
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
-        return self.executor.micro_step(micro, partial(self.eager, place=place))
+        micro = self.executor.on_device(micro)
+        added = self.executor.by_graph(micro, partial(self.eager, place=place))
+        if added is None:
+            with self.executor.by_eager_code():
+                loss = self.eager(micro, place)
+            added = self._outcome_of(loss)
+        return added
 
     def eager(self, micro: Any, place: Place) -> Loss | Terms:
         """Run forward and backward by autograd, and add the gradients; return the loss."""
@@ -168,7 +174,7 @@ class MicroStep:
             refuse_in_parts(loss)
         if self.is_eager:
             self._untouched.check(rates=True)
-        self._ledger.add_loss(loss, last=place.last, counts=place.counts)
+        self._ledger.add(loss, last=place.last, counts=place.counts)
         return loss
 
 
@@ -198,21 +204,21 @@ class Runner:
         self._loss = loss
         self._audits, self._in_parts = audit, False
         self._looked_at_padding = False
-        self._undivided: Mapping[str, Any] | None = None
+        self._untested: Mapping[str, Any] | None = None  # the layout of a batch that was whole
         self.extras: list[Mapping[str, Tensor]] = []
         """The tensors beside the loss of each micro-batch of the window."""
         self._ledger = ledger
         self._precision = precision
         self._device = ledger.target.device
-        self._norms = whole_batch_norms(root)
+        self._norms: list[tuple[str, nn.Module]] = []  # of the model in this window
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._untouched = Untouched(ledger, by="the loss function")
         read = loss.encode if isinstance(loss, Coupled) else loss
         refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
-        self._known_norms = {module for _, module in batchnorms(root)}
         shares = ledger.sync.counts_must_agree
-        self._test = AdditivityTest(root, ledger.sync, enabled=audit, shares_forwards=shares)
+        group = ledger.sync.group
+        self._test = AdditivityTest(root, group, enabled=audit, shares_forwards=shares)
         this = proxy(self)
         self._step = MicroStep(
             read,
@@ -247,10 +253,9 @@ class Runner:
         layout: Mapping[str, Any],
     ) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
-        sync = self._ledger.sync
         # A batch that is whole now may be cut when memory runs out: `run` tests it then.
-        self._undivided = layout if len(micros) == 1 else None
-        if len(micros) == 1 and sync.ranks == 1:
+        self._untested = None if self._are_parts(micros) else layout
+        if self._untested is not None:
             return
         if not self._test.begin_window(not self._step.is_plain and self.executor.changed()):
             return
@@ -263,7 +268,6 @@ class Runner:
             with self._precision.forward():
                 return function(self.model, to_device(few, self._device))
 
-        refuse_new_norms([self._root], self._known_norms)
         name = getattr(function, "__name__", "a function")
         self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
 
@@ -298,6 +302,7 @@ class Runner:
         self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
+        self._norms = whole_batch_norms(self._root)
         training = [norm for _, norm in self._norms if norm.training]
         if before is None and training:
             before = ForwardState(*training, every=False)
@@ -331,8 +336,7 @@ class Runner:
         ledger, step = self._ledger, self._step
         places, of = how.forwards or len(micros), len(micros)
         steps = {of, how.batches or of}
-        # With several ranks, BatchNorms of an undivided batch run collectives.
-        is_eager = step.is_plain or (ledger.sync.ranks > 1 and self.is_undivided())
+        is_eager = step.is_plain or self._norms_meet()
         run = step.eager if is_eager else step.run
         with self._norms_over_ranks():
             for index in range(places):
@@ -353,28 +357,34 @@ class Runner:
 
     def _prepare(self, micros: Sequence[Any]) -> None:
         """Test a batch that is cut only now, since memory ran out."""
-        sync = self._ledger.sync
-        self._in_parts = len(micros) > 1 or sync.ranks > 1
-        is_cut = self._undivided is not None and len(micros) > 1 and sync.ranks == 1
-        if is_cut:
-            layout = {**(self._undivided or {}), "batch_size": None}
+        self._in_parts = self._are_parts(micros)
+        if self._untested is not None and self._in_parts:
+            layout = {**self._untested, "batch_size": None}
             self.test_window(micros[0], micros, layout)
+
+    def _are_parts(self, micros: Sequence[Any]) -> bool:
+        """True if these micro-batches are parts of the global batch."""
+        return len(micros) > 1 or self._ledger.sync.ranks > 1
 
     def is_undivided(self) -> bool:
         """True if the batch must not be split: a layer trains with the statistics of the batch."""
-        return self.policy is None and any(uses_whole_batch(norm) for _, norm in self._norms)
+        return self.policy is None and needs_whole_batch(self._root)
+
+    def _norms_meet(self) -> bool:
+        """True if BatchNorms of an undivided batch run collectives."""
+        return self._ledger.sync.ranks > 1 and self.is_undivided()
 
     def _norms_over_ranks(self) -> AbstractContextManager[None]:
         """Let BatchNorms that train normalise with the statistics of all ranks."""
         sync = self._ledger.sync
-        if sync.ranks == 1 or not self.is_undivided():
+        if not self._norms_meet():
             return nullcontext()
         if sync.counts_must_agree and not isinstance(sync, Replicated):
             raise UnsupportedError(
                 'batchnorm="exact" on a sharded model: it is tested with plain models and '
                 'DistributedDataParallel only; use DDP, batchnorm="freeze" or GroupNorm'
             )
-        return norms_over_ranks(self._norms, sync.sum_tensor)
+        return norms_over_ranks(self._norms, sync.group.sum_tensor)
 
     def needs_every_rank(self) -> str | None:
         """Return why no rank may be without data; None where one may."""

@@ -96,7 +96,7 @@ class TwoPassRunner(Runner):
     def _add_loss(self, whole: WholeRepresentations, *, may_retry: bool) -> None:
         """Compute the loss of the whole batch and run its backward into the representations."""
         sync = self._ledger.sync
-        gather = partial(gather_rows, sync=sync) if sync.ranks > 1 else None
+        gather = partial(gather_rows, group=sync.group)
         try:
             with self._precision.forward():
                 loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
@@ -124,9 +124,10 @@ class TwoPassRunner(Runner):
         ]
         own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
         ledger.added.record(
-            {name: term.total.detach() * own for name, term in terms.items()},
-            {name: units[name] * own for name in terms},
-            {name: term.weight for name, term in terms.items()},
+            {
+                name: Term(term.total.detach() * own, units[name] * own, term.weight)
+                for name, term in terms.items()
+            }
         )
         ledger.added.owners.clear()  # The loss belongs to no single micro-batch.
         with self._untouched.backward():
@@ -141,16 +142,15 @@ class TwoPassRunner(Runner):
             ]
         )
         sync = self._ledger.sync
-        if sync.ranks > 1:
-            for own, summed in zip(read, sync.sum(read), strict=True):
-                if math.isfinite(own) and not math.isclose(
-                    summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
-                ):
-                    raise LossError(
-                        f"the loss of the whole batch differs between the ranks (here {own:g}, on "
-                        f"average {summed / sync.ranks:g}): loss(all) gets the representations of "
-                        "all ranks and must return the same value on every rank"
-                    )
+        for own, summed in zip(read, sync.group.sum(read), strict=True):
+            if math.isfinite(own) and not math.isclose(
+                summed, own * sync.ranks, rel_tol=1e-4, abs_tol=1e-6
+            ):
+                raise LossError(
+                    f"the loss of the whole batch differs between the ranks (here {own:g}, on "
+                    f"average {summed / sync.ranks:g}): loss(all) gets the representations of "
+                    "all ranks and must return the same value on every rank"
+                )
         return dict(zip(terms, read, strict=False))
 
 

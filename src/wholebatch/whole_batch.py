@@ -132,7 +132,7 @@ class WholeBatch(BatchWindows):
         self.model, self._root = model, root
         self.micro_batch = split.micro_batch
         self.last_step: Step | None = None
-        self._count = None if units is None else UnitsCount(units, sync)
+        self._count = None if units is None else UnitsCount(units, sync.group)
         self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
         self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
         self._ledger = ledger
@@ -264,7 +264,8 @@ class WholeBatch(BatchWindows):
                             self._runner.begin_window(attempt.before)
                             for observer in self.observers:
                                 observer.begin()
-                            self._run(attempt, forwards, after_micro)
+                            how = self._how_to_run(attempt.micros, forwards, after_micro)
+                            self._runner.run(attempt.micros, how)
             except torch.OutOfMemoryError as failure:
                 if ledger.open is None and ledger.sync.ranks > 1:
                     ledger.begin(0, known=known)  # the other ranks meet there
@@ -297,12 +298,12 @@ class WholeBatch(BatchWindows):
 
         Inside `over` any rank may run out of data; forwards with collectives must be as many.
         """
-        sync = self._ledger.sync
-        return sync.counts_must_agree or (self._progress.loop is not None and sync.ranks > 1)
+        return self._ledger.sync.counts_must_agree or self._progress.loop is not None
 
-    def _run(self, attempt: Attempt, forwards: int | None, after_micro: AfterMicro | None) -> None:
-        """Run the forwards and backwards of a window."""
-        micros = attempt.micros
+    def _how_to_run(
+        self, micros: Sequence[Any], forwards: int | None, after_micro: AfterMicro | None
+    ) -> WindowRun:
+        """Return how the forwards and backwards of a window run."""
 
         def after(done: int, of: int) -> None:
             for observer in self.observers:
@@ -314,10 +315,8 @@ class WholeBatch(BatchWindows):
         alone = self._fitting.may_begin_again() or any(
             observer.defers_reduction(len(micros)) for observer in self.observers
         )
-        reduces = self._ledger.sync.ranks == 1 or not alone
         forwards = forwards if self._ledger.sync.counts_must_agree else None
-        run = WindowRun(reduces, after, forwards, batches=self._batches)
-        self._runner.run(micros, run)
+        return WindowRun(not alone, after, forwards, batches=self._batches)
 
     # --------------------------------------------------------------- the loop
 
@@ -348,7 +347,7 @@ class WholeBatch(BatchWindows):
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
         loop = self._progress.loop
-        waiting = loop.read_ahead if loop is not None and loop.reads_ahead else None
+        waiting = None if loop is None else loop.read_ahead
         step = self._ledger.close(steps=steps, while_waiting=waiting)
         for observer in self.observers:
             observer.closed(step, joined=False)

@@ -144,9 +144,9 @@ def one_by_one(divisor: float, size: int) -> Tensor:
 def test_a_mean_that_is_added_sample_by_sample_is_refused() -> None:
     checks = LoopChecks([nn.Linear(3, 4)])
     with pytest.raises(LossError, match="total is a mean, a sum divided by 6"):
-        checks.check(one_by_one(6, 6), 6)
-    checks.check(one_by_one(1, 6), 6)
-    checks.check(one_by_one(5, 6), 6)  # a weight
+        checks.check(wb.Loss(one_by_one(6, 6), 6))
+    checks.check(wb.Loss(one_by_one(1, 6), 6))
+    checks.check(wb.Loss(one_by_one(5, 6), 6))  # a weight
 
 
 def test_a_reduction_that_no_graph_shows_is_said_once() -> None:
@@ -154,12 +154,12 @@ def test_a_reduction_that_no_graph_shows_is_said_once() -> None:
     checks = LoopChecks([model])
     loss = Mean.apply(model(torch.randn(6, 3)).square())  # type: ignore[no-untyped-call]
     with pytest.warns(UserWarning, match="total comes out of mean, and its graph does not"):
-        checks.check(loss, 6)
-    checks.check(loss, 6)
+        checks.check(wb.Loss(loss, 6))
+    checks.check(wb.Loss(loss, 6))
     other = LoopChecks([model])
-    other.check(mean=loss, units=6)
-    other.check(loss, 1)
-    other.check(loss * 6, 6)
+    other.check(wb.mean_loss(loss, 6))
+    other.check(wb.Loss(loss, 1))
+    other.check(wb.Loss(loss * 6, 6))
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_a_reduction_that_no_graph_shows_is_said_once() -> None:
 def test_a_reduction_by_hand_is_said(mean: Any) -> None:
     losses = nn.Linear(3, 1)(torch.randn(5, 3))[:, 0]
     with pytest.warns(UserWarning, match="does not show if it is the sum over units=5"):
-        LoopChecks([]).check(mean(losses), 5)
+        LoopChecks([]).check(wb.Loss(mean(losses), 5))
     for right in (sum(losses.unbind()), losses @ torch.ones(5), losses.mean() * torch.tensor(5)):
-        LoopChecks([]).check(right, 5)  # type: ignore[arg-type]
+        LoopChecks([]).check(wb.Loss(right, 5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("units", [4, torch.tensor(4)])
@@ -191,7 +191,7 @@ def test_as_many_labels_of_other_units_are_refused() -> None:
     """Three labels of three, and three of four: the ignored one was counted."""
     checks, logits = LoopChecks([]), nn.Linear(3, 4)(torch.randn(4, 3))
     checks.begin_window(1)
-    checks.check(mean=F.cross_entropy(logits[:3], torch.arange(3)), units=3)
+    checks.check(wb.mean_loss(F.cross_entropy(logits[:3], torch.arange(3)), 3))
     checks.end_micro_batch()
     with pytest.raises(LossError, match="but their units= are 3 and 4"):
-        checks.check(mean=F.cross_entropy(logits, torch.tensor([0, -100, 1, 2])), units=4)
+        checks.check(wb.mean_loss(F.cross_entropy(logits, torch.tensor([0, -100, 1, 2])), 4))

@@ -18,7 +18,7 @@ import torch
 
 from wholebatch.compile import ExecuteWarning
 from wholebatch.compile.execute_mode import ExecutePlan
-from wholebatch.compile.micro_step import Executor
+from wholebatch.runner import MicroStep
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
@@ -36,18 +36,18 @@ def test_a_script_does_the_same_with_graphs(script: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("EXECUTE", "eager")
     wanted, losses = run(script)
     modes: list[str] = []
-    micro_step = Executor.micro_step
+    run_step = MicroStep.run
 
-    def counted(executor: Executor, micro: Any) -> Any:
-        added = micro_step(executor, micro)
-        modes.append(executor.mode)
+    def counted(step: MicroStep, micro: Any, place: Any) -> Any:
+        added = run_step(step, micro, place)
+        modes.append(step.executor.mode)
         return added
 
     monkeypatch.setenv("EXECUTE", "compile")
     # As traced: a compiler takes too long here.
     as_traced = ExecutePlan(eager=False, compiles=False, captures=False, auto=False)
     monkeypatch.setattr(ExecutePlan, "of", lambda *_: as_traced)
-    monkeypatch.setattr(Executor, "micro_step", counted)
+    monkeypatch.setattr(MicroStep, "run", counted)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ExecuteWarning)
         found, now = run(script)

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.support import grouped, mlp, samples, sgd
 from wholebatch.batch.samples import layout_of
-from wholebatch.coupled.additivity import _Parts
 from wholebatch.coupled.adds_up import check_adds_up
 from wholebatch.coupled.sample_runs import SampleRun, Tolerance
 from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.model_parts import ModelParts
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
 Case = tuple[Callable[[Any, Any], Any], type[Exception], str]
@@ -371,7 +371,7 @@ def test_a_change_of_the_model_is_noticed() -> None:
     for change in changes:
         model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
         model[0].gate = 0.0
-        parts = _Parts(model)
+        parts = ModelParts(model, numbers=True)
         assert parts.hold()
         change(model)
         assert not parts.hold()

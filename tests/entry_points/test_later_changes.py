@@ -50,7 +50,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-ENTRY_POINTS = [(change, "WholeBatch") for change in CHANGES]
+ENTRY_POINTS = [(change, "WholeBatch") for change in CHANGES if change != "a BatchNorm"]
 # A loop of one's own is checked in its first window alone, but for new BatchNorms.
 ENTRY_POINTS += [("a BatchNorm", "Accumulator"), ("a hook on a gradient", "Accumulator")]
 
@@ -73,6 +73,27 @@ def test_what_changes_after_the_first_window_is_refused(change: str, entry_point
     CHANGES[change](model)
     with pytest.raises(REFUSED, match=r"compare|BatchNorm|hook|sample"):
         step()
+
+
+def test_a_later_batchnorm_has_the_statistics_of_the_whole_batch() -> None:
+    model, batch = Switched(), samples(10)
+    whole = Whole(model, loss=mean)
+    train = wb.WholeBatch(model, sgd(model), loss=a_loss, micro_batch=4, execute="eager")
+    for with_norm in (False, True):
+        for each in (model, whole.model, whole.start) if with_norm else ():
+            CHANGES["a BatchNorm"](each)
+        whole.step(batch)
+        train.step(batch)
+    whole.assert_same(model)
+
+
+def test_a_later_batchnorm_is_not_frozen_silently() -> None:
+    model, batch = Switched(), samples(10)
+    train = wb.WholeBatch(model, sgd(model), loss=a_loss, micro_batch=4, batchnorm="freeze")
+    train.step(batch)
+    CHANGES["a BatchNorm"](model)
+    with pytest.raises(REFUSED, match="was added to the model later, and is not frozen"):
+        train.step(batch)
 
 
 def a_loss(model: nn.Module, micro: Batch) -> wb.Loss:

@@ -21,15 +21,36 @@ from tests.support import (
     distance,
     grouped,
     loss,
+    mean,
     mlp,
     pieces,
     samples,
     sgd,
+    summed,
 )
 
 
 def count(micro: dict[str, torch.Tensor]) -> int:
     return len(micro["y"])
+
+
+@pytest.mark.parametrize("name", ["loss", "main"])
+def test_a_single_term_has_its_weight(name: str) -> None:
+    """Also where its name is that of a loss without terms."""
+    model, batch = mlp(), samples(10)
+    whole = Whole(model, loss=lambda model, batch: 0.25 * mean(model, batch))
+    value = whole.step(batch)
+    train = wb.WholeBatch(
+        model,
+        sgd(model),
+        loss=lambda model, micro: wb.Loss.terms(
+            {name: (summed(model, micro), len(micro["y"]), 0.25)}
+        ),
+        units=lambda micro: {name: len(micro["y"])},
+        micro_batch=4,
+    )
+    assert train.step(batch).loss == pytest.approx(value, rel=1e-12)
+    whole.assert_same(model)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 5, 23, 24, 100, "auto"])

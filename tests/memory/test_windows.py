@@ -121,8 +121,8 @@ def test_with_the_buckets_of_data_parallel_ranks() -> None:
     optimizer = sgd(model.parameters())
     train = wb.WholeBatch(DistributedDataParallel(model), optimizer, loss=loss, micro_batch=2)
     sync: Any = train._ledger.sync
-    sync.ranks, of_one = 2, sync.sum
-    sync.sum = lambda values: [2 * value for value in of_one(values)]
+    sync.ranks, of_one = 2, sync.group.sum
+    sync.group.sum = lambda values: [2 * value for value in of_one(values)]
     train._fitting.recovers = False
     options: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2}
     found = predict_peak(model, loss, vectors(2), reduces=True, **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
 from wholebatch.checks.compared_rows import ComparedRows
@@ -20,13 +20,12 @@ from wholebatch.checks.hidden_reduction import HiddenReduction
 from wholebatch.checks.mean_as_one_unit import MeanAsOneUnit
 from wholebatch.checks.mean_units import UnitsOfMeans
 from wholebatch.checks.model_calls import ModelCalls
-from wholebatch.checks.new_batchnorm import NewBatchNorm
 from wholebatch.checks.other_models import OtherModels
 from wholebatch.checks.scaled_loss import ScaledLoss
 from wholebatch.checks.sum_or_mean import SumOrMean
 from wholebatch.coupled.adds_up import AdditivityResult
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.losses.loss import Loss, OfMean, Terms, Units, refuse_in_parts, terms_of
+from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
 from wholebatch.window.window import is_tested_window
@@ -34,7 +33,6 @@ from wholebatch.window.window import is_tested_window
 LAWS: tuple[type[Check], ...] = (
     OtherModels,
     CouplingLayers,
-    NewBatchNorm,
     ForeignBatchNorm,
     SumOrMean,
     HiddenReduction,
@@ -48,11 +46,6 @@ LAWS: tuple[type[Check], ...] = (
 """To add a law, write its file and put its class here."""
 
 
-def checks_of(models: Sequence[nn.Module]) -> list[Check]:
-    """Return one check of each law, for a loop that trains these models."""
-    return [NewBatchNorm(models) if law is NewBatchNorm else law() for law in LAWS]
-
-
 class LoopChecks:
     """Asks a list of checks at four places of a window.
 
@@ -60,7 +53,7 @@ class LoopChecks:
     checks = LoopChecks(models, audit=audit)
     checks.begin_window(number)           # the window begins
     checks.watch()                        # before the first forward of a window: hooks on models
-    checks.check(total, units)            # a micro-batch: before every backward; or mean=
+    checks.check(loss)                    # a micro-batch: before every backward
     checks.end_micro_batch()              # an addition: after the last backward of a micro-batch
     checks.end_window(micro_batches)      # the close: then the hooks go
     ```
@@ -76,7 +69,7 @@ class LoopChecks:
         checks: Sequence[Check] | None = None,
     ) -> None:
         self._models, self._audits = list(models), audit
-        self.list = checks_of(self._models) if checks is None else list(checks)
+        self.list = [law() for law in LAWS] if checks is None else list(checks)
         self.active = audit
         """False after the first window: then only types and units of losses are checked."""
         self.tests_units = False
@@ -111,38 +104,24 @@ class LoopChecks:
             self._calls.watch(tests=calls)
 
     def check(
-        self,
-        total: Tensor | Loss | Terms | None = None,
-        units: Units = 1,
-        *,
-        mean: Tensor | None = None,
-        in_parts: bool = True,
-        steps: Collection[int] = (),
+        self, loss: Loss | Terms, *, in_parts: bool = True, steps: Collection[int] = ()
     ) -> None:
         """Refuse a loss with one of the mistakes that are tested.
 
-        Give what the entry point was given: the sum over `units`, a wb.Loss, or `mean=`. `in_parts`
-        is False where this micro-batch is all of its window and there is one rank: any loss is
-        right. `steps` are the numbers that a loop may call its accumulation steps.
+        `in_parts` is False where this micro-batch is all of its window and there is one rank: any
+        loss is right. `steps` are the numbers that a loop may call its accumulation steps.
         """
         if not self._audits or not in_parts:
             return
-        refuse_in_parts(total)
+        refuse_in_parts(loss)
         checks = self._asked()
-        if not checks:
-            return
-        if isinstance(total, Loss | Terms):
-            losses = [(term.total, term.units) for term in terms_of(total).values()]
-        else:
-            summed = total if mean is None else mean
-            losses = [] if summed is None else [(summed, units)]
-        for loss, count in losses:
-            if loss.grad_fn is None:
+        for term in terms_of(loss).values() if checks else ():
+            if term.total.grad_fn is None:
                 continue  # no loss at all, which is refused elsewhere
             micro = MicroBatch(
-                loss,
-                count,
-                is_mean=mean is not None or isinstance(total, OfMean),
+                term.total,
+                term.units,
+                is_mean=isinstance(loss, OfMean),
                 steps=steps,
                 outputs=self._calls.outputs,
                 models=self._models,

@@ -153,9 +153,11 @@ class ModelCalls:
         # A checkpoint around the call must not count what the test saves for a backward.
         with self.paused(), saved_tensors_hooks(_itself, _itself):
             result = parts_of_call(inner, args, kwargs)
-            if not result.conclusive:
+            if result is not None and not result.conclusive:
                 return
             self._called |= inside
+            if result is None:
+                return
             mixes = any(finding.kind not in ("state", "outside") for finding in result.findings)
             doubt = _other_dimension(inner, args, kwargs) if mixes else None
         if doubt is None:
@@ -171,28 +173,35 @@ class ModelCalls:
 
 
 def parts_of_call(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> AdditivityResult:
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, turns: bool = False
+) -> AdditivityResult | None:
     """Compare the outputs of a call with those of two parts of its samples, forward only.
 
     The first tensor gives the number of samples. Other tensors are given whole if they have another
     number of rows, and are no indices: those of a graph's edges would point to rows that are left
-    out. The module is left as it was.
+    out. The module is left as it was. With `turns`, samples are the second dimension of tensors.
+    Return None if the module cannot be called with fewer samples.
     """
-    others = _of_other_rows(args, kwargs)
+    # A tuple of two arguments would be taken for a list of two samples.
+    call: Any = {"args": {str(n): value for n, value in enumerate(args)}, "kwargs": dict(kwargs)}
+    if turns:
+        columns = next((t.shape[1] for t in tensors_of(call) if t.dim() > 1), 0)
+        call = _turned(call, lambda tensor: tensor.shape[1] == columns)
+    others = _of_other_rows(call)
     if others is None or any(t.dim() and not t.is_floating_point() for t in others):
         return AdditivityResult(conclusive=False)
 
     def run(few: Any) -> dict[str, Tensor]:
         rows = len(next(tensor for tensor in tensors_of(few) if tensor.dim()))
-        leaves, _ = flatten(module(*few["args"].values(), **few["kwargs"]))
-        outputs = {leaf.name: leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)}
-        return {
-            name: tensor for name, tensor in outputs.items() if tensor.dim() and len(tensor) == rows
-        }
+        if turns:
+            few = _turned(few, lambda tensor: len(tensor) == rows)
+        output, _ = flatten(module(*few["args"].values(), **few["kwargs"]))
+        tensors = {leaf.name: leaf.value for leaf in output if isinstance(leaf.value, Tensor)}
+        if turns:  # where both dimensions are as long, either may be that of the samples
+            tensors = {n: t for n, t in tensors.items() if t.shape[:2].count(rows) == 1}
+            tensors = _turned(tensors, lambda tensor: len(tensor) != rows)
+        return {name: t for name, t in tensors.items() if t.dim() and len(t) == rows}
 
-    # A tuple of two arguments would be taken for a list of two samples.
-    call = {"args": {str(n): value for n, value in enumerate(args)}, "kwargs": dict(kwargs)}
     layout = readable_layout(call, None, ())
     try:
         result = check_adds_up(module, run, layout, gradients=False, outputs=True, name="forward")
@@ -200,14 +209,23 @@ def parts_of_call(
             # The first dimension may be another one than that of the samples.
             return AdditivityResult(conclusive=False)
         return result
-    except Exception as error:  # It cannot be called with fewer samples.
+    except Exception as error:
         _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
-        return AdditivityResult()
+        return None
 
 
-def _of_other_rows(args: Any, kwargs: Any) -> list[Tensor] | None:
+def _turned(tree: Any, where: Callable[[Tensor], bool]) -> Any:
+    """Return a structure with the first two dimensions of some tensors exchanged."""
+    leaves, structure = flatten(tree)
+    values = [leaf.value for leaf in leaves]
+    are_turned = [isinstance(v, Tensor) and v.dim() > 1 and where(v) for v in values]
+    pairs = zip(values, are_turned, strict=True)
+    return structure.build([v.transpose(0, 1) if is_turned else v for v, is_turned in pairs])
+
+
+def _of_other_rows(call: Any) -> list[Tensor] | None:
     """Return the tensors with other rows than the first has; None if that has fewer than two."""
-    tensors = tensors_of((args, kwargs))
+    tensors = tensors_of(call)
     rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
     if rows < 2:
         return None
@@ -221,51 +239,12 @@ def _other_dimension(module: nn.Module, args: Any, kwargs: Any) -> str | None:
         None,
     )
     if by_time is not None:
-        if _adds_up_along_second(module, args, kwargs):
-            return ""
+        result = parts_of_call(module, args, kwargs, turns=True)
+        if result is not None and result.conclusive and not result.findings:
+            return ""  # the samples are the second dimension
         name = f"its layer {by_time}" if by_time else "it"
         return f"{name} has batch_first=False (torch's default), so it takes this dimension as time"
-    return "its tensors have different numbers of rows" if _of_other_rows(args, kwargs) else None
-
-
-def _adds_up_along_second(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """True if a call is the same for the parts of its second dimension, which holds the samples."""
-    columns = next((t.shape[1] for t in tensors_of((args, kwargs)) if t.dim() > 1), 0)
-
-    def turned(value: Any) -> Any:
-        has_samples = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == columns
-        return value.transpose(0, 1) if has_samples else value
-
-    sizes: set[int] = set()  # of the runs that can be compared; just one where the parts fail
-
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            rows = len(args[0] if args else next(iter(kwargs.values())))
-            back = [_turned_back(tensor, rows) for tensor in args]
-            result = self.inner(
-                *back, **{k: _turned_back(tensor, rows) for k, tensor in kwargs.items()}
-            )
-            outputs = {
-                str(number): tensor if len(tensor) == rows else tensor.transpose(0, 1)
-                for number, tensor in enumerate(tensors_of(result))
-                if tensor.shape[:2].count(rows) == 1  # else either may be that of the samples
-            }
-            if outputs:
-                sizes.add(rows)
-            return outputs
-
-    named = {name: turned(value) for name, value in kwargs.items()}
-    result = parts_of_call(Turned(), list(map(turned, args)), named)
-    return result.conclusive and not result.findings and len(sizes) > 1
-
-
-def _turned_back(value: Any, rows: int) -> Any:
-    is_turned = isinstance(value, Tensor) and value.dim() > 1 and len(value) == rows
-    return value.transpose(0, 1) if is_turned else value
+    return "its tensors have different numbers of rows" if _of_other_rows((args, kwargs)) else None
 
 
 def _compiles() -> bool:

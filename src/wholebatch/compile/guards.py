@@ -34,6 +34,7 @@ from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.autograd_graph import version_of
+from wholebatch.window.model_parts import ModelParts
 from wholebatch.window.replaced_attributes import replaced_attributes
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -61,7 +62,7 @@ class Guards:
     def __init__(self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any) -> None:
         """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
         self._loss = loss
-        self._hooks = _Hooks(model)
+        self._parts = ModelParts(model)
         self._of_batch = [leaf.value for leaf in flatten(micro)[0]]
         self._inputs: list[tuple[str, Tensor]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
@@ -73,7 +74,7 @@ class Guards:
 
     def hold(self, model: nn.Module, micro: Any) -> bool:
         """True if the code reads for this micro-batch what it read for the captured one."""
-        if self._written_into() is not None or not self._hooks.hold():
+        if self._written_into() is not None or not self._parts.hold():
             return False
         with _disable_current_modes():  # as it was captured
             return bool(self._manager.check(self._locals(model, micro)))
@@ -83,7 +84,7 @@ class Guards:
         name = self._written_into()
         if name is not None:
             return name
-        if not self._hooks.hold():
+        if not self._parts.hold():
             return "a hook, or a part, of the model"
         with _disable_current_modes():
             info = self._manager.check_verbose(self._locals(model, micro))
@@ -136,7 +137,7 @@ class Guards:
                 _dynamo_settings(),
                 calls_for_guards(),
                 _without_gradients(model),
-                self._hooks.without_requires_grad(),
+                _without_hooks(self._parts),
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")  # Dynamo's, about what it cannot follow.
@@ -197,7 +198,7 @@ class Guards:
         """Leave out guards on the micro-batch's tensors, on hooks, and on what is replaced.
 
         A graph is for one shape, dtype and device of each tensor, or knows by itself for which
-        others. Arrays of NumPy are compared by `_written_into`, hooks of the model by `_Hooks`.
+        others. Arrays of NumPy are compared by `_written_into`, hooks of the model by `ModelParts`.
         """
         checked = []
         for guard in guards:
@@ -205,7 +206,7 @@ class Guards:
                 of_batch = (_MICRO_BATCH, "args[1]", "___from_numpy(")
                 checked.append(not str(guard.name).startswith(of_batch))
             elif guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
-                checked.append(not self._hooks.take(guard.value))
+                checked.append(not self._parts.include(guard.value))
             else:
                 checked.append(not any(guard.value is one for one in REPLACEMENTS))
         return checked
@@ -222,48 +223,21 @@ class Guards:
         self._arrays.append((name, array, array.tobytes()))
 
 
-class _Hooks:
-    """The hooks of a model, and its parts: more than half of the guards, checked all at once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._parts = [(one._modules, list(one._modules.values())) for one in modules]
-        all_hooks = [
-            held
-            for one in modules
-            for name, held in vars(one).items()
-            if name.endswith("_hooks") and isinstance(held, dict)
-        ]
-        self._before = [(hooks, list(hooks.items())) for hooks in all_hooks if hooks]
-        self._of_modules = set(map(id, all_hooks))
-        self._empty: list[Any] = []
-
-    @contextmanager
-    def without_requires_grad(self) -> Iterator[None]:
-        """Take out hooks that require gradients: Dynamo cannot follow them. They read nothing."""
-        for hooks, before in self._before:
-            if all(only_requires_grad(hook) for _, hook in before):
-                hooks.clear()
-        try:
-            yield
-        finally:
-            for hooks, before in self._before:
-                hooks.update(before)
-
-    def take(self, hooks: Any) -> bool:
-        """True if they are a module's of this model: then `hold` looks for new ones from now on."""
-        known = id(hooks) in self._of_modules
-        if known and not any(hooks is one for one, _ in self._before):
-            self._empty.append(hooks)
-        return known
-
-    def hold(self) -> bool:
-        """True if no module has got a hook, and all are the same ones."""
-        return (
-            not any(self._empty)
-            and all([*hooks.items()] == before for hooks, before in self._before)
-            and all([*parts.values()] == before for parts, before in self._parts)
-        )
+@contextmanager
+def _without_hooks(parts: ModelParts) -> Iterator[None]:
+    """Take out hooks that require gradients: Dynamo cannot follow them. They read nothing."""
+    left_out = [
+        (hooks, before)
+        for hooks, before in parts.filled
+        if all(only_requires_grad(hook) for _, hook in before)
+    ]
+    for hooks, _ in left_out:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in left_out:
+            hooks.update(before)
 
 
 def _call(function: Any, *args: Any) -> Any:

@@ -186,25 +186,31 @@ class Executor:
 
     # ------------------------------------------------------------- micro-step
 
-    def micro_step(self, micro: Any, eager: Eager) -> Added:
-        """Add one micro-batch's gradients, record its sums in the window, and return them.
+    def on_device(self, micro: Any) -> Any:
+        """Return a micro-batch on the device, as `by_graph` and eager code get it."""
+        return self._copies(micro)
 
-        `eager(micro)` does so by forward and backward, and returns the loss.
+    def by_graph(self, micro: Any, eager: Eager) -> Added | None:
+        """Add one micro-batch's gradients by a graph, record its sums in the window, return them.
+
+        Return None if eager code must do so. Where a graph is compared with it, `eager(micro)` does
+        so by forward and backward, and returns the loss.
         """
-        micro = self._copies(micro)
         if not self._plan.eager:
             try:
                 self._reserve()
-                added = self._graph_step(micro, eager)
-                if added is not None:
-                    return added
+                return self._graph_step(micro, eager)
             except CannotTrace as reason:  # of this micro-batch, before anything ran
                 self.notes.fell_back(self.execute, "eagerly", str(reason))
+        return None
+
+    @contextmanager
+    def by_eager_code(self) -> Iterator[None]:
+        """Let eager code add the gradients of a micro-batch within this context."""
         self.mode = "eager"
         with eager_into(self._gradients, self._window):
-            loss = eager(micro)
+            yield
         self._settle()
-        return Added.of(loss)
 
     def guard(
         self,
@@ -359,7 +365,7 @@ class Executor:
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
         added = ready.form.read(*ready.run(inputs.tensors, self._seeds(ready.form)))
-        self._window.added.record(added.totals, added.units, added.weights)
+        self._window.added.record(added.terms)
         return added
 
     def _advance(self, kind: Kind, slot: Slot, inputs: Inputs) -> Stage:

@@ -29,7 +29,7 @@ from wholebatch.compile.refused_code import only_our_draws
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.value_reads import ValueReads, draws
-from wholebatch.losses.loss import Loss, Term, Terms, Units, as_loss, terms_of
+from wholebatch.losses.loss import Loss, Term, Terms, as_loss, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.precision import SIXTEEN_BIT
 
@@ -71,14 +71,10 @@ class Form:
     def read(self, totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Added:
         """Return the outputs of a graph by name: its totals, and its units and extras."""
         outputs = iter(rest)
-        units = {
-            name: next(outputs) if number is None else number
-            for name, number in zip(self.names, self.units, strict=True)
-        }
+        units = [next(outputs) if number is None else number for number in self.units]
+        terms = map(Term, totals, units, self.weights)
         return Added(
-            totals=dict(zip(self.names, totals, strict=True)),
-            units=units,
-            weights=dict(zip(self.names, self.weights, strict=True)),
+            terms=dict(zip(self.names, terms, strict=True)),
             extras=dict(zip(self.extras, outputs, strict=True)),
         )
 
@@ -87,25 +83,23 @@ class Form:
 class Added:
     """The outcome of a micro-step whose gradients are added: numbers by term, and extras."""
 
-    totals: Mapping[str, Tensor]
-    units: Mapping[str, Units]
-    weights: Mapping[str, float]
+    terms: Mapping[str, Term]
     extras: Mapping[str, Tensor]
 
     @property
     def comparable(self) -> list[Tensor]:
         """The totals, and the extras that are no whole numbers, such as predicted classes."""
         extras = (extra for extra in self.extras.values() if extra.is_floating_point())
-        return [*self.totals.values(), *extras]
+        return [*(term.total for term in self.terms.values()), *extras]
 
     @staticmethod
     def of(loss: Loss | Terms) -> Added:
         """Return the outcome of a micro-step that eager code has made."""
-        terms = terms_of(loss)
         return Added(
-            totals={name: term.total.detach() for name, term in terms.items()},
-            units={name: term.units for name, term in terms.items()},
-            weights={name: term.weight for name, term in terms.items()},
+            terms={
+                name: replace(term, total=term.total.detach())
+                for name, term in terms_of(loss).items()
+            },
             extras={name: extra.detach() for name, extra in extras_of(loss).items()},
         )
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.normalisation_layers import is_spectral_norm
 from wholebatch.coupled.sample_runs import spread_rows
-from wholebatch.distributed.sync_strategy import Sync
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.forward_state import (
@@ -42,6 +41,7 @@ from wholebatch.window.forward_state import (
     set_state_of,
     state_of,
 )
+from wholebatch.window.model_parts import ModelParts
 from wholebatch.window.reachable_objects import own_generators
 from wholebatch.window.window import is_tested_window
 
@@ -49,7 +49,7 @@ _log = logging.getLogger("wholebatch")
 _NOT_TESTED = "the loss was not tested to add up over micro-batches: %s"
 _TRIES = 8  # windows in which a test that told nothing is made again
 _MORE = 3  # times that it is made again in the same window
-_NUMBERS = (int, float, str, NoneType)
+_OF_PARTS = ("unrunnable", "held")  # findings that say nothing of a micro-batch that stays whole
 
 
 # --------------------------------------------------------------------- choose samples
@@ -164,35 +164,6 @@ class GatheredSamples:
 # --------------------------------------------------------------------- when, and on which ranks
 
 
-class _Parts:
-    """The parts of a model, their numbers and hooks: with its weights, they decide its results.
-
-    It is compared at each window, while a GPU waits: so there are few steps of Python per module.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = []
-        for module in model.modules():
-            fields = vars(module)
-            names = [name for name, value in fields.items() if isinstance(value, _NUMBERS)]
-            hooks = [value for name, value in fields.items() if name.endswith("_hooks")]
-            read = partial(self._read, fields, names, hooks, module._modules)
-            self._modules.append((read, read()))
-
-    @staticmethod
-    def _read(
-        fields: dict[str, Any], names: list[str], hooks: list[Any], children: dict[str, Any]
-    ) -> list[Any]:
-        return [len(fields), *map(fields.get, names), *map(len, hooks), *children.values()]
-
-    def hold(self) -> bool:
-        """True if all of it is as it was."""
-        try:
-            return all(read() == before for read, before in self._modules)
-        except (RuntimeError, ValueError):  # A number has become a tensor or an array.
-            return False
-
-
 class AdditivityTest:
     """Tests in windows 1, 2, 4, 8, ... that the loss adds up over micro-batches.
 
@@ -203,7 +174,7 @@ class AdditivityTest:
     A batch whose samples have no units tells nothing: the next window is tested then. A number of
     samples that ran out of memory is not tried again.
 
-    All ranks test the same windows; what one finds, all refuse. `sync=None`: this rank tests alone.
+    All ranks of the group test the same windows; what one finds, all refuse.
     `shares_forwards`: a forward meets the other ranks (FSDP, DeepSpeed), so that every rank makes
     the same runs, and no gradient is compared. `off` is how a user trains all the same.
     """
@@ -211,7 +182,7 @@ class AdditivityTest:
     def __init__(
         self,
         model: nn.Module,
-        sync: Sync | None,
+        group: Group,
         *,
         enabled: bool,
         shares_forwards: bool = False,
@@ -219,14 +190,15 @@ class AdditivityTest:
         owned: nn.Module | None = None,
     ) -> None:
         self._owned = owned
-        self._model, self._sync, self._off = model, sync, off
-        self._ranks = 1 if sync is None else sync.ranks
+        self._model, self._group, self._off = model, group, off
         self._enabled, self._shares_forwards = enabled, shares_forwards
+        self._is_free = group.ranks == 1 and not shares_forwards
+        """True if it may make more runs than other ranks."""
         self._windows = self.turn = 0
         """The number of tests so far: each takes another micro-batch."""
         self._tries = _TRIES  # of the first test
         self._more = _MORE
-        self._as_tested: _Parts | None = None  # what the first test has seen of the model
+        self._as_tested: ModelParts | None = None  # what the first test has seen of the model
         self._has_changed, self._next_look = False, 0
         self.is_due = False
         """True if the window that has begun is to be tested, and was not yet."""
@@ -240,7 +212,7 @@ class AdditivityTest:
         """
         self._windows += 1
         self._more = _MORE
-        if self._ranks == 1 and self._is_another(changed):
+        if self._is_another(changed):
             self._tries = 1
         self.is_due = self._enabled and (self._tries > 0 or is_tested_window(self._windows))
         return self.is_due
@@ -292,8 +264,8 @@ class AdditivityTest:
             result = self._result(run, data, layout, outputs=outputs, name=name)
         by_type = refused_by_type(self._model)
         self._end((*by_type, *result.findings), result.conclusive)
-        if not self._tries and self._ranks == 1:
-            self._as_tested = _Parts(self._model)
+        if not self._tries and self._is_free:
+            self._as_tested = ModelParts(self._model, numbers=True)
 
     def _result(
         self,
@@ -314,7 +286,7 @@ class AdditivityTest:
             check_adds_up,
             self._model,
             run,
-            names_layers=self._ranks == 1 and not self._shares_forwards,
+            names_layers=self._is_free,
             outputs=outputs,
             name=name,
             micro_sizes=sizes[:-1],
@@ -333,7 +305,7 @@ class AdditivityTest:
             result = AdditivityResult(tuple(refused), conclusive=False)
         free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
         findings = self._without_doubtful(result.findings, data)
-        if is_part and self._ranks == 1 and not (self._shares_forwards or outputs):
+        if is_part and self._is_free and not outputs:
             findings += self._over_micro_batches(run, GatheredSamples(data.micros), layout)
         return AdditivityResult(tuple(findings), result.conclusive)
 
@@ -348,10 +320,10 @@ class AdditivityTest:
         if self._tries <= 0:
             return check(plan.layout, count=plan.without_graph, gradients=False)
         result = self._compare_first(check, plan)
-        if self._ranks == 1 and not (result.conclusive or result.findings):
+        if self._is_free and not (result.conclusive or result.findings):
             mixed = readable_layout(plan.in_another_order(), **data.layout)
             result = check(mixed, gradients=False)
-        if self._ranks == 1 and not (result.conclusive or result.findings):
+        if self._is_free and not (result.conclusive or result.findings):
             result = check(data.micro_batch(self.turn - 1), gradients=False)
         return result
 
@@ -362,7 +334,7 @@ class AdditivityTest:
         if self._shares_forwards:
             return check(plan.layout, count=plan.without_graph, gradients=False)
         losses = min(plan.without_graph, SAMPLES)
-        if self._ranks > 1:  # equally often on all of them, whatever is found: their losses meet
+        if not self._is_free:  # equally often on all of them, whatever is found: their losses meet
             whole = check(plan.layout, count=losses, gradients=False)
             has_graph = plan.with_graph > 1
             again = check(plan.layout, count=max(plan.with_graph, 2), gradients=has_graph)
@@ -404,7 +376,7 @@ class AdditivityTest:
         except Exception as error:  # samples of different micro-batches do not go together
             _log.debug("samples of a window's micro-batches were not run together: %r", error)
         free_memory_of_test()
-        return [finding for finding in result.findings if finding.kind not in UNTESTED]
+        return [each for each in result.findings if each.kind not in (*UNTESTED, *_OF_PARTS)]
 
     def join(self) -> None:
         """Take part in the other ranks' test, without a sample of one's own."""
@@ -415,19 +387,15 @@ class AdditivityTest:
 
     def _all(self, is_true: bool) -> bool:
         """True if this is so on every rank: a loss may meet the other ranks."""
-        if self._sync is None or self._ranks == 1:
-            return is_true
-        return self._sync.sum([float(is_true)])[0] == self._ranks
+        return self._group.sum([float(is_true)])[0] == self._group.ranks
 
     def _end(self, findings: tuple[AuditFinding, ...], conclusive: bool) -> None:
         """Refuse what any rank has found; test again if the test told nothing on one of them."""
-        sums = [float(len(findings)), float(conclusive)]
-        if self._sync is not None:
-            sums = self._sync.sum(sums)
+        sums = self._group.sum([float(len(findings)), float(conclusive)])
         is_first = self._more == _MORE
-        self._tries = 0 if sums[1] == self._ranks else self._tries - is_first
+        self._tries = 0 if sums[1] == self._group.ranks else self._tries - is_first
         # A loop's first micro-batch may have no units: on one rank, the next one is tested.
-        self.is_due = self._ranks == 1 and self._tries > 0 and self._more > 0
+        self.is_due = self._is_free and self._tries > 0 and self._more > 0
         self._more -= 1
         AdditivityResult(findings).refuse(self._off, on_another_rank=sums[0] > 0)
 
@@ -436,11 +404,14 @@ class AdditivityTest:
     def _without_doubtful(
         self, findings: Sequence[AuditFinding], data: WindowData
     ) -> list[AuditFinding]:
-        """Return the findings, without what could not be run where the rows may be no samples."""
-        doubtful = [finding for finding in findings if finding.kind == "unrunnable"]
+        """Return the findings, without those that hold for parts alone, where none are trained on.
+
+        Their rows may be no samples, and a count that it holds is not theirs.
+        """
+        doubtful = [finding for finding in findings if finding.kind in _OF_PARTS]
         if not doubtful or data.is_split_by_us:
             return list(findings)
-        begin = doubtful[0].advice.partition(", so wholebatch")[0]
+        begin = doubtful[0].advice.partition(", so wholebatch")[0].partition(". Count")[0]
         _log.warning(_NOT_TESTED, f"{begin}. wb.verify compares whole updates")
         return [finding for finding in findings if finding not in doubtful]
 
@@ -457,8 +428,8 @@ class AdditivityTest:
         What cannot be refused is logged, if the step itself will not raise it. An error that does
         not come again on a part is the user's own, and is raised.
         """
-        is_alone = self._ranks == 1 and bool(data.micros)
-        if is_alone and not self._runs(run, data.micros[0], is_loss=not outputs):
+        is_free = self._is_free and bool(data.micros)
+        if is_free and not self._runs(run, data.micros[0], is_loss=not outputs):
             if data.is_split_by_us:
                 _log.warning(
                     "the loss function failed on a micro-batch. If the batch has a leaf that is "
@@ -468,11 +439,11 @@ class AdditivityTest:
             return []  # The step will raise it.
         is_refused = isinstance(error, WholebatchError)
         parts = ([0], list(range(min(layout.size, 2))))
-        if is_alone and not is_refused and all(self._runs(run, layout.take(p)) for p in parts):
+        if is_free and not is_refused and all(self._runs(run, layout.take(p)) for p in parts):
             raise error
         # A list of samples has no leaf that could be read wrongly: its loss may take one at a time.
         is_ours = data.is_split_by_us and not isinstance(data.batch, list)
-        if is_refused or not is_alone or not is_ours:
+        if is_refused or not is_free or not is_ours:
             why = f"a part of a micro-batch could not be run ({error!r})"
             _log.warning(_NOT_TESTED, f"{why}. wb.verify compares whole updates")
             return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wholebatch.errors import UnsupportedError
 from wholebatch.window.replaced_attributes import replaced_attributes
 
 BatchNorm: Any = nn.BatchNorm1d.__base__
@@ -46,9 +45,15 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     )
 
 
+def is_whole_batch_norm(module: nn.Module) -> bool:
+    """True if the output or running statistics of a layer depend on how the batch is split."""
+    tracks = isinstance(module, InstanceNorm) and module.track_running_stats
+    return tracks or isinstance(module, BatchNorm)
+
+
 def whole_batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return every layer whose output or running statistics depend on how the batch is split."""
-    return [*batchnorms(model), *tracked_instance_norms(model)]
+    return [(name, module) for name, module in model.named_modules() if is_whole_batch_norm(module)]
 
 
 def uses_whole_batch(module: nn.Module) -> bool:
@@ -58,7 +63,8 @@ def uses_whole_batch(module: nn.Module) -> bool:
 
 def needs_whole_batch(model: nn.Module) -> bool:
     """True if a layer of the model trains now with the statistics of the whole batch."""
-    return any(uses_whole_batch(norm) for _, norm in whole_batch_norms(model))
+    norms = filter(is_whole_batch_norm, model.modules())
+    return any(map(uses_whole_batch, norms))
 
 
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -116,21 +122,3 @@ def replace_forward(restored: ExitStack, module: nn.Module, forward: Callable[..
     else:
         restored.callback(delattr, module, "forward")
     module.forward = forward
-
-
-def why_refused_later(models: Iterable[nn.Module], known: Collection[nn.Module]) -> str | None:
-    """Return why a BatchNorm is refused that came into a model after the policy was chosen."""
-    for name, module in (named for model in models for named in batchnorms(model)):
-        if module not in known and uses_batch_statistics(module):
-            return (
-                f"BatchNorm in {name!r}: it was added to the model later, so no batchnorm= policy "
-                "applies to it; create this object again after you change the model"
-            )
-    return None
-
-
-def refuse_new_norms(models: Iterable[nn.Module], known: Collection[nn.Module]) -> None:
-    """Refuse a BatchNorm that came into a model after the policy was chosen."""
-    because = why_refused_later(models, known)
-    if because is not None:
-        raise UnsupportedError(because)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.samples import Structure, flatten
-from wholebatch.distributed import Sync
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss
@@ -103,9 +103,9 @@ class WholeRepresentations:
             del rows
             self.tensors.append(whole.requires_grad_(trained[place]))
 
-    def for_loss(self, gather: Callable[[Tensor], Tensor] | None = None) -> Any:
+    def for_loss(self, gather: Callable[[Tensor], Tensor]) -> Any:
         """Return the tensors in the structure of `encode`; `gather` adds the rows of all ranks."""
-        tensors = iter(self.tensors if gather is None else map(gather, self.tensors))
+        tensors = map(gather, self.tensors)
         leaves = [next(tensors) if is_tensor else None for _, is_tensor in self._names]
         return self._structure.build(leaves)
 
@@ -148,22 +148,24 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     return distance
 
 
-def gather_rows(tensor: Tensor, sync: Sync) -> Tensor:
+def gather_rows(tensor: Tensor, group: Group) -> Tensor:
     """Gather a tensor's rows from all ranks, in the order of the ranks, differentiably.
 
     Ranks may have different numbers of rows. The backward sums the gradients of all ranks for each
     row, so a loss that every rank computes must be divided by the number of ranks.
     """
-    counts = [0.0] * sync.ranks
-    counts[sync.rank] = float(len(tensor))
-    sizes = [int(size) for size in sync.sum(counts)]
+    if group.ranks == 1:
+        return tensor
+    counts = [0.0] * group.ranks
+    counts[group.rank] = float(len(tensor))
+    sizes = [int(size) for size in group.sum(counts)]
     wide = tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
-    others = sum(sizes[: sync.rank]), sum(sizes[sync.rank + 1 :])
+    others = sum(sizes[: group.rank]), sum(sizes[group.rank + 1 :])
     before, after = (wide.new_zeros((number, *wide.shape[1:])) for number in others)
     whole = torch.cat([before, wide, after])  # The sum with zeros is exact.
     if not tensor.is_floating_point():
-        return sync.sum_tensor(whole).to(tensor.dtype)
-    gathered: Tensor = _SumOverRanks.apply(whole, sync.sum_tensor)  # type: ignore[no-untyped-call]
+        return group.sum_tensor(whole).to(tensor.dtype)
+    gathered: Tensor = _SumOverRanks.apply(whole, group.sum_tensor)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -95,7 +95,6 @@ def _fsdp2(model: nn.Module, sync: str, fits: Fits | None) -> Sync:
         weights, gradients = whole_bytes(model)
         room = int(fits(gradients))
         room += room and why_not(model) is None and fits(weights + gradients)
-        assert held.group is not None
         _, room = held.group.most_and_fewest(room)
         if room == 2:
             return Gathered(model)

@@ -65,7 +65,7 @@ class Buckets:
     def reducing(self, *, overlap: bool) -> Iterator[None]:
         """Reduce around a backward: afterwards every gradient is the sum over the ranks."""
         self._next = 0
-        self.filled_in = set()
+        self.filled_in.clear()
         with ExitStack() as hooks:
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
@@ -154,8 +154,6 @@ class Replicated(Sync):
     Their own reduction is off until this object is deleted.
     """
 
-    reduces_at_close = True
-
     def __init__(self, models: Sequence[DistributedDataParallel], *, sync: str = "auto") -> None:
         if sync == "every":
             raise OptionError(
@@ -168,9 +166,9 @@ class Replicated(Sync):
         self._process_group = models[0].process_group
         device = next(models[0].parameters()).device
         rank = dist.get_rank(self._process_group)
-        self._group = Group([self._process_group], device, rank=rank)
-        self.use_group(self._group)
-        self.replicas = self._group
+        super().__init__(Group([self._process_group], device, rank=rank))
+        self.replicas = self.group
+        self.reduces_at_close = self.ranks > 1
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
@@ -197,13 +195,11 @@ class Replicated(Sync):
         with self._buckets_of(parameters).reducing(overlap=False):
             pass
 
-    def filled_in(self) -> set[int]:
-        return set() if self._buckets is None else self._buckets.filled_in
-
     def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> Buckets:
         layout = [id(parameter) for parameter in parameters]
         if self._buckets is None or layout != self._layout:
             self._buckets = Buckets(parameters, self._process_group)
+            self.filled_in = self._buckets.filled_in
             self._layout = layout
         return self._buckets
 
@@ -212,7 +208,7 @@ class Replicated(Sync):
         for model in self.models:
             buffers = [b for b in model.module.buffers() if b.dtype.is_floating_point]
             if model.broadcast_buffers and buffers and self.ranks > 1:
-                self._group.broadcast(buffers)
+                self.group.broadcast(buffers)
 
 
 def _check(model: DistributedDataParallel) -> None:

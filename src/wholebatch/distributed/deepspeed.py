@@ -80,10 +80,9 @@ class DeepSpeed(Sync):
         self._stage = int(engine.zero_optimization_stage())
         self._offloads = _is_on(engine.zero_offload_optimizer())
         self._check_sync(sync)
-        self._device = next(engine.module.parameters()).device
-        self._group = Group([dist.group.WORLD], self._device, rank=dist.get_rank())
-        self.use_group(self._group)
-        self.replicas = self._group if self._stage < 3 else None
+        device = next(engine.module.parameters()).device
+        super().__init__(Group([dist.group.WORLD], device, rank=dist.get_rank()))
+        self.replicas = self.group if self._stage < 3 else None
         averages = engine.gradient_average or self._stage == 3
         self.averaged_by = float(self.ranks) if averages else 1.0
         self.owns_hooks = self._stage > 0
@@ -215,7 +214,7 @@ class DeepSpeed(Sync):
     def _check_order(self) -> None:
         if self._order is None:
             return
-        if not self._group.all_have(self._order.value):
+        if not self.group.all_have(self._order.value):
             raise UnsupportedError(
                 "the backwards of this window reached different parameters, or another order of "
                 f"them, on other ranks: ZeRO {self._stage} would add gradients of different "
@@ -232,7 +231,7 @@ class DeepSpeed(Sync):
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:
             return torch.nn.utils.get_total_norm(gradients)
-        return self._group.norm(gradients)
+        return self.group.norm(gradients)
 
     def discard(self) -> None:
         """Clear the gradients as DeepSpeed does after an overflow; after a step none are left."""

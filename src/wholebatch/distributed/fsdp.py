@@ -37,7 +37,7 @@ class Sharded(Sync):
         sharded = next(filter(None, map(_param_group, self._modules)), None)
         mesh = parameters[0].device_mesh if sharded is None else sharded.mesh_info.mesh
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self.use_group(Group(groups, torch.device(mesh.device_type), rank=dist.get_rank()))
+        super().__init__(Group(groups, torch.device(mesh.device_type), rank=dist.get_rank()))
         self.averaged_by = _divisor(self._modules, self.ranks)
         self._is_hybrid = mesh.ndim == 2
         if self._is_hybrid:

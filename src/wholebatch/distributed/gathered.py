@@ -231,13 +231,12 @@ class Gathered(Sync):
         mesh = self._mesh = shards[0].device_mesh
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         device = shards[0].to_local().device
-        self.use_group(Group(groups, device, rank=dist.get_rank()))
+        super().__init__(Group(groups, device, rank=dist.get_rank()))
         if mesh.ndim > 1:
             self.replicas = Group(groups[:1], device, rank=dist.get_rank())
         self._wires: list[_Wire] = []
         self._whole: dict[int, nn.Parameter] = {}  # by the id of its shard
         self._shards: dict[int, Any] = {}  # by the id of the whole parameter
-        self._filled_in: set[int] = set()
         self._places: list[tuple[nn.Module, str, Any]] = []  # with its shard
         self._hooks: list[_Swap] = []
         self._flagged: list[nn.Module] = []
@@ -319,7 +318,7 @@ class Gathered(Sync):
     @torch.no_grad()
     def reduce_now(self, parameters: Parameters) -> None:
         """Reduce and scatter all gradients; the model holds its shards from here on."""
-        self._filled_in = {
+        self.filled_in = {
             id(shard)
             for wire in self._wires
             for shard, whole in zip(wire.shards, wire.whole, strict=True)
@@ -341,9 +340,6 @@ class Gathered(Sync):
                 shard.grad = None
             whole.grad = None
         self.restore()
-
-    def filled_in(self) -> set[int]:
-        return self._filled_in
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)

@@ -26,7 +26,7 @@ from wholebatch.distributed.ddp import Buckets
 from wholebatch.distributed.process_group import Group
 from wholebatch.distributed.sync_strategy import Parameters, Sync
 from wholebatch.errors import LossError, OptionError, UnsupportedError
-from wholebatch.losses.loss import SINGLE, Loss, Units, as_loss
+from wholebatch.losses.loss import SINGLE, Loss, Term, Units, as_loss
 from wholebatch.options import Close, close_options, close_with_only
 from wholebatch.window.ledger import HasLedger, Ledger
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
@@ -153,7 +153,7 @@ class PipelineRunner:
             self._targets = []
         added = self._ledger.added
         for _, (total, units) in sorted(self._made.items()):
-            added.record({SINGLE: total}, {SINGLE: units}, {SINGLE: 1.0})
+            added.record({SINGLE: Term(total, units)})
             added.end_micro_batch()
         added.micro_batches = math.ceil(self._samples / self._size)  # on the other stages too
 
@@ -222,7 +222,7 @@ class Pipelined(Sync):
         if data_parallel is not None:
             self.replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
             groups.append(data_parallel)
-        self.use_group(Group(groups, device, rank=dist.get_rank()))
+        super().__init__(Group(groups, device, rank=dist.get_rank()))
         if self.replicas is not None:
             with torch.no_grad():
                 self.replicas.broadcast([p for m in modules for p in m.parameters()])
@@ -240,9 +240,6 @@ class Pipelined(Sync):
         used = [p for p, count in zip(parameters, on_some, strict=True) if count]
         with Buckets(used, self._replica_group).reducing(overlap=False):
             pass
-
-    def largest(self, value: Tensor) -> Tensor:
-        return super().largest(value.to(self._device))
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return self.stages.norm(gradients)

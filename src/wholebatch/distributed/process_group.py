@@ -6,6 +6,7 @@ group's timeout is over; `shorten_timeout` makes that soon, once all ranks are u
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,28 +20,40 @@ T = TypeVar("T")
 
 
 class Group:
-    """The data-parallel ranks: one process group, or one for each dimension of a mesh."""
+    """Some ranks: one process group, one for each dimension of a mesh, or this process alone."""
 
     def __init__(
-        self, groups: Sequence[dist.ProcessGroup | None], device: torch.device, *, rank: int
+        self,
+        groups: Sequence[dist.ProcessGroup | None] = (),
+        device: torch.device | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
         self._groups = tuple(groups)
         self._device = device
         self.rank = rank
-        self.ranks = 1
-        for group in self._groups:
-            self.ranks *= dist.get_world_size(group)
+        self.ranks = math.prod(map(dist.get_world_size, self._groups))
 
     def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the ranks, in float64, by one small collective."""
+        if not self._groups:
+            return list(values)
         vector = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         summed: list[float] = self._reduced(vector, dist.ReduceOp.SUM).tolist()
         return summed
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
-        return self._reduced(tensor.detach().clone(), dist.ReduceOp.SUM)
+        """Return the sum of a tensor over the ranks, as a new tensor if there are several."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def largest(self, value: Tensor) -> Tensor:
-        return self._reduced(value.detach().clone(), dist.ReduceOp.MAX)
+        """Return the largest value over the ranks; it stays on the device."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def largest_number(self, number: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        value = torch.tensor(number, dtype=torch.float64, device=self._device)
+        return float(self.largest(value)) if self._groups else number
 
     def most_and_fewest(self, number: int) -> tuple[int, int]:
         """Return the largest and the smallest of the ranks' numbers, which are below 2**52."""
@@ -71,6 +84,8 @@ class Group:
                 dist.broadcast(tensor, source, group=group)
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self._groups:
+            tensor = tensor.detach().to(self._device, copy=True)
         for group in self._groups:
             dist.all_reduce(tensor, op=operation, group=group)
         return tensor
@@ -88,18 +103,22 @@ def shorten_timeout(seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), None)
 
 
+def all_ranks() -> Group:
+    """Return all ranks of the job; where there is no job, this process alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Group()
+    nccl = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return Group([None], device, rank=dist.get_rank())
+
+
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return all_ranks().ranks
 
 
-@torch.no_grad()
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all ranks, on the tensor's device."""
-    if world_size() == 1:
-        return tensor
-    there = tensor.to(_device_of_collectives(), copy=True)
-    dist.all_reduce(there)
-    return there.to(tensor.device)
+    return all_ranks().sum_tensor(tensor).to(tensor.device)
 
 
 def of_all_ranks(value: T) -> list[T]:
@@ -112,11 +131,7 @@ def of_all_ranks(value: T) -> list[T]:
 
 def largest_over_ranks(value: float) -> float:
     """Return the largest over all ranks: decisions must be the same on all of them."""
-    if world_size() == 1:
-        return value
-    there = torch.tensor(value, dtype=torch.float64, device=_device_of_collectives())
-    dist.all_reduce(there, op=dist.ReduceOp.MAX)
-    return float(there)
+    return all_ranks().largest_number(value)
 
 
 def all_meet(name: str, seconds: float) -> bool:
@@ -133,8 +148,3 @@ def all_meet(name: str, seconds: float) -> bool:
     while not store.check([decided]) and time.monotonic() < until:
         time.sleep(1e-3)
     return bool(store.compare_set(decided, "", "some") == b"all")
-
-
-def _device_of_collectives() -> torch.device:
-    nccl = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import RankError, WindowError
-
-if TYPE_CHECKING:
-    from wholebatch.distributed.process_group import Group
-
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,15 +30,6 @@ Context: TypeAlias = AbstractContextManager[None]
 
 class Sync(ABC):
     """One engine's way to add up gradients and counts over the data-parallel ranks."""
-
-    group: Group | None = None
-    """The data-parallel ranks; None in one process."""
-
-    ranks: int = 1
-    """The number of data-parallel ranks, whose batches together make the global batch."""
-
-    rank: int = 0
-    """The index of this process among them."""
 
     averaged_by: float = 1.0
     """The engine divides the reduced gradient by this; the seed of backward undoes it exactly."""
@@ -78,6 +66,14 @@ class Sync(ABC):
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
+    filled_in: Collection[int] = ()
+    """The parameters, by id, that had no gradient on this rank at the last reduction."""
+
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = group = group or Group()
+        """The data-parallel ranks, whose batches together make the global batch."""
+        self.ranks, self.rank = group.ranks, group.rank
+
     @property
     def runs_alone(self) -> bool:
         """True if a rank may run a forward or a backward that the other ranks do not run."""
@@ -97,10 +93,6 @@ class Sync(ABC):
     def keeps_casts(self) -> bool:
         """True if 16-bit casts of weights may live for a window; else weights come and go."""
         return self.adds_to_parameters
-
-    def use_group(self, group: Group) -> None:
-        """Sum over these data-parallel ranks."""
-        self.group, self.ranks, self.rank = group, group.ranks, group.rank
 
     def optimizer(self, optimizer: Any) -> Any:
         """Return the optimizer that steps the parameters, given the user's."""
@@ -133,15 +125,6 @@ class Sync(ABC):
                 "initialise the same weights on every rank, or do so before you wrap the model "
                 "(DistributedDataParallel copies the weights of rank 0 to all)"
             )
-
-    def meet(self, micro_batches: int) -> tuple[int, int]:
-        """Return the most and the fewest micro-batches that a rank brings to the next window.
-
-        All ranks meet here before each window, also those that have run out of data.
-        """
-        if self.group is None:
-            return micro_batches, micro_batches
-        return self.group.most_and_fewest(micro_batches)
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
@@ -176,22 +159,6 @@ class Sync(ABC):
     @abstractmethod
     def reduce_now(self, parameters: Parameters) -> None:
         """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
-
-    def filled_in(self) -> set[int]:
-        """Return the parameters, by id, without a gradient on this rank at the last reduction."""
-        return set()
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over the ranks, in float64, by one small collective."""
-        return list(values) if self.group is None else self.group.sum(values)
-
-    def sum_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks, as a new tensor if there are several."""
-        return tensor if self.group is None else self.group.sum_tensor(tensor)
-
-    def largest(self, value: Tensor) -> Tensor:
-        """Return the largest value over the ranks; it stays on the device."""
-        return value if self.group is None else self.group.largest(value)
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all gradients; every rank gets the same number."""

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -407,20 +407,18 @@ def check_terms(known: Mapping[str, float] | None, terms: Mapping[str, object]) 
         )
 
 
-def sum_and_units(
+def loss_of(
     total: Tensor | Loss | Terms | None = None,
     units: Units | None = None,
     mean: Tensor | None = None,
-) -> tuple[Tensor, Units]:
-    """Return the loss of a micro-batch as a sum with its graph, and its units.
-
-    It is given as a sum, a `wb.Loss` or a mean.
+) -> Loss:
+    """Return the loss of a micro-batch, which is given as a sum, a `wb.Loss` or a mean.
 
     >>> import torch
     >>> weight = torch.ones((), requires_grad=True)
-    >>> sum_and_units(weight * 6, units=3)[0].item()
+    >>> loss_of(weight * 6, units=3).total.item()
     6.0
-    >>> sum_and_units(mean=weight * 2, units=3)[0].item()
+    >>> loss_of(mean=weight * 2, units=3).total.item()
     6.0
     """
     if mean is not None and total is not None:
@@ -431,7 +429,7 @@ def sum_and_units(
     if isinstance(total, Loss):
         if units is not None:
             raise LossError("units= with a wb.Loss, which has its own units: leave units= out")
-        return total.total, total.units
+        return total
     if isinstance(total, Terms):
         check_terms(None, total.by_name)  # refuses: a stream cannot know the terms' totals
     if total is None and mean is None:
@@ -448,7 +446,4 @@ def sum_and_units(
             "weights that total is a sum over. If it is a mean, call backward(mean=..., "
             "units=...)"
         )
-    if mean is None:
-        return check_total(total), check_units(units)
-    loss = mean_loss(mean, units)
-    return loss.total, loss.units
+    return Loss(cast("Tensor", total), units) if mean is None else mean_loss(mean, units)

@@ -185,9 +185,8 @@ class Fitting:
                 break
             undivided.save_memory(failure)
             failure = None
-        place = torch.tensor(float(undivided.place), device=self._device)
-        undivided.place = int(self._sync.largest(place))
-        failed = self._sync.sum([float(failure is not None)])[0]
+        undivided.place = int(self._sync.group.largest_number(undivided.place))
+        failed = self._sync.group.sum([float(failure is not None)])[0]
         if failed:
             undivided.place = len(undivided.settings) - 1
             undivided.save_memory(failure or "on another rank")
@@ -311,8 +310,8 @@ class Fitting:
     def agree(self, failure: torch.OutOfMemoryError | None = None) -> None:
         """End the window on all ranks if one of them has no memory for its smallest size."""
         failed = failure is not None
-        if self._sync.ranks > 1 and self.may_begin_again():
-            failed = self._sync.sum([float(failed)])[0] > 0
+        if self.may_begin_again():
+            failed = self._sync.group.sum([float(failed)])[0] > 0
         if failure is not None:
             raise failure
         if failed:
@@ -356,11 +355,8 @@ class Fitting:
         try:
             chosen = self._choose(batch, samples)
         except Exception as error:
-            if self._sync.ranks == 1:
-                raise
             problem = error
-        if self._sync.ranks > 1:
-            chosen = int(self._smallest(chosen))
+        chosen = int(self._smallest(chosen))
         if problem is not None:
             raise problem
         if chosen == 0:
@@ -370,7 +366,7 @@ class Fitting:
         return chosen
 
     def _smallest(self, number: float) -> float:
-        return -float(self._sync.largest(torch.tensor(-float(number), device=self._device)))
+        return -self._sync.group.largest_number(-number)
 
     def join(self) -> None:
         """Take part in the other ranks' choice, without a batch."""

@@ -283,7 +283,7 @@ class NoiseProbe(Observer):
             norm, scale, first = read_scalars(self._measured)
             moment = (norm / scale) ** 2 / first if first else 0.0
         unseen = self._measured is None and not joined
-        numbers = self._ledger.sync.sum(
+        numbers = self._ledger.sync.group.sum(
             [moment, first, float(first > 0), float(step.micro_batches), float(unseen)]
         )
         if step.skipped is not None or numbers[4]:

@@ -157,7 +157,7 @@ def refuse_unreduced_steps(ledger: Ledger) -> None:
     While a window exists, DDP's own reduction is off: a plain `loss.backward()` beside it makes the
     gradient of one rank, and a step with it lets the models of the ranks drift apart.
     """
-    if not ledger.sync.reduces_at_close or ledger.sync.ranks == 1:
+    if not ledger.sync.reduces_at_close:
         return
     holder = ref(ledger)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.distributed import Sync
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, UnsupportedError, WindowError
 from wholebatch.losses.loss import (
     SINGLE,
@@ -23,6 +24,7 @@ from wholebatch.losses.loss import (
     Units,
     check_terms,
     is_nothing,
+    terms_of,
 )
 from wholebatch.window.autograd_graph import refuse_freed_graph, refuse_reentrant
 from wholebatch.window.close import (
@@ -43,23 +45,19 @@ from wholebatch.window.window import (
     add_up,
     apply,
     decide,
-    is_tested_window,
     report,
 )
 
 observers: list[Any] = []
 """Called when a window begins, closes and ends (`wb.watch` reads its units at the close)."""
-_SINGLE_WEIGHT = {SINGLE: 1.0}
 
 
-def _first_seed(units: Units, sync: Sync, device: torch.device) -> float | Tensor:
+def _first_seed(units: Units, group: Group) -> float | Tensor:
     """Return a power of two near 1/units of the first micro-batch, the same on every rank."""
     if isinstance(units, Tensor):  # stays on the device: no synchronisation
-        largest = sync.largest(units.to(torch.float32)).clamp(min=1.0)
+        largest = group.largest(units.double()).clamp(min=1.0)
         return torch.exp2(-torch.log2(largest).round())
-    if sync.ranks > 1:
-        units = float(sync.largest(torch.tensor(float(units), device=device)))
-    return power_of_two_near(1.0 / max(float(units), 1.0))
+    return power_of_two_near(1.0 / max(group.largest_number(float(units)), 1.0))
 
 
 class Ledger:
@@ -110,7 +108,7 @@ class Ledger:
         self.leaves_gradients = not target.steps
         self._groups = 0  # of parameters, for which the options were checked
         self._agreed = False  # True if all ranks are known to train the same parameters
-        self._last_weights: Mapping[str, float] = _SINGLE_WEIGHT
+        self._last_weights: Mapping[str, float] = {SINGLE: 1.0}
         self._last_seed: tuple[str, float, Tensor] | None = None  # nearly always it is the same
 
     # ------------------------------------------------------------------ begin
@@ -147,7 +145,7 @@ class Ledger:
         scaling = 1.0 if scale is None else scale.value()
         self.target.refuse_hooks(stepped)
         self.target.refuse_cast(stepped)
-        if not self._agreed and self.sync.ranks > 1:  # before gradients are added up
+        if not self._agreed:  # before gradients are added up
             digest, parameters = self.target.digest(self.options), self.target.all_parameters()
             self.sync.refuse_other_ranks(digest, parameters.values())
         self._agreed = True
@@ -172,7 +170,7 @@ class Ledger:
     def _seed(self, units: Units, known: Mapping[str, float] | None) -> float | Tensor:
         """Return the seed of a window, a power of two: 16 bits do not round it."""
         if known is None:
-            return self.next_seed or _first_seed(units, self.sync, self.target.device)
+            return self.next_seed or _first_seed(units, self.sync.group)
         if known.keys() != {SINGLE}:  # of terms, each of which has its own
             return 1.0
         return power_of_two_near(1.0 / (known[SINGLE] or 1.0))
@@ -187,11 +185,6 @@ class Ledger:
     def number(self) -> int:
         """The number of the window that is open, or comes next; the first has 1."""
         return self.updates + self.skipped + 1
-
-    @property
-    def is_test_window(self) -> bool:
-        """True in windows 2, 4, 8, 16, …: what was tested before the first one is tested again."""
-        return self.number > 1 and is_tested_window(self.number)
 
     @property
     def current(self) -> Window:
@@ -234,7 +227,7 @@ class Ledger:
         """
         kinds = map(type, self.target.optimizers)
         sparse = any(issubclass(kind, torch.optim.SparseAdam) for kind in kinds)
-        return self.sync.ranks == 1 and not sparse
+        return self.sync.has_whole_gradient and not sparse
 
     # -------------------------------------------------------------------- add
 
@@ -251,38 +244,30 @@ class Ledger:
             self._last_seed = (name, weight, seed)
         return seed
 
-    def add(self, total: Tensor, units: Units, *, last: bool = False, counts: bool = True) -> None:
-        """Run the backward of one checked total into the gradients; nothing is read from a device.
+    def add(self, loss: Loss | Terms, *, last: bool = False, counts: bool = True) -> None:
+        """Run the backward of a micro-batch's loss into the gradients; no device is waited for.
 
         `last`: it is the window's last backward, which reduces. One that does not count only takes
         part in the collectives of the other ranks.
         """
-        window = self.begin(units) if self.open is None else self.open
-        if window.has_terms:
+        terms = terms_of(loss)
+        if isinstance(loss, Terms):
+            check_terms(self.known, terms)
+        elif self.open is None:
+            self.begin(loss.units)
+        elif self.open.has_terms:
             raise LossError(
-                f"units= counts the terms {sorted(window.known or ())}, but the loss has no named "
+                f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
-        self.added.record({SINGLE: total.detach()}, {SINGLE: units}, _SINGLE_WEIGHT, counts=counts)
-        self.backward([total], [self.seed_of(SINGLE, total, 1.0, counts=counts)], last=last)
-
-    def add_loss(self, loss: Loss | Terms, *, last: bool = False, counts: bool = True) -> None:
-        """Run the backward of one micro-batch's loss, plain or in terms (see `add`)."""
-        if isinstance(loss, Loss):
-            self.add(loss.total, loss.units, last=last, counts=counts)
-            return
-        check_terms(self.known, loss.by_name)
-        terms = loss.by_name.items()
-        if not self.added.owners and self.sync.ranks == 1:  # nothing has its seed yet
-            self.open, self._last_seed = self.current.rounded_least(loss.by_name), None
-        self.added.record(
-            {name: term.total.detach() for name, term in terms},
-            {name: term.units for name, term in terms},
-            {name: term.weight for name, term in terms},
-            counts=counts,
-        )
-        seeds = [self.seed_of(n, term.total, term.weight, counts=counts) for n, term in terms]
-        self.backward([term.total for _, term in terms], seeds, last=last)
+        if self.current.has_terms and not self.added.owners and self.sync.ranks == 1:
+            self.open, self._last_seed = self.current.rounded_least(terms), None
+        self.added.record(terms, counts=counts)
+        seeds = [
+            self.seed_of(name, term.total, term.weight, counts=counts)
+            for name, term in terms.items()
+        ]
+        self.backward([term.total for term in terms.values()], seeds, last=last)
 
     def backward(
         self,

@@ -42,7 +42,7 @@ def inside(value: Any) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = [content_of(cell) for cell in value.__closure__ or ()]
         # What a function of torch names is torch's; a wrapper of its own still holds the user's.
         is_torch = str(value.__globals__.get("__name__")).split(".")[0] == "torch"
         names = () if is_torch else _names(value.__code__)
@@ -66,7 +66,8 @@ def _names(code: types.CodeType) -> list[str]:
     return [*code.co_names, *(name for each in inner for name in _names(each))]
 
 
-def _content(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """Return what a cell of a closure holds."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

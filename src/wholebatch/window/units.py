@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from wholebatch.distributed import Sync
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import SINGLE, Units, check_units
 from wholebatch.window.close import read_scalars
@@ -18,9 +18,9 @@ UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
 class UnitsCount:
     """Count all units of a window, by term, over the ranks too, before its first backward."""
 
-    def __init__(self, units: UnitsFunction, sync: Sync) -> None:
+    def __init__(self, units: UnitsFunction, group: Group) -> None:
         self._units = units
-        self._sync = sync
+        self._group = group
         self._names = [SINGLE]
 
     def learn(self, like: Any) -> None:
@@ -30,7 +30,7 @@ class UnitsCount:
     def __call__(self, micros: Sequence[Any]) -> dict[str, float]:
         counted = count_units(self._units, micros) or dict.fromkeys(self._names, 0.0)
         self._names = sorted(counted)
-        sums = self._sync.sum([counted[name] for name in self._names])
+        sums = self._group.sum([counted[name] for name in self._names])
         return dict(zip(self._names, sums, strict=True))
 
 

@@ -129,10 +129,10 @@ class Window:
 
     def seed_of(self, name: str, weight: float) -> float | Tensor:
         """Return the number that the backward of a term's total starts from."""
-        seed = self.seed
-        if self.has_terms:
-            units = self.known[name] if self.known else 0.0
-            seed = self.seed * weight / units if units else 0.0
+        seed = self.seed * weight
+        if self.known is not None and self.has_terms:
+            units = self.known[name]
+            seed = seed / units if units else 0.0
         return seed * (self.averaged_by * self.scaling)
 
     def rounded_least(self, terms: Mapping[str, Term]) -> Window:
@@ -181,34 +181,26 @@ class Additions:
                 "behind: call discard() before going on"
             )
 
-    def record(
-        self,
-        totals: Mapping[str, Tensor | float],
-        units: Mapping[str, Units],
-        weights: Mapping[str, float],
-        *,
-        counts: bool = True,
-    ) -> None:
+    def record(self, terms: Mapping[str, Term], *, counts: bool = True) -> None:
         """Record the loss of a backward; one that does not count is 0.
 
         The units of a micro-batch count once, however many backwards it has: its first backward
         records them, and the others must have the same.
         """
-        for name, total in totals.items():
-            counted = units[name] if counts else 0
+        for name, term in terms.items():
+            counted = term.units if counts else 0
             if self.more_of_micro_batch and name in self._units_of_micro_batch:
                 counted = same_units(self._units_of_micro_batch[name], counted)
                 self.repeated.add(len(self.units[name]))
             else:
                 self._units_of_micro_batch[name] = counted
-            self.totals.setdefault(name, []).append(total if counts else 0.0)
+            self.totals.setdefault(name, []).append(term.total.detach() if counts else 0.0)
             self.units.setdefault(name, []).append(counted)
-        for name, weight in weights.items():
-            first = self.weights.setdefault(name, weight)
-            if weight != first:
+            first = self.weights.setdefault(name, term.weight)
+            if term.weight != first:
                 raise LossError(
                     f"the weight of term {name!r} is {first:g} in one micro-batch of this window "
-                    f"and {weight:g} in another: it belongs to the whole window; multiply the "
+                    f"and {term.weight:g} in another: it belongs to the whole window; multiply the "
                     "totals by what differs between samples"
                 )
         self.owners.append(self.micro_batches)
@@ -348,12 +340,11 @@ def _over_ranks(
     that has none on any rank keeps none, as for the undivided batch.
     """
     sync = training.sync
-    absent = sync.filled_in()
     shared = sync.stepped(window.inputs) if sync.same_parameters else []
-    present = [float(id(parameter) not in absent) for parameter in shared]
+    present = [float(id(parameter) not in sync.filled_in) for parameter in shared]
     ours = float(training.target.digest(training.options) & 0xFFF) if shared else 0.0
     local = [*total.tolist(), *count.tolist()]
-    values = sync.sum([*local, ours, ours * ours, *present])
+    values = sync.group.sum([*local, ours, ours * ours, *present])
     total, count = column(values[: len(local)], total.device).chunk(2)
     digests, squares, *counts = values[len(local) :]
     if squares * sync.ranks != digests * digests:  # equal only of equal numbers
@@ -443,7 +434,7 @@ def _refuse_other_norm(training: Training, norm: float) -> None:
     """Refuse an `on_gradient` that has made other gradients here than on another rank."""
     norm = norm if math.isfinite(norm) else math.inf
     both = torch.tensor([norm, -norm], dtype=torch.float64, device=training.target.device)
-    most, least = training.sync.largest(both).tolist()
+    most, least = training.sync.group.largest(both).tolist()
     if not math.isclose(most, -least, rel_tol=1e-6):
         raise RankError(
             f"on_gradient= has made gradients of norm {most:g} on one rank and {-least:g} on "

@@ -13,7 +13,7 @@ statistics would change with each of them. The policies treat it like a BatchNor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, final, get_args
@@ -22,6 +22,8 @@ from torch import nn
 
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
+    is_whole_batch_norm,
+    needs_whole_batch,
     replace_forward,
     uses_whole_batch,
     whole_batch_norms,
@@ -51,26 +53,27 @@ def choose(name: str, model: nn.Module) -> Policy:
         allowed = ", ".join(f'"{choice}"' for choice in ("exact", *get_args(Choice)))
         raise OptionError(f'batchnorm="{name}": must be one of {allowed}')
     if name == "freeze":
-        return Freeze(whole_batch_norms(model))
-    return Refuse(whole_batch_norms(model)) if name == "refuse" else Policy()
+        return Freeze(model)
+    return Refuse(model) if name == "refuse" else Policy()
 
 
 @final
 class Refuse(Policy):
     """A policy that refuses layers that use batch statistics.
 
-    It checks at construction and at the start of every window, because `model.train()` may come
-    later. A model whose BatchNorms are in evaluation mode passes.
+    It checks at construction and at the start of every window, because `model.train()`, or a new
+    layer, may come later. A model whose BatchNorms are in evaluation mode passes.
     """
 
-    def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
-        self.norms = tuple(norms)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.begin_window()
 
     def begin_window(self) -> None:
-        layers = [(repr(name), module) for name, module in self.norms if uses_whole_batch(module)]
-        if not layers:
+        if not needs_whole_batch(self._model):
             return
+        norms = whole_batch_norms(self._model)
+        layers = [(repr(name), module) for name, module in norms if uses_whole_batch(module)]
         names = [name for name, _ in layers]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         kind = "BatchNorm" if isinstance(layers[0][1], BatchNorm) else "InstanceNorm"
@@ -86,18 +89,28 @@ class Refuse(Policy):
 class Freeze(Policy):
     """A policy that runs the layers in evaluation mode until `detach`, despite `model.train()`."""
 
-    def __init__(self, norms: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model, norms = model, whole_batch_norms(model)
         without = [name for name, module in norms if getattr(module, "running_mean", None) is None]
         if without:
             raise UnsupportedError(
                 f'batchnorm="freeze": {", ".join(map(repr, without))} have no running statistics '
                 'to freeze: use "exact", or GroupNorm layers'
             )
+        self._frozen = {norm for _, norm in norms}
         self._replaced = ExitStack()
-        for _, module in norms:
+        for module in self._frozen:
             # A partial, so that in a copy of the model it runs the module of the copy.
             frozen = partial(_frozen_forward, module, module.forward)
             replace_forward(self._replaced, module, frozen)
+
+    def begin_window(self) -> None:
+        norms = filter(is_whole_batch_norm, self._model.modules())
+        if any(norm not in self._frozen and uses_whole_batch(norm) for norm in norms):
+            raise UnsupportedError(
+                'batchnorm="freeze": a BatchNorm was added to the model later, and is not frozen; '
+                "create this object again after you change the model"
+            )
 
     def detach(self) -> None:
         self._replaced.close()

@@ -22,8 +22,8 @@ from torch.nn.utils import get_total_norm
 from wholebatch.checks.divided_by_steps import step_division
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
-from wholebatch.coupled.batchnorm.policies import Refuse
 from wholebatch.coupled.last_reduction import last_reductions
+from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
 from wholebatch.options import Close
@@ -75,7 +75,7 @@ class WeightedLoss:
         self._batchnorm = choose_batchnorm(norms, self._model)
         self._test = AdditivityTest(
             self._model,
-            None,
+            Group(),
             enabled=trainer.audit,
             shares_forwards=engine != "replicated",
             off="exact(..., audit=False)",
@@ -116,7 +116,7 @@ class WeightedLoss:
 
     def step(self, model: nn.Module, inputs: Any, window: TrainerWindow, run: Any) -> Tensor:
         """Make the forward and backward of one batch by `run(model, inputs)`."""
-        if window.place == 0 and isinstance(self._batchnorm, Refuse):
+        if window.place == 0:
             self._batchnorm.begin_window()
         in_parts = window.size > 1 or self._trainer.accelerator.num_processes > 1
         if window.place == 0 and in_parts and self._test.begin_window():
