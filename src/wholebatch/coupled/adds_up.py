@@ -228,6 +228,8 @@ class _Comparison:
         except Exception as problem:
             if self._names_layers and self.runs_now():
                 raise
+            if samples.reads_outputs and isinstance(problem, IndexError):
+                return AdditivityResult(conclusive=False)  # rows that point to rows (edges)
             return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
