@@ -51,8 +51,8 @@ is in this repository.
 
 - **Off by**: the largest relative distance (L2) of a gradient at `optimizer.step()` from that of
   the undivided batch. The port runs in graphs.
-- **Minutes**: an AI model wrote the port with the pages open, and corrected it; runs not counted.
-- **Graph**: micro-steps in one traced graph, with those that made it, or the printed reason.
+- **Minutes**: an AI model wrote the port with the pages open; runs not counted.
+- **Graph**: kept, if micro-steps became a traced graph; or the printed reason.
 
 """
 
@@ -100,30 +100,28 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 class Executors:
-    """Lets each micro-step be a graph, as traced, and keeps if it was one."""
+    """Lets each micro-step be a graph, as traced."""
 
     def __init__(self) -> None:
         from wholebatch.compile.micro_step import Executor
 
-        self.in_graph: list[bool] = []
-        self._notes: list[Any] = []
-        begin, run = Executor.__init__, Executor.by_graph
+        self._all: list[Any] = []
+        begin = Executor.__init__
 
         def init(executor: Any, _: str, **options: Any) -> None:
             begin(executor, "compile", **options)
             executor._plan.compiles = False
-            self._notes.append(executor.notes)
-
-        def by_graph(executor: Any, *values: Any) -> Any:
-            added = run(executor, *values)
-            self.in_graph.append(added is not None)
-            return added
+            self._all.append(executor)
 
         Executor.__init__ = init  # type: ignore[assignment, method-assign]
-        Executor.by_graph = by_graph  # type: ignore[method-assign]
 
-    def reasons(self) -> list[str]:
-        return list(dict.fromkeys(reason for notes in self._notes for reason in notes.reasons))
+    def said(self) -> str:
+        """Return if a graph was made and kept, and the reasons where none was."""
+        reasons = dict.fromkeys(reason for each in self._all for reason in each.notes.reasons)
+        is_kept = any(slot.ready is not None for each in self._all for slot in each._every_slot())
+        if reasons:
+            return f"{'kept in part' if is_kept else 'eager'}: {'; '.join(reasons)}"
+        return "kept" if is_kept else "eager: no micro-step that can be a graph"
 
 
 def recorded(command: list[str], folder: Path, *, graphs: bool = False) -> dict[str, Any]:
@@ -168,7 +166,7 @@ def _record(command: list[str], folder: Path, file: Path, *, graphs: bool) -> No
     runpy.run_path(command[0], run_name="__main__")
     record: dict[str, Any] = {"gradients": recorder.gradients}
     if executors is not None:
-        record |= {"in_graph": executors.in_graph, "reasons": executors.reasons()}
+        record["graph"] = executors.said()
     torch.save(record, file)
 
 
@@ -179,14 +177,6 @@ def off_by(gradients: list[tuple[int, Any]], right: list[tuple[int, Any]]) -> st
     shown = f"{largest:.0%}" if largest > 0.005 else f"{largest:.0e}"
     missing = len(right) - len(gradients)
     return shown if not missing else f"{shown}; {len(gradients)} of {len(right)} updates"
-
-
-def graph_of(record: dict[str, Any]) -> str:
-    """Return how many micro-steps ran as a graph, or why none did."""
-    in_graph, reasons = record["in_graph"], record["reasons"]
-    if any(in_graph):
-        return f"kept: {sum(in_graph)} of {len(in_graph)} micro-steps"
-    return f"eager: {'; '.join(reasons) or 'no micro-step that can be a graph'}"
 
 
 # --------------------------------------------------------------------- what the commands say
@@ -231,8 +221,7 @@ def verified(command: list[str], folder: Path) -> str:
     if not verdict["judged"]:
         return "not judged"
     if verdict["same"]:
-        by_construction = "by construction" in verdict["line"]
-        return f"same update{' by construction' if by_construction else ''}"
+        return "by construction" if "by construction" in verdict["line"] else "same update"
     return f"wrong: {', '.join(MISTAKES[key].name for key in verdict['mistakes'])}"
 
 
@@ -262,7 +251,7 @@ def row(entry: dict[str, Any], top: Path) -> str:
         for which, lines in (("original", original), ("port", port))
     ]
     minutes = str(entry["minutes"])
-    cells = [title, before, said[0], entry["with"], minutes, after, said[1], graph_of(ours)]
+    cells = [title, before, said[0], entry["with"], minutes, after, said[1], ours["graph"]]
     return f"| {' | '.join(cells)} |"
 
 
