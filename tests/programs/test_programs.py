@@ -172,7 +172,7 @@ def planted(name: str, way: str, given: str) -> Program:
 
 
 def ways_of_mistakes() -> Iterator[tuple[str, str]]:
-    """Yield each mistake with a way of each entry point, in turns; `make programs` draws them all."""
+    """Yield each mistake with one way of each entry point, in turns; `make programs` draws all."""
     for turn, (name, plan) in enumerate(MISTAKES.items()):
         for ways in (("step", "gradient"), ("backward", "run")):
             some = [way for way in ways if way in plan.ways]
