@@ -180,7 +180,7 @@ def ways_of_mistakes() -> Iterator[tuple[str, str]]:
                 yield name, some[turn % len(some)]
 
 
-@pytest.mark.parametrize("name, way", ways_of_mistakes())
+@pytest.mark.parametrize("name, way", [*ways_of_mistakes()])
 def test_no_mistake_passes_unseen(machine: Worker, name: str, way: str) -> None:
     """It is named in time, or the update is exact."""
     for given_as in MISTAKES[name].given:
