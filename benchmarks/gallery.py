@@ -420,7 +420,7 @@ CASES = [
     Case("TRL, DPOTrainer", "mean of means over pairs", lambda: trl("DPO")),
     Case("TRL, RewardTrainer", "mean of means over pairs", lambda: trl("Reward")),
     Case("timm, train.py", "BatchNorm sees one micro-batch", timm),
-    Case("BigGAN-PyTorch, train_fns.py", "old gradients stay in the second step", biggan),
+    Case("BigGAN-PyTorch before b70f16c", "old gradients stay in the second step", biggan),
     Case("transformers, run_clm_no_trainer.py", "a short last window, divided by K", run_clm),
     Case("nanochat, chat_sft.py", "mean of means over answer tokens; Muon", nanochat),
     Case("nanoGPT, train.py, with masked targets", "mean of means over tokens", nanogpt),

@@ -25,18 +25,21 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 # torch._dynamo: the first step of an optimizer imports it. The package's names are imported where
-# they are first used, so its largest modules are named. Transformers: a dozen jobs begin with it.
+# they are first used, so its largest modules are named.
 PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.run",
-    "transformers.trainer",  # if it is installed
     "wholebatch.accumulator",
     "wholebatch.whole_batch",
     "wholebatch.coupled.adds_up",
     "wholebatch.cli.train_command",
     "wholebatch.cli.train_loop",
 ]
+# A dozen jobs begin with Transformers, if it is installed: those of several processes, which are
+# with the first worker of pytest-xdist (`conftest.py`).
+if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
+    PRELOADED.append("transformers.trainer")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": PATH,

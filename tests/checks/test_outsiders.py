@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from wholebatch.errors import UnsupportedError
+from wholebatch.errors import LossError, UnsupportedError
 
 
 def net() -> nn.Module:
@@ -71,21 +71,26 @@ def test_bags_of_unequal_sizes_are_no_comparison(sizes: Any) -> None:
     assert off(backward, bag_loss(model, whole), model, data) < 1e-14
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("is_weight", [False, True])
-def test_a_sum_over_two_units_divided_by_two(is_weight: bool) -> None:
+def test_a_sum_over_two_units_divided_by_two(is_weight: bool, smoothing: float) -> None:
     """A weight of 1 / 2 stands in micro-batches of other sizes, too."""
     model, data = net(), samples(2, 1, 2, 1)
     acc = wb.Accumulator(model, None, steps=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x, y in acc.over(data):
-            total = F.cross_entropy(logits(model, x), y, reduction="sum")
-            acc.backward(total / (2 if is_weight else len(y)), units=len(y))
+            is_mean = bool(smoothing) and not is_weight  # of which torch makes a mean and a sum
+            loss = nn.CrossEntropyLoss(
+                reduction="mean" if is_mean else "sum", label_smoothing=smoothing
+            )
+            divisor = 2 if is_weight else 1 if is_mean else len(y)
+            acc.backward(loss(logits(model, x), y) / divisor, units=len(y))
     told = [str(warning.message) for warning in caught]
     assert any("divided by 2 where its units are 2" in text for text in told) is not is_weight
 
 
-def test_a_call_for_each_task_is_told() -> None:
+def test_a_call_for_each_task_is_right() -> None:
     """The queries of a task of a meta-learner are linked, those of two tasks are not."""
     model = nn.Linear(4, 1).double()
     tasks = [torch.randn(5, 5, 4).double() for _ in range(2)]
@@ -104,8 +109,38 @@ def test_a_call_for_each_task_is_told() -> None:
     def backward(acc: Any, model: nn.Module, tasks: Tensor) -> None:
         acc.backward(mean=loss(tasks), units=len(tasks))
 
-    with pytest.warns(UserWarning, match="this loss links 2 of the model's 2 output rows"):
-        assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
+    assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
+
+
+@pytest.mark.parametrize("sizes", [[(3, 5), (2,)], [(4, 1), (3, 3, 2)], [(3, 3), (1, 1)]])
+def test_a_call_for_each_ranked_list_is_right(sizes: Any) -> None:
+    model = net()
+    torch.manual_seed(4)
+    data = [[torch.randn(n, 4).double() for n in micro] for micro in sizes]
+
+    def loss(lists: list[Tensor]) -> Tensor:
+        losses = [
+            -logits(model, x)[:, 0].log_softmax(0)[0] + logits(model, x).square().mean()
+            for x in lists
+        ]
+        return torch.stack(losses).sum()
+
+    def backward(acc: Any, model: nn.Module, lists: list[Tensor]) -> None:
+        acc.backward(loss(lists), units=len(lists))
+
+    every = [one for micro in data for one in micro]
+    assert off(backward, loss(every) / len(every), model, data) < 1e-12
+
+
+def test_a_mean_beside_a_weighted_mean_is_no_sum() -> None:
+    """The loss of a critic, with ten times a gradient penalty."""
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    [(x, y), _] = samples(4, 3)
+    z = logits(model, x)
+    with pytest.raises(LossError, match="total is a mean"):
+        acc.backward(z[:, 0].mean() + 10 * (z[:, 1] - 1).square().mean(), units=len(y))
+    acc.backward(z[:, 0].mean() * 4 + z[:, 1].sum(), units=len(y))
+    acc.discard()
 
 
 def test_rows_as_units_of_bags_are_told() -> None:
@@ -200,6 +235,72 @@ class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.out(x - x.mean(0))
         return made
+
+
+PLAIN_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of squares": lambda z, y: (z - 1).square().sum(),
+    "of rows": lambda z, y: (z - 1).abs().sum(1).sum(),
+    "gathered": lambda z, y: -z.log_softmax(1).gather(1, y[:, None]).sum(),
+    "masked": lambda z, y: F.cross_entropy(z, y, reduction="none")[y > 0].sum(),
+    "of two": lambda z, y: F.softplus(z).sum() + F.softplus(-z).sum(),
+}
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "divided": lambda z, y: (z - 1).square().sum() / len(y),
+    "divided before": lambda z, y: ((z - 1).square() / len(y)).sum(),
+    "of each feature": lambda z, y: (z - 1).square().mean(0).sum(),
+    "weighted": lambda z, y: F.cross_entropy(
+        z, y, weight=torch.full((3,), 1 / len(y)).double(), reduction="none"
+    ).sum(),
+    "by weights": lambda z, y: (z.square() * torch.full((3,), 1 / len(y)).double()).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", [*PLAIN_SUMS, *MEANS])
+def test_a_sum_of_losses_that_is_given_as_a_mean_is_told(loss: str) -> None:
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in samples(5, 3):
+            mean = {**PLAIN_SUMS, **MEANS}[loss](logits(model, x), y)
+            acc.backward(mean=mean, units=len(y))
+    told = any("that nothing divides" in str(one.message) for one in caught)
+    assert told == (loss in PLAIN_SUMS)
+
+
+def test_units_of_a_mean_are_compared_with_what_a_scaled_sum_is_divided_by() -> None:
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    (x, y), (x2, y2) = samples(5, 3)
+    acc.backward(mean=(logits(model, x) - 1).square().sum() * 3.0 / len(y), units=1)
+    mean = (logits(model, x2) - 1).square().sum() * 3.0 / len(y2)
+    with pytest.warns(UserWarning, match="micro-batches count the same"):
+        acc.backward(mean=mean, units=1)
+
+
+class OfGraphs(nn.Module):
+    """One logit for each node, from its neighbours: `edges` are two rows of node numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        sent = self.message(x)[edges[0]]
+        return self.out(torch.zeros_like(x).index_add(0, edges[1], sent) + x)
+
+
+def test_a_graph_of_two_nodes_is_no_batch_of_two_samples() -> None:
+    """Its edges have two rows, too."""
+    model = OfGraphs().double()
+    torch.manual_seed(2)
+    edges = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    data = [(torch.randn(2, 4).double(), edges, torch.randint(3, (2,))) for _ in range(2)]
+
+    def backward(acc: Any, model: Any, micro: Any) -> None:
+        x, edges, y = micro
+        acc.backward(mean=F.cross_entropy(model(x, edges), y), units=len(y))
+
+    mean = torch.stack([F.cross_entropy(model(x, edges), y) for x, edges, y in data]).mean()
+    assert off(backward, mean, model, data) < 1e-12
 
 
 def test_a_forward_that_is_called_past_its_hooks_is_told() -> None:

@@ -61,13 +61,3 @@ def test_what_was_meant(command: Command, recipe: Write, wrong: list[str], right
         words = [wrong[0], words[0]]
     ran = command(*given, *words)
     assert ran.status == 0, ran.err
-
-
-def test_a_folder_that_has_a_run(command: Command, recipe: Write) -> None:
-    given = ("train", recipe(EXACT), "--updates", 1, "--out", "run")
-    assert command(*given).status == 0
-    refused = command(*given)
-    assert refused.status == 2
-    assert "continue it with --resume, or give another --out" in refused.err
-    assert command("train", "--resume", "--out", "run", "--updates", 2).status == 0
-    assert command(*given[:-1], "other").status == 0

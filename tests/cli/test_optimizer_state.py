@@ -25,9 +25,3 @@ def test_train_makes_the_same_run(command: Command, recipe: Write, tmp_path: Pat
 
 def test_verify_finds_the_same_update(command: Command, recipe: Write) -> None:
     assert command("verify", recipe(EXACT), "--optimizer-state", "host").status == 0
-
-
-def test_another_place_is_refused(command: Command, recipe: Write) -> None:
-    ran = command("train", recipe(EXACT), "--optimizer-state", "disk")
-    assert ran.status == 2
-    assert "must be one of device, host" in ran.err

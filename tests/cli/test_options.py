@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.helpers import environment_of
 from wholebatch.cli import main
 from wholebatch.cli.app import COMMANDS, load
 from wholebatch.cli.command_options import Command, command
@@ -20,9 +17,9 @@ FREE = {"--wandb", "--title", "--out", "--exclude"}
 """Options that take any text but the empty one."""
 
 
-def bad_inputs() -> list[tuple[str, str, str]]:
+def bad_inputs() -> list[tuple[str, str, list[str]]]:
     """Every option of every command, with values that it cannot take; `argparse` knows them."""
-    found: list[tuple[str, str, str]] = []
+    found: list[tuple[str, str, list[str]]] = []
     for name in COMMANDS:
         loaded = load(name)
         assert isinstance(loaded, Command)
@@ -33,29 +30,30 @@ def bad_inputs() -> list[tuple[str, str, str]]:
             flag, values = action.option_strings[0], [""]
             if flag not in FREE:
                 values += ["§"] if action.nargs == 0 else ["§", "-1", "nan", "1e999"]
-            found += [(name, flag, value) for value in values]
+            found.append((name, flag, values))
     return found
 
 
-@pytest.mark.parametrize(("name", "flag", "value"), bad_inputs())
+@pytest.mark.parametrize(("name", "flag", "values"), bad_inputs())
 def test_bad_input_for_every_option(
     name: str,
     flag: str,
-    value: str,
+    values: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([name, f"{flag}={value}"]) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert flag.lstrip("-") in said.err
     allowed = ("must be", "is empty", "choose from", "takes no value", "codes are", "rules are")
     allowed += ("belongs to",)
-    assert any(word in said.err for word in allowed), said.err
+    for value in values:
+        assert main([name, f"{flag}={value}"]) == 2
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("error: ")
+        assert said.err.count("\n") == 1
+        assert flag.lstrip("-") in said.err
+        assert any(word in said.err for word in allowed), said.err
     assert not list(tmp_path.iterdir())
 
 
@@ -92,11 +90,8 @@ def test_what_is_allowed(name: str, value: Any, expected: Any) -> None:
         ("batch_size", 0, "--batch-size 0: must be a whole number, at least 1"),
         ("batch_size", 2.5, "whole number"),
         ("updates", True, "whole number"),
-        ("seed", -1, "at least 0"),
         ("micro_batch", "0 tokens", "budget"),
-        ("micro_batch", "-4", "budget"),
         ("precision", "int4", "must be one of full, fp32, bf16, fp16, bf16-pure"),
-        ("clip_norm", float("nan"), "above 0"),
         ("lr", float("inf"), "above 0"),
     ],
 )
@@ -217,15 +212,3 @@ def test_a_wrong_line_is_told_with_what_was_meant(
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_needs_no_torch() -> None:
-    code = "import sys, wholebatch.cli.app; print('torch' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment_of(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout == "False\n"

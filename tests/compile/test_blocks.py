@@ -152,15 +152,16 @@ def test_layers_with_different_constants_are_not_taken_for_each_other(
 class Drop(nn.Module):
     """Adds a dropped vector of ones, on average as it is, to its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         one: Tensor = self.weight
         for _ in range(6):
             one = one.sin().tanh()
-        return x + functional.dropout(torch.ones_like(x) + one, 0.5)
+        return x + functional.dropout(torch.ones_like(x) + one, self.dropout)
 
 
 def spread(model: nn.Module, micro: Tensor) -> wb.Loss:
@@ -194,11 +195,23 @@ def test_every_layer_drops_other_numbers_when_compiled() -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_make_the_update_of_the_undivided_batch() -> None:
+    """Small layers of one size: compiling takes all the time."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64).double(), Drop(0.0)) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    whole = Whole(model, loss=lambda m, x: (m(x) / 8 - 1.0).square().mean(), clip_norm=0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        train = trained(Deep(4).double(), (6, 9, 6))  # one size: compiling takes all the time
-    program = blocks_of(train)
-    assert compiled(program) == 5
+        train = wb.WholeBatch(
+            model, sgd(model), loss=spread, micro_batch=3, clip_norm=0.2, execute="compile"
+        )
+        for number in (6, 9, 6):
+            x = torch.randn(number, 64, dtype=torch.float64)
+            whole.step(x)
+            train.step(x)
+    assert mode_of(train) == "compile"
+    assert compiled(blocks_of(train)) <= 6
+    whole.assert_same(model)
 
 
 def test_a_piece_is_tried_on_zeros_if_its_operations_take_any_numbers() -> None:

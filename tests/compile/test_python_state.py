@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import re
 import warnings
 from collections.abc import Callable
@@ -255,19 +254,7 @@ def test_sparse_gradients() -> None:
         whole.assert_same(model)
 
 
-class Fixed:
-    """A value on the class, read by a static method."""
-
-    beta = 1.0
-
-    @staticmethod
-    def value() -> float:
-        return Fixed.beta
-
-
 NUMBERS, SMALL = numpy.ones(3), torch.ones((), dtype=torch.float64)
-RATED = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-CONTEXT = contextvars.ContextVar("beta", default=1.0)
 PLACES: dict[str, tuple[Callable[[], Any], Callable[[float], Any], str]] = {
     "a global of an inner function": (
         lambda: (lambda x: x * BETA)(1.0),  # type: ignore[name-defined]  # noqa: F821
@@ -275,17 +262,10 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[float], Any], str]] = {
         "operations",
     ),
     "another module": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b), "operations"),
-    "a class": (lambda: Fixed.value(), lambda b: setattr(Fixed, "beta", b), "operations"),
     "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b), "operations"),
     "a tensor": (lambda: SMALL, lambda b: SMALL.fill_(b), "operations"),
     "a number in a tensor": (lambda: float(SMALL), lambda b: SMALL.fill_(b), "operations"),
-    "a rate": (
-        lambda: RATED.param_groups[0]["lr"],
-        lambda b: RATED.param_groups[0].update(lr=b),
-        "operations",
-    ),
     "a global in a text": (lambda: eval("BETA * 2"), lambda b: globals().update(BETA=b), "eager"),
-    "a context": (lambda: CONTEXT.get(), lambda b: CONTEXT.set(b), "eager"),
 }
 """How a value is read, how it is changed, and how micro-steps that read it run."""
 

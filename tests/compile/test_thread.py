@@ -85,18 +85,3 @@ def test_what_the_thread_raises_is_raised_where_it_is_asked_for() -> None:
     future = in_a_thread(fails, torch.device("cpu"))
     with pytest.raises(ValueError, match="mine"):
         future.result()
-
-
-def test_a_loss_that_reads_a_file_runs_eagerly(tmp_path: Any) -> None:
-    path = tmp_path / "weight.txt"
-    path.write_text("1.0")
-
-    def weighed(model: Any, micro: Any) -> wb.Loss:
-        plain = wb.cross_entropy(model(micro["x"]), micro["y"])
-        return wb.Loss(plain.total * float(path.read_text()), plain.units)
-
-    train = traced(mlp(), loss=weighed, audit=False)
-    with pytest.warns(ExecuteWarning, match=r"test_thread.py, line \d+: .*path.read_text"):
-        train.step(samples(8))
-    train.step(samples(8))
-    assert mode_of(train) == "eager"

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from tests.distributed.gathered_worker import collectives
+from tests.distributed.gathered_worker import whole_batch as whole_batch_as_traced
 from tests.distributed.problem import (
     Micro,
     SeenFull,
@@ -155,20 +157,17 @@ def by_whole_batch(engine: str, case: str, clip: float | None, make: Any, known:
     return errors(model, seen, reference(case, clip, make))
 
 
-def by_graphs(zero: bool = False) -> Any:
+def by_graphs() -> Any:
     """DDP: micro-steps as traced, in other numbers on every rank; rank 0 runs out of data early.
 
-    With `zero`, the ranks hold parts of the optimizer's state.
-
-    The compiler itself is tested on one process: importing it would take half of this job's time.
+    The ranks hold parts of the optimizer's state. The compiler itself is tested on one process:
+    importing it would take half of this job's time.
     """
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # Its import warns.
+
     model = wrapped("ddp")
     make = partial(torch.optim.Adam, lr=0.01)
-    optimizer = sgd(model)
-    if zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # Its import warns.
-
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make)
     seen = SeenFull(model, optimizer)
     rank = dist.get_rank()
     windows = 3 if rank == 0 else 4
@@ -180,8 +179,9 @@ def by_graphs(zero: bool = False) -> Any:
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
     assert train._runner.executor.mode == "operations"
-    right = (lambda whole: make(whole.parameters())) if zero else sgd
-    return errors(model, seen, undivided(everyones(mine), 0.05, right))
+    return errors(
+        model, seen, undivided(everyones(mine), 0.05, lambda whole: make(whole.parameters()))
+    )
 
 
 def nothing_on_one_rank(engine: str) -> Any:
@@ -295,8 +295,9 @@ def no_gradient_anywhere() -> dict[str, float]:
 def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
     """Return the runs of one engine. Options take turns over the cases: pairs are enough."""
     cases: dict[str, Callable[[], Any]] = {}
-    few = engine == "ddp" and dist.get_world_size() > 2  # HSDP has the other cases of four ranks
-    exact = ["counts"] if few else ["tokens", "counts", "tail", "exhausted", "unlabelled"]
+    exact = ["tokens", "counts", "tail", "exhausted", "unlabelled"]
+    if engine == "hsdp":  # FSDP2 has all of them, on half as many ranks
+        exact = ["counts", "exhausted", "unlabelled"]
     for turn, case in enumerate(exact):
         clip, make = ((None, sgd), (0.05, adamw))[turn % 2]
         cases[f"accumulator {case} {make.__name__} clip={clip}"] = partial(
@@ -314,10 +315,10 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
             others[f"accumulator {case} {sync}"] = partial(
                 by_accumulator, engine, case, 0.05, sgd, sync
             )
-        if engine == "hsdp":  # FSDP2 has all of them, on half as many ranks
-            others = dict([list(others.items())[(2, 2, 0, 1, 1)[turn]]])
+        if engine == "hsdp":
+            others = dict([list(others.items())[turn]])
         cases |= others
-    if engine == "ddp" and not few:
+    if engine == "ddp":
         for clip, make in ((None, sgd), (0.05, adamw)):
             cases[f"accumulator unused {make.__name__}"] = partial(
                 by_accumulator, engine, "unused", clip, make, "hold"
@@ -329,9 +330,10 @@ def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
         for case in ("tail", "exhausted"):
             cases[f"several accumulators {case}"] = partial(several_accumulators, case)
             cases[f"announced {case}"] = partial(announced, case)
-        cases["micro-steps as traced"] = by_graphs
-        cases["adamw: ZeRO-1 as traced"] = partial(by_graphs, zero=True)
+        cases["adamw: ZeRO-1 as traced"] = by_graphs
         cases["no gradient anywhere"] = no_gradient_anywhere
+    if engine == "hsdp":
+        cases["gathered, as traced"] = partial(whole_batch_as_traced, (2, 2), sgd)
     return cases
 
 
@@ -343,6 +345,7 @@ def main() -> None:
         engine: {name: run() for name, run in cases_of(engine).items()} for engine in engines
     }
     refusals = {engine: refused_loops(engine) for engine in engines if engine != "hsdp"}
+    moved = collectives((2, 2), 2) if "hsdp" in engines else {}
     # Every rank must have made the same update: gather the worst.
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, results)
@@ -357,7 +360,7 @@ def main() -> None:
             for engine, rows in results.items()
         }
         with open(report, "w", encoding="utf-8") as file:
-            json.dump({"errors": worst, "refusals": everyone}, file)
+            json.dump({"errors": worst, "refusals": everyone, "collectives": moved}, file)
     dist.destroy_process_group()
 
 

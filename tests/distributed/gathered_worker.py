@@ -1,4 +1,4 @@
-"""Run under torchrun: FSDP2 and HSDP with parameters gathered once per window, recorded."""
+"""Run under torchrun: FSDP2 with parameters gathered once per window, recorded."""
 
 from __future__ import annotations
 
@@ -108,20 +108,16 @@ def _decayed(model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
 
 
 def cases() -> dict[str, Callable[[], dict[str, float]]]:
-    ranks = dist.get_world_size()
-    found: dict[str, Callable[[], dict[str, float]]] = {}
-    shape = (ranks,) if ranks == 2 else (2, ranks // 2)
-    found["whole batch"] = partial(whole_batch, shape, sgd)
-    found["run"] = partial(own_loop, shape, True, "compile")
-    found["backward"] = partial(own_loop, shape, False, "eager")
-    if ranks > 2:  # HSDP; FSDP2 on two ranks has the other cases
-        return found
-    found["adamw whole batch"] = partial(whole_batch, (ranks,), adamw)
-    found["auto micro_batch"] = partial(auto, (ranks,))
-    found["agreed size"] = agreed_size
-    found["other layers"] = uses_other_layers
-    found["hooks and gradient()"] = hooks_and_gradient
-    return found
+    shape = (dist.get_world_size(),)
+    return {
+        "backward": partial(own_loop, shape, False, "eager"),
+        "run": partial(own_loop, shape, True, "compile"),
+        "adamw whole batch": partial(whole_batch, shape, adamw),
+        "auto micro_batch": partial(auto, shape),
+        "agreed size": agreed_size,
+        "other layers": uses_other_layers,
+        "hooks and gradient()": hooks_and_gradient,
+    }
 
 
 def auto(shape: tuple[int, ...]) -> dict[str, float]:
@@ -249,7 +245,7 @@ def in_sixteen_bit() -> dict[str, float]:
 def compiled_blocks() -> dict[str, dict[str, float]]:
     """Blocks that the user compiled are taken as they are, in eager and in gathered windows."""
     found = {}
-    for sync in ("hold", "every", "gathered"):
+    for sync in ("hold", "gathered"):
         model = fresh()
         for block in model.blocks:
             block.compile(backend="aot_eager")
@@ -300,12 +296,10 @@ def main() -> None:
         "errors": {name: run() for name, run in cases().items() if not only or name in only}
     }
     if not only:
-        shape = (ranks,) if ranks == 2 else (2, ranks // 2)
-        found["collectives"] = {n: collectives(shape, n) for n in (1, 2, 5)}
-        if ranks == 2:
-            found["sixteen bit"] = in_sixteen_bit()
-            found["compiled blocks"] = compiled_blocks()
-            found["refused"] = refused()
+        found["collectives"] = {n: collectives((ranks,), n) for n in (1, 2, 5)}
+        found["sixteen bit"] = in_sixteen_bit()
+        found["compiled blocks"] = compiled_blocks()
+        found["refused"] = refused()
     everyone: list[Any] = [None] * ranks
     dist.all_gather_object(everyone, found)
     if dist.get_rank() == 0:

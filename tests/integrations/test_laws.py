@@ -54,9 +54,15 @@ def test_what_is_not_finite_makes_no_update(library: str) -> None:
 
 
 @libraries
-def test_what_is_not_finite_can_be_skipped(library: str) -> None:
+def test_what_is_not_finite_is_skipped_as_the_message_advises(library: str) -> None:
     model = mlp()
-    LOOPS[library](model, adamw(model), with_a_nan(), 3, close=Close(nonfinite="skip"))
+    with pytest.raises(NonFiniteError) as raised:
+        LOOPS[library](model, adamw(model), with_a_nan(), 3)
+    advised = re.search(r"pass (\w+)=(wb\.Close\(.*?\))", str(raised.value))
+    assert advised is not None
+    model = mlp()
+    options = {advised[1]: eval(advised[2], {"wb": wholebatch})}
+    LOOPS[library](model, adamw(model), with_a_nan(), 3, **options)
     whole = Whole(mlp(), adamw)
     first, _, third = pieces(samples(24), [8, 8, 8])
     whole.step(first)
@@ -137,18 +143,6 @@ def test_options_are_checked(library: str) -> None:
 
 
 @libraries
-def test_the_option_that_a_message_advises_lets_the_run_go_on(library: str) -> None:
-    model = mlp()
-    with pytest.raises(NonFiniteError) as raised:
-        LOOPS[library](model, adamw(model), with_a_nan(), 3)
-    advised = re.search(r"pass (\w+)=(wb\.Close\(.*?\))", str(raised.value))
-    assert advised is not None
-    options = {advised[1]: eval(advised[2], {"wb": wholebatch})}
-    model = mlp()
-    LOOPS[library](model, adamw(model), with_a_nan(), 3, **options)
-
-
-@libraries
 def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(library: str) -> None:
     """The look before the first window draws nothing that the training then misses."""
     trained = []
@@ -170,14 +164,6 @@ def test_a_second_fit_finds_the_model_as_it_was() -> None:
         LOOPS["lightning"](model, sgd(model), micros, 3, batchnorm="freeze")
     assert "forward" not in vars(model[0])
     assert all(map(torch.equal, before, model.buffers()))
-
-
-@pytest.mark.parametrize("library", LOOPS.values(), ids=LOOPS)
-def test_a_mean_divided_by_the_number_of_steps_is_warned_of(library: Any) -> None:
-    model = mlp()
-    micros = pieces(samples(16), [4, 4, 4, 4])
-    with pytest.warns(UserWarning, match="divided by 4, and 4 is the number of steps"):
-        library(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) / 4)
 
 
 @pytest.mark.parametrize("library", LOOPS.values(), ids=LOOPS)

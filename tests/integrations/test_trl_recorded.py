@@ -114,8 +114,11 @@ def test_a_graph_makes_the_update_of_the_undivided_batch(
     assert "micro-steps are now one" in said.text
 
 
-@pytest.mark.parametrize("options", [{}, {"adapters": "lora"}, {"loss_type": "dft"}], ids=str)
-@pytest.mark.parametrize("make", [eager, compiled])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(eager, {}), (compiled, {"adapters": "lora"}), (compiled, {"loss_type": "dft"})],
+    ids=str,
+)
 def test_large_logits_are_made_in_slices(
     make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +190,7 @@ def test_dpos_reference_is_the_model_without_adapters() -> None:
     [
         ("SFT", {"completion_only_loss": True, "max_length": 9}),
         ("SFT", {"completion_only_loss": True, "max_length": 9, "in_slices": True}),
+        ("SFT", {"completion_only_loss": True, "max_length": 9, "loss_type": "dft"}),
         ("DPO", {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0, 0.5]}),
         ("DPO", {"precompute_ref_log_probs": True}),
         ("Reward", {"center_rewards_coefficient": 0.1}),

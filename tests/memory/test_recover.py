@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -121,41 +120,6 @@ def test_a_failure_at_every_operation_ends_in_the_exact_window() -> None:
         assert injected.failed_at is not None
         assert sizes == [2] * 6
         assert all_equal(got, reference), f"operation {n}, {injected.failed_at}"
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_failure_at_every_operation_of_whole_batch(phase: str) -> None:
-    """The same through WholeBatch, with a BatchNorm that sees each micro-batch."""
-
-    def step(n: int | None) -> tuple[list[torch.Tensor], OutOfMemoryAt]:
-        model = model_with_everything()
-        optimizer = torch.optim.AdamW(model.parameters())
-        injected = OutOfMemoryAt(n, phase=phase)
-        batch = doubles(8)
-
-        def failing(model: nn.Module, micro: Any) -> wb.Loss:
-            # The operations of the library itself (its snapshot, its sums) do not fail.
-            with injected if phase == "forward" else nullcontext():
-                return loss(model, micro)
-
-        train = wb.WholeBatch(model, optimizer, loss=failing, batchnorm="allow")
-        torch.manual_seed(2)
-        with injected if phase == "backward" else nullcontext():
-            train.step(batch)
-        return [*model.parameters(), *model.buffers()], injected
-
-    halved_model = model_with_everything()
-    by_adamw = torch.optim.AdamW(halved_model.parameters())
-    halved = wb.WholeBatch(halved_model, by_adamw, loss=loss, micro_batch=4, batchnorm="allow")
-    batch = doubles(8)
-    torch.manual_seed(2)
-    halved.step(batch)
-    expected = [*halved_model.parameters(), *halved_model.buffers()]
-    _, counted = step(None)
-    for n in range(counted.seen):
-        got, injected = step(n)
-        assert injected.failed_at is not None
-        assert all_equal(got, expected), f"operation {n} of {phase}, {injected.failed_at}"
 
 
 def test_only_the_typed_error_is_recovered_from() -> None:

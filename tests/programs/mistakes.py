@@ -81,7 +81,7 @@ _UNITS = {
         r"\bsum\b|add up",
         given=("mean",),
         values={"mean": "{total}"},
-        listed=_listed("a sum given as a mean that is not by one of torch's losses"),
+        listed=_listed("a sum of products or quotients that is given as a mean"),
     ),
     "units of rows": Mistake(
         UNITS,

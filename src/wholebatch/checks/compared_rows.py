@@ -10,8 +10,8 @@ from torch.autograd.function import BackwardCFunction
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.sample_runs import emptied
 from wholebatch.window.autograd_graph import graph_nodes
+from wholebatch.window.replaced_attributes import emptied
 
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24
@@ -30,8 +30,8 @@ class ComparedRows(Check):
     Costs: the second derivative of the loss by the outputs, a few times per micro-batch.
 
     Certain if all rows are one group: the second derivative is computed, not guessed. Likely if
-    there are several groups (lists, bags, a call of the model for each), which the micro-batches
-    may hold whole. Rows that a BatchNorm links are left out.
+    there are several groups (lists, bags), which the micro-batches may hold whole. Rows that a
+    BatchNorm links are left out, and calls of the model for as many groups as there are units.
 
     Cannot see: detached statistics of the micro-batch (normalised advantages, the hardest
     samples); operations without a second derivative; outputs without a row for each sample.
@@ -63,7 +63,7 @@ def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> Answer
         with emptied(hooks), torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
             gradients = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
             used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-            for size in {len(output) for output, _ in used}:
+            for size in {len(output) for output, _ in used} - {1}:
                 answer = _comparison(size, units, used)
                 if answer is not None:
                     return answer
@@ -91,7 +91,7 @@ def _can_be_differentiated(output: Tensor, units: float) -> bool:
         output.grad_fn is not None
         and output.is_floating_point()
         and output.layout is torch.strided
-        and 1 < len(output) <= _MOST_ROWS
+        and 0 < len(output) <= _MOST_ROWS
         and output.numel() <= _MOST_ELEMENTS
         and not output.retains_grad
         # [time, samples], or the last states of a recurrent layer, [layers, samples, ...]
@@ -120,30 +120,34 @@ def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]
         most = groups + int(outside.sum())
         if most < min(units, size):
             linked = int(group.sum())
-            certain = linked == size and not _are_in_separate_calls(size, outputs)
+            calls = _separate_calls(outputs) if linked == size else 0
+            if calls >= units:
+                return None
+            certain = linked == size and calls <= 1
             return _refused(size, units) if certain else _warned(linked, size, units)
     return None
 
 
-def _are_in_separate_calls(size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """True if several outputs with `size` rows are linked inside, and not with each other.
+def _separate_calls(outputs: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """Return how many outputs are linked inside, or have one row, and not with each other.
 
-    They are then groups of their own: the tasks of a meta-learner, with a call for each.
+    They are groups of their own: the lists of a ranking, the tasks of a meta-learner, with a call
+    of the model for each.
     """
     tensors = [output for output, _ in outputs]
     separate: list[set[int]] = []
     for place, (output, gradient) in enumerate(outputs):
         first = _mixed(gradient[:1])
-        if len(output) != size or not first.requires_grad:
+        if not first.requires_grad:
             continue
         moved = torch.autograd.grad(first, tensors, retain_graph=True, allow_unused=True)
         linked = {n: rows for n, rows in enumerate(moved) if rows is not None and rows.any()}
-        if any(rows[1:].any() for rows in linked.values()):
+        if len(output) == 1 or any(rows[1:].any() for rows in linked.values()):
             reached = {place, *linked}
             joined = [group for group in separate if group & reached]
             separate = [group for group in separate if group not in joined]
             separate.append(reached.union(*joined))
-    return len(separate) > 1
+    return len(separate)
 
 
 def _group_of(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:

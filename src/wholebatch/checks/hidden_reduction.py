@@ -18,8 +18,7 @@ class HiddenReduction(Check):
 
     Likely: many such losses are means.
 
-    Cannot see: what the function computes; products, as `losses @ weights` with weights of 1 / n;
-    terms with different scales.
+    Cannot see: what the function computes; terms with different scales.
     """
 
     def micro_batch(self, micro: MicroBatch) -> Answer:

@@ -16,14 +16,14 @@ class SumOrMean(Check):
     """A mean given as a sum, or a sum as a mean.
 
     Finds: over several units, `total` whose last reduction is a mean over several numbers, or a sum
-    divided by its units; `mean` that is a sum by one of torch's loss functions.
+    divided by its units; `mean` that is a sum of losses, by torch or by hand.
 
     Costs: a walk over the scalar end of the graph.
 
-    Certain: the graph shows the reduction, and the units show what it must be. Likely if only sums
-    over 2 units are so divided.
+    Certain: the graph shows the reduction, and the units show what it must be. Likely for sums over
+    2 units that are divided by 2, and for sums of losses that nothing divides.
 
-    Cannot see: a sum given as a mean that is not by one of torch's losses; a custom function whose
+    Cannot see: a sum of products or quotients that is given as a mean; a custom function whose
     graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
     """
 
@@ -34,9 +34,11 @@ class SumOrMean(Check):
     def micro_batch(self, micro: MicroBatch) -> Answer:
         terms, units = micro.reductions, micro.number
         if units and terms and not micro.is_mean:
-            is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in terms)
-            self._sums.append((units, is_half))
-        return sum_or_mean(terms, units, micro.is_mean)
+            sums = [term for term in terms if term.kind != "mean"]  # of a smoothed loss, one of two
+            is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in sums)
+            self._sums.append((units, is_half and bool(sums)))
+        finding = sum_or_mean(terms, units, micro.is_mean)
+        return finding or (_plain_sum(terms, units) if micro.is_mean else None)
 
     def close(self, micro_batches: int) -> Answer:
         of_two = {is_half for units, is_half in self._sums if units == 2}
@@ -49,6 +51,18 @@ class SumOrMean(Check):
             f"{begin}. If it is a mean, pass backward(mean=..., units=2). If 2 is a weight, "
             f"nothing is wrong; {silenced(begin)}"
         )
+
+
+def _plain_sum(terms: Sequence[Reduction], units: float) -> Warned | None:
+    """Warn of a mean that is a sum of losses, with nothing that divides it."""
+    plain = [term for term in terms if term.is_plain and term.count > 1 and not term.scales]
+    if units <= 1 or not plain or len(plain) < len(terms):
+        return None
+    begin = f"mean is a sum of {terms[0].count} numbers"
+    return Warned(
+        f"{begin} that nothing divides, and units={units:g}. If it is the sum over its units, pass "
+        f"backward(total, units={units:g}). If it is a mean, nothing is wrong; {silenced(begin)}"
+    )
 
 
 def sum_or_mean(
@@ -67,7 +81,10 @@ def sum_or_mean(
     elif units <= 1 or not terms or len(terms) >= units:
         return None
     first, number = terms[0], f"{units:g}"
-    if not is_mean and all(_is_mean(term, units) for term in terms):
+    weighted = [term for term in terms if _is_weighted(term)]
+    if len(weighted) < len(terms) and not any(_is_made_a_sum(term, units) for term in weighted):
+        weighted = []  # means beside weighted means: ten times a gradient penalty
+    if not is_mean and not weighted and all(_is_mean(term, units) for term in terms):
         is_whole = first.kind == "mean" and len(terms) < units
         what = "a mean" if is_whole else f"a mean, a sum divided by {number}"
         text = (
@@ -86,10 +103,21 @@ def sum_or_mean(
     return None
 
 
+def _is_weighted(term: Reduction) -> bool:
+    """True for a term with a factor above 1, which may make a mean a sum again."""
+    return any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales)
+
+
+def _is_made_a_sum(term: Reduction, units: float) -> bool:
+    """True if a factor is the number of units, or of what was reduced, or a multiple of these."""
+    factors = (scale.by for scale in term.scales if scale.operation == "multiplied")
+    sizes = {units, *map(float, term.sizes), float(term.count)} - {0.0, 1.0}
+    ratios = (by / size for by in factors for size in sizes)
+    return any(math.isclose(ratio, round(ratio), rel_tol=4e-3) for ratio in ratios if ratio > 0.9)
+
+
 def _is_mean(term: Reduction, units: float) -> bool:
-    """True for a mean, or a sum divided by its units, that no factor makes a sum again."""
-    if any(scale.operation == "multiplied" and scale.by > 1 for scale in term.scales):
-        return False
+    """True for a mean, or a sum divided by its units."""
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two terms.
     is_divided = units > 2 and term.count != units * units and _is_divided_by(term, units)
     return term.kind == "mean" or (term.kind == "sum" and is_divided)

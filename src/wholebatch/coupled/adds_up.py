@@ -61,7 +61,7 @@ SAMPLES = 8
 """How many samples the first test takes, with their gradient."""
 UNTESTED = ("untested", "unrunnable")
 """The kinds of findings of a loss that has no value for a part of the samples, or cannot run."""
-_MISTAKES = ("mean", "sum", "added", "units", "divided", "compared")
+_MISTAKES = ("mean", "sum", "added", "units", "held", "divided", "compared")
 _ADVICE = (
     "Change it once per update, outside of the forward pass, reset it in each forward, or freeze "
     "it. If it is set only once, from the first batch, run that batch through the model before "
@@ -228,6 +228,8 @@ class _Comparison:
         except Exception as problem:
             if self._names_layers and self.runs_now():
                 raise
+            if samples.reads_outputs and isinstance(problem, IndexError):
+                return AdditivityResult(conclusive=False)  # rows that point to rows (edges)
             return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.

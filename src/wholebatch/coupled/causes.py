@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from wholebatch.coupled.sample_runs import SCALE, ChosenSamples, SampleRun, Uncheckable
 
@@ -96,7 +97,15 @@ def loss_cause(
         f"the loss of {samples.count} samples is {whole.total:.6g}, that of their parts "
         f"{first.total:.6g} and {second.total:.6g}"
     )
-    if _is_mean(samples, runs) and whole.units == first.units == second.units:
+    is_constant = whole.units == first.units == second.units
+    if is_constant and _holds(samples, whole.units):
+        kind, text = (
+            "held",
+            f"the units of {samples.count} samples are {whole.units:.6g}, and so are those of each "
+            "of their parts: a number that the batch holds as a whole. Count them from the samples "
+            "of the micro-batch",
+        )
+    elif is_constant and _is_mean(samples, runs):
         kind, text = (
             "mean",
             f"the units of {samples.count} samples are {whole.units:.6g}, and so are those of each "
@@ -133,6 +142,17 @@ def loss_cause(
     else:
         return samples_compared(samples, runs)
     return AuditFinding(_LOSS, samples.name, kind, text)
+
+
+def _holds(samples: ChosenSamples, units: float) -> bool:
+    """True if this number is in the batch, beside its samples: somebody counted them before."""
+    held = (leaf.value for leaf in samples.layout.leaves if not leaf.batched)
+    numbers = (
+        value
+        for value in held
+        if (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float)))
+    )
+    return any(float(number) == units for number in numbers)
 
 
 def samples_compared(samples: ChosenSamples, runs: Sequence[SampleRun]) -> AuditFinding:

@@ -28,6 +28,16 @@ _OF_PARAMETERS = {
     *("Select", "Slice", "Unsqueeze", "Squeeze", "View", "LinalgVectorNorm", "Norm", "Clamp", "T"),
     *("Softplus", "Sigmoid", "Tanh", "Reciprocal", "Permute", "Clone", "ToCopy", "Stack", "Cat"),
 }
+# What keeps numbers as they are, or adds them; and what makes losses of them. A mean by weights has
+# a product or a division between these and its sum.
+_KEEP = {
+    *(*_PASS, "Add", "Sub", "Sum", "ClampMin", "Gather"),
+    *("Index", "MaskedFill", "MaskedSelect", "Select", "Slice"),
+}
+_LOSSES = {
+    *("Pow", "Abs", "Softplus", "LogSigmoid", "Logsumexp", "LogSoftmax", "Norm", "CtcLoss"),
+    *("NllLoss", "BinaryCrossEntropyWithLogits", "MseLoss", "SmoothL1Loss", "HuberLoss"),
+}
 DDP_SINK = "_DDPSinkBackward"
 """The node through which DistributedDataParallel returns the outputs of its model."""
 _MOST_NODES = 512
@@ -58,14 +68,16 @@ class Reduction:
     scales: Scales
     labels: float | None = None
     """The number of labels, or the sum of their weights, that a cross-entropy divided by."""
+    is_plain: bool = False
+    """True for a sum of losses that nothing below it has multiplied or divided."""
 
     @property
     def divisor(self) -> float | None:
         """The number that a sum was divided by to be a mean; None if the graph does not tell."""
         if self.kind == "mean":
             return self.count if self.labels is None else self.labels
-        is_divided = bool(self.scales) and self.scales[-1].operation == "divided"
-        return self.scales[-1].by if self.kind == "sum" and is_divided else None
+        divisors = [scale.by for scale in self.scales if scale.operation == "divided"]
+        return divisors[-1] if self.kind == "sum" and divisors else None
 
     @property
     def count(self) -> int:
@@ -165,7 +177,9 @@ def _reduction(node: Any, scales: Scales) -> Reduction:
         return Reduction("hidden", name, (), scales)
     if operation_of(node) in ("Mean", "Sum"):
         sizes = tuple(saved_by(node, "self_sym_sizes") or ())
-        return Reduction("mean" if name.startswith("Mean") else "sum", name, sizes, scales)
+        is_plain = name.startswith("Sum") and _adds_losses(operands_of(node))
+        kind: Literal["mean", "sum"] = "mean" if name.startswith("Mean") else "sum"
+        return Reduction(kind, name, sizes, scales, is_plain=is_plain)
     if reduction not in (1, 2):  # torch's own loss functions
         return Reduction("unknown", name, (), scales)
     logits = saved_by(node, "self")
@@ -174,6 +188,23 @@ def _reduction(node: Any, scales: Scales) -> Reduction:
         shape = shape[:1] + shape[2:]
     labels = number_of(saved_by(node, "total_weight")) if reduction == 1 else None
     return Reduction("mean" if reduction == 1 else "sum", name, shape, scales, labels)
+
+
+def _adds_losses(nodes: Sequence[Any]) -> bool:
+    """True if what these nodes made are losses, which nothing has multiplied or divided."""
+    waiting, ends = [node for node in nodes if node is not None], 0
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            break
+        node = waiting.pop()
+        operation = operation_of(node).removesuffix("2D")
+        if operation in _KEEP:
+            waiting += [child for child in operands_of(node) if child is not None]
+        elif operation in _LOSSES and saved_by(node, "weight") is None:
+            ends += 1
+        else:
+            return False
+    return ends > 0 and not waiting
 
 
 def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] | None:

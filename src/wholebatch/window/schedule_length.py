@@ -18,7 +18,7 @@ def short_schedule(
     and a cosine rises again.
     """
     whole = micro_batches // steps
-    if not whole or updates != whole + 1:
+    if whole < 2 or updates != whole + 1:  # every length is a multiple of 1
         return None
     for scheduler in schedulers:
         for name in _LENGTHS:
