@@ -33,7 +33,7 @@ from wholebatch.compile.graph_memory import GraphMemory
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.kinds import Kinds, Slot
 from wholebatch.compile.symbolic_sizes import Sizes
-from wholebatch.compile.trace import Form, State, Traced, trace
+from wholebatch.compile.trace import State, Traced, trace
 from wholebatch.window.autocast import Precision
 
 
@@ -52,15 +52,15 @@ class GraphMaker:
         memory: GraphMemory,
         plan: ExecutePlan,
         notes: Notes,
-        seeds: Callable[[Form], list[Tensor]],
     ) -> None:
         self._execute, self._plan, self._notes = execute, plan, notes
         self._model, self._loss, self._precision = model, loss, precision
         self._device = device
         self._kinds, self._memory = kinds, memory
-        self._seeds = seeds
 
-    def made(self, slot: Slot, done: EagerResult, *, compiled: bool) -> Prepared:
+    def made(
+        self, slot: Slot, done: EagerResult, seeds: list[Tensor], *, compiled: bool
+    ) -> Prepared:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
         slot.reading = slot.reading or self._kinds.captured_reading(done.inputs)
         state = self._memory.state()
@@ -76,7 +76,7 @@ class GraphMaker:
             return self._joint_step(traced, state, done.inputs, compiled=compiled)
 
         if slot.traced is None:
-            step = self._shared(slot, done, state, joint_of, compiled=compiled)
+            step = self._shared(slot, done, seeds, state, joint_of, compiled=compiled)
             if step is not None:
                 return step
             # What was compiled beside the run was the shared graph, if there was one.
@@ -85,7 +85,9 @@ class GraphMaker:
         is_new = slot.ready is None
         joint = self._compiled_if_possible(joint_of, slot.traced, compiled)
         try:
-            return self._proven(joint, done, state, captures=self._plan.captures, is_new=is_new)
+            return self._proven(
+                joint, done, seeds, state, captures=self._plan.captures, is_new=is_new
+            )
         except (CannotTrace, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
@@ -95,6 +97,7 @@ class GraphMaker:
         self,
         slot: Slot,
         done: EagerResult,
+        seeds: list[Tensor],
         state: State,
         joint_of: Callable[..., JointStep],
         *,
@@ -116,7 +119,8 @@ class GraphMaker:
             joint = shared.joint(joint_of, state, compiled=compiled)
             waits = compiled in shared.proven and not self.captures(slot)
             captures = self._plan.captures and not waits
-            step = self._proven(joint, done, state, captures=captures, is_new=not shared.proven)
+            is_new = not shared.proven
+            step = self._proven(joint, done, seeds, state, captures=captures, is_new=is_new)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # A compiler, or the check, may raise anything.
@@ -135,10 +139,9 @@ class GraphMaker:
         """True if a shared graph, which runs this kind as it is, is to be captured for it."""
         return self._plan.records(sum(one.captured for one in self._kinds.ready()), slot.seen)
 
-    def captured(self, prepared: Prepared, inputs: Inputs) -> Prepared:
+    def captured(self, prepared: Prepared, inputs: Inputs, seeds: list[Tensor]) -> Prepared:
         """Capture a step whose kernels were launched one by one so far."""
-        joint, seeds = prepared.joint, self._seeds(prepared.form)
-        gradients = self._memory.gradients
+        joint, gradients = prepared.joint, self._memory.gradients
         held = gradients.set_aside(joint.used)
         try:
             rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
@@ -190,14 +193,20 @@ class GraphMaker:
             return self._compiled_if_possible(joint_of, traced, False)
 
     def _proven(
-        self, joint: JointStep, done: EagerResult, state: State, *, captures: bool, is_new: bool
+        self,
+        joint: JointStep,
+        done: EagerResult,
+        seeds: list[Tensor],
+        state: State,
+        *,
+        captures: bool,
+        is_new: bool,
     ) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree.
 
         A new one that is compiled already also runs as traced: there the limit is narrow.
         """
         run: Runnable = joint
-        seeds = self._seeds(done.form)
         memory = self._memory
         check = GraphCheck(
             done, memory.gradients, memory.casts, seeds, self._model, self._loss, self._precision

@@ -86,7 +86,6 @@ class Executor:
             memory=self.memory,
             plan=self._plan,
             notes=self.notes,
-            seeds=self._seeds,
         )
         reason = window.only_eager
         if reason is not None and not self._plan.eager:
@@ -134,6 +133,11 @@ class Executor:
         self.kinds.clear()
         self.memory.drop_pool()
 
+    def release(self) -> None:
+        """Drop the graphs and the gradient buffers; another window makes them again."""
+        self.let_go()
+        self.memory.reset([])
+
     def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
         inputs = take_apart(micro)
@@ -154,7 +158,8 @@ class Executor:
             return None
         if not slot.ready.captured and self._maker.captures(slot):
             with self._preparing():
-                slot.ready = self._maker.captured(slot.ready, inputs)
+                seeds = self._seeds(slot.ready.form)
+                slot.ready = self._maker.captured(slot.ready, inputs, seeds)
         return self._run(slot.ready, inputs)
 
     def _run(self, ready: Prepared, inputs: Inputs) -> Added:
@@ -285,7 +290,8 @@ class Executor:
         began = time.perf_counter()
         try:
             with self._preparing():
-                slot.ready = step = self._maker.made(slot, done, compiled=compiled)
+                seeds = self._seeds(done.form)
+                slot.ready = step = self._maker.made(slot, done, seeds, compiled=compiled)
         except CannotTrace as reason:
             self._fails(kind, slot, str(reason))
             return added
