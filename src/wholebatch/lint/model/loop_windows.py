@@ -153,7 +153,7 @@ class LoopWindow:
     def is_ours(self, boundary: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if self.shape == "accelerate" or self.boundary is None:
-            is_framework = boundary.kind in {"accelerate", "deepspeed"}
+            is_framework = boundary.kind == "accelerate"
             return is_framework or is_accumulation_name(boundary.key)
         return boundary.kind == "accelerate" or boundary.key == self.every_key
 
