@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 
-_MOST_FOLLOWED = 16
+_MOST_FOLLOWED = 4
 """Trained weights whose averages are looked for: the largest ones."""
 
 
@@ -23,7 +23,7 @@ class CalledModules:
         self._inner: set[int] = set()
         self._with_gradients: set[int] = set()
         self._without_gradients: set[int] = set()
-        self._backwards = 0
+        self._windows = 0
         self._copies: list[tuple[weakref.ref[Tensor], Tensor]] = []
         """Tensors of a weight's shape, such as its average, and a few of their numbers."""
         self._held: dict[tuple[int, str], Tensor] = {}
@@ -58,15 +58,15 @@ class CalledModules:
         ours = [p for number, p in weights.items() if number in trained and type(p) is nn.Parameter]
         own = {id(tensor) for p in ours for tensor in (p, p.grad)}
         ours = sorted(ours, key=Tensor.numel)[-_MOST_FOLLOWED:]
-        self._backwards += 1
-        copies = [moved for moved in self._moved_copies() if id(moved[0]) not in trained]
+        self._windows += is_first
+        copies = list(self._moved_copies())
         self.is_averaged = any(
             _approaches(was, now, _few(weight))
             for copy, was, now in copies
             for weight in ours
             if weight.shape == copy.shape
         )
-        if self._backwards.bit_count() == 1:  # 1, 2, 4, 8, ...: a search costs more than a look
+        if is_first and self._windows.bit_count() == 1:  # the windows 1, 2, 4, 8, ...
             self._copies = list(_tensors_like(ours, own))
         held = dict(self._numbers(trained))
         changes = [k[1] for k, was in self._held.items() if k in held and not held[k].equal(was)]
