@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.compile.nets import Micro, loss, mode_of, steps_of, traced
 from tests.support import Whole, mlp, samples, sgd
-from wholebatch.compile import ExecuteWarning, micro_step
+from wholebatch.compile import ExecuteWarning, kinds
 from wholebatch.compile.graph_check import differs
 from wholebatch.errors import OptionError
 
@@ -142,7 +142,7 @@ def test_frozen_and_thawed_parameters_make_a_new_graph() -> None:
 
 
 def test_sizes_that_keep_changing_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_step, "_KEPT", 4)
+    monkeypatch.setattr(kinds, "_KEPT", 4)
     model = mlp()
     whole = Whole(model)
     train = traced(model, micro_batch=64)
@@ -150,7 +150,7 @@ def test_sizes_that_keep_changing_run_eagerly(monkeypatch: pytest.MonkeyPatch) -
         whole.step(samples(number))
         train.step(samples(number))
     assert len(steps_of(train)) == 1
-    assert len(train._runner.executor._slots) == 4
+    assert len(train._runner.executor.kinds.by_key) == 4
     assert mode_of(train) == "eager"
     whole.assert_same(model)
 
