@@ -46,11 +46,10 @@ HEAD = (
 BEGIN = """# Public scripts, before and after
 
 Written by `python benchmarks/public_scripts.py FOLDER`, {today}. The scripts run with tiny models
-and random data, on a CPU, in float64; the lines of their loops are as published. None of their code
-is in this repository.
+and random data, on a CPU, in float64; the lines of their loops are as published.
 
 - **Off by**: the largest relative distance (L2) of a gradient at `optimizer.step()` from that of
-  the undivided batch. The port runs in graphs.
+  the undivided batch.
 - **Minutes**: an AI model wrote the port with the pages open; runs not counted.
 - **Graph**: kept, if micro-steps became a traced graph; or the printed reason.
 
