@@ -283,7 +283,8 @@ class OfGraphs(nn.Module):
         return self.out(torch.zeros_like(x).index_add(0, edges[1], sent) + x)
 
 
-def test_a_graph_of_two_nodes_is_no_batch_of_two_samples() -> None:
+@pytest.mark.parametrize("way", ["backward", "run"])
+def test_a_graph_of_two_nodes_is_no_batch_of_two_samples(way: str) -> None:
     """Its edges have two rows, too."""
     model = OfGraphs().double()
     torch.manual_seed(2)
@@ -291,8 +292,11 @@ def test_a_graph_of_two_nodes_is_no_batch_of_two_samples() -> None:
     data = [(torch.randn(2, 4).double(), edges, torch.randint(3, (2,))) for _ in range(2)]
 
     def backward(acc: Any, model: Any, micro: Any) -> None:
-        x, edges, y = micro
-        acc.backward(mean=F.cross_entropy(model(x, edges), y), units=len(y))
+        def loss(micro: Any) -> Any:
+            x, edges, y = micro
+            return wb.mean_loss(F.cross_entropy(model(x, edges), y), len(y))
+
+        acc.run(loss, micro) if way == "run" else acc.backward(loss(micro))
 
     mean = torch.stack([F.cross_entropy(model(x, edges), y) for x, edges, y in data]).mean()
     assert off(backward, mean, model, data) < 1e-12
