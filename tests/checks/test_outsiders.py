@@ -138,6 +138,26 @@ def test_a_mean_beside_a_weighted_mean_is_no_sum() -> None:
     acc.discard()
 
 
+def test_attention_over_each_bag_is_right() -> None:
+    """One model is called once for all bags, the other for each."""
+    torch.manual_seed(5)
+    body, weigh = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+    data = [bags(3, 5), bags(2, 4, 1)]
+
+    def loss(micro: Bags) -> Tensor:
+        x, sizes, y = micro
+        parts = body(x).tanh().split(list(sizes))
+        pooled = [(weigh(part).softmax(0) * part).sum(0) for part in parts]
+        return F.cross_entropy(torch.stack(pooled), y, reduction="sum")
+
+    acc = wb.Accumulator([body, weigh], None, steps=2)
+    for micro in acc.over(data):
+        acc.backward(loss(micro), units=len(micro[1]))
+    right = torch.autograd.grad(sum(map(loss, data)) / 5, [body.weight, weigh.weight])
+    for p, gradient in zip((body.weight, weigh.weight), right, strict=True):
+        assert torch.allclose(p.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
 def test_rows_as_units_of_bags_are_told() -> None:
     torch.manual_seed(3)
     acc, micro = wb.Accumulator(model := net(), None, steps=2), bags(3, 1, 4)
