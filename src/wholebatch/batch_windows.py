@@ -72,8 +72,8 @@ class BatchWindows(HasLedger):
         Refuse to go on where a rank has none and every rank is needed.
         """
         most, fewest = self._ledger.sync.group.most_and_fewest(micro_batches)
-        why = self._needs_every_rank(steps)
-        if most > 0 and fewest == 0 and why is not None:
+        why = self._needs_every_rank(steps) if most > 0 and fewest == 0 else None
+        if why is not None:
             raise RankError(
                 f"a rank has no batch for this update, and {why}: give every rank equally many "
                 "batches, with at least one sample each"

@@ -7,7 +7,6 @@ a BatchNorm trains, there is only one, since the batch is not split. `TwoPassRun
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -48,8 +47,6 @@ from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
 from wholebatch.window.window import is_tested_window
-
-_log = logging.getLogger("wholebatch")
 
 if TYPE_CHECKING:
     from wholebatch.compile.trace import Added

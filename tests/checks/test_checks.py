@@ -56,7 +56,7 @@ class Places(Check):
     def __init__(self) -> None:
         self.places: list[str] = []
 
-    def window_begins(self, models: Sequence[nn.Module]) -> Answer:
+    def window_begins(self) -> Answer:
         self.places.append("begins")
         return None
 

@@ -71,16 +71,21 @@ def test_bags_of_unequal_sizes_are_no_comparison(sizes: Any) -> None:
     assert off(backward, bag_loss(model, whole), model, data) < 1e-14
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("is_weight", [False, True])
-def test_a_sum_over_two_units_divided_by_two(is_weight: bool) -> None:
+def test_a_sum_over_two_units_divided_by_two(is_weight: bool, smoothing: float) -> None:
     """A weight of 1 / 2 stands in micro-batches of other sizes, too."""
     model, data = net(), samples(2, 1, 2, 1)
     acc = wb.Accumulator(model, None, steps=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x, y in acc.over(data):
-            total = F.cross_entropy(logits(model, x), y, reduction="sum")
-            acc.backward(total / (2 if is_weight else len(y)), units=len(y))
+            is_mean = bool(smoothing) and not is_weight  # of which torch makes a mean and a sum
+            loss = nn.CrossEntropyLoss(
+                reduction="mean" if is_mean else "sum", label_smoothing=smoothing
+            )
+            divisor = 2 if is_weight else 1 if is_mean else len(y)
+            acc.backward(loss(logits(model, x), y) / divisor, units=len(y))
     told = [str(warning.message) for warning in caught]
     assert any("divided by 2 where its units are 2" in text for text in told) is not is_weight
 

@@ -22,7 +22,7 @@ from tests.programs.grammar import KINDS, STYLES, models_of, programs
 from tests.programs.judge import Verdict, judge, verdict
 from tests.programs.mistakes import LATER, MISTAKES, ONE_ROW, SIZE, TESTED
 from tests.programs.models import CALLS, MODELS, ROW_LOSSES
-from tests.programs.run import Outcome, run
+from tests.programs.run import Outcome, run, warm_up
 from tests.programs.script import CLOSE, NAMES, OPTIMIZERS, SCHEDULERS, script
 from tests.programs.shrink import shrink
 
@@ -50,6 +50,8 @@ class Worker:
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Worker]:
     with worker() as pool:
+        # Freezes what is imported: else each program would collect its garbage for half a second.
+        pool.submit(warm_up, script(SMALL)).result()
         yield Worker(pool)
 
 

@@ -80,7 +80,7 @@ class Check:
     windows: ClassVar[Literal["the first", "1, 2, 4, 8, …"]] = "the first"
     """The windows in which it is asked."""
 
-    def window_begins(self, models: Sequence[nn.Module]) -> Answer:
+    def window_begins(self) -> Answer:
         """Answer when a window begins."""
         return None
 

@@ -10,8 +10,8 @@ from torch.autograd.function import BackwardCFunction
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
 from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.sample_runs import emptied
 from wholebatch.window.autograd_graph import graph_nodes
+from wholebatch.window.replaced_attributes import emptied
 
 _MOST_ROWS = 1 << 13
 _MOST_ELEMENTS = 1 << 24

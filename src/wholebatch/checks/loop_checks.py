@@ -96,7 +96,7 @@ class LoopChecks:
         is_tested = self._audits and is_tested_window(number)
         self.tests_units = is_tested and not self._has_stopped
         if is_tested:
-            self._report((check, check.window_begins(self._models)) for check in self.list)
+            self._report((check, check.window_begins()) for check in self.list)
 
     def watch(self, *, calls: bool = True) -> None:
         """Note the outputs of the models; with `calls`, test the first call of each."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from torch import nn
-
 from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
 from wholebatch.coupled.last_reduction import Reduction, without_units
 from wholebatch.errors import LossError
@@ -32,12 +30,18 @@ class UnitsOfMeans(Check):
     windows = "1, 2, 4, 8, …"
 
     def __init__(self) -> None:
-        self.window_begins(())
+        self.window_begins()
 
+<<<<<<< HEAD
     def window_begins(self, models: Sequence[nn.Module]) -> Answer:
         # Each mean of the window's first micro-batch: what it is over, its units, and if these may
         # be its samples.
         self._first: dict[tuple[int, int, int, str], tuple[float, float, bool]] = {}
+=======
+    def window_begins(self) -> Answer:
+        # Each mean of the window's first micro-batch: what it is over, and its units.
+        self._first: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+>>>>>>> main
         self._backwards = 0  # of the micro-batch
         return None
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.checks.check import Answer, Check, MicroBatch, Refused
 from wholebatch.errors import WindowError
@@ -31,7 +30,7 @@ class OtherModels(Check):
     def __init__(self) -> None:
         self._leaves: dict[int, tuple[ref[Tensor], int]] = {}
 
-    def window_begins(self, models: Sequence[nn.Module]) -> Answer:
+    def window_begins(self) -> Answer:
         self._leaves.clear()
         return None
 

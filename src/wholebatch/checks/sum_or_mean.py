@@ -34,8 +34,9 @@ class SumOrMean(Check):
     def micro_batch(self, micro: MicroBatch) -> Answer:
         terms, units = micro.reductions, micro.number
         if units and terms and not micro.is_mean:
-            is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in terms)
-            self._sums.append((units, is_half))
+            sums = [term for term in terms if term.kind != "mean"]  # of a smoothed loss, one of two
+            is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in sums)
+            self._sums.append((units, is_half and bool(sums)))
         finding = sum_or_mean(terms, units, micro.is_mean)
         return finding or (_plain_sum(terms, units) if micro.is_mean else None)
 

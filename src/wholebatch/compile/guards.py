@@ -21,7 +21,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.autograd_graph import version_of
 from wholebatch.window.model_parts import ModelParts
-from wholebatch.window.replaced_attributes import replaced_attributes
+from wholebatch.window.replaced_attributes import emptied, replaced_attributes
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
 """How Dynamo's messages name a decision by the value of a tensor."""
@@ -223,21 +223,13 @@ class Guards:
         self._arrays.append((name, array, array.tobytes()))
 
 
-@contextmanager
-def _without_hooks(parts: ModelParts) -> Iterator[None]:
+def _without_hooks(parts: ModelParts) -> AbstractContextManager[None]:
     """Take out hooks that require gradients: Dynamo cannot follow them. They read nothing."""
-    left_out = [
-        (hooks, before)
+    return emptied(
+        hooks
         for hooks, before in parts.filled
         if all(only_requires_grad(hook) for _, hook in before)
-    ]
-    for hooks, _ in left_out:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in left_out:
-            hooks.update(before)
+    )
 
 
 def _call(function: Any, *args: Any) -> Any:

@@ -97,7 +97,7 @@ class Added:
         """Return the outcome of a micro-step that eager code has made."""
         return Added(
             terms={
-                name: replace(term, total=term.total.detach())
+                name: term._replace(total=term.total.detach())
                 for name, term in terms_of(loss).items()
             },
             extras={name: extra.detach() for name, extra in extras_of(loss).items()},

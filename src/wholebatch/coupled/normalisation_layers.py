@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -103,22 +103,13 @@ def fixed_statistics(norms: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
     """
     with ExitStack() as restored:
         for _, module in norms:
+            change: dict[str, Any] = {"training": False}
             if getattr(module, "running_mean", None) is None:
-                replace_forward(restored, module, partial(_scale_and_shift, module))
-            else:
-                restored.enter_context(replaced_attributes(module, training=False))
+                change = {"forward": partial(_scale_and_shift, module)}
+            restored.enter_context(replaced_attributes(module, **change))
         yield
 
 
 def _scale_and_shift(module: Any, input: Tensor) -> Tensor:
     zeros = input.new_zeros(input.shape[1])
     return F.batch_norm(input, zeros, zeros + 1, module.weight, module.bias, eps=module.eps)
-
-
-def replace_forward(restored: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace the `forward` of one module until `restored` is closed. Its hooks keep working."""
-    if "forward" in vars(module):
-        restored.callback(setattr, module, "forward", module.forward)
-    else:
-        restored.callback(delattr, module, "forward")
-    module.forward = forward

@@ -33,6 +33,7 @@ from wholebatch.window.close import read_scalars
 from wholebatch.window.forward_state import ForwardState, Key
 from wholebatch.window.precision import SIXTEEN_BIT
 from wholebatch.window.reachable_objects import own_generators
+from wholebatch.window.replaced_attributes import emptied
 
 SCALE = 1024.0  # of backwards: one that clips, or takes a sign, is not linear in it
 _LINEAR = 3  # so many numbers of a digest are linear in the gradient; the last is its norm
@@ -427,19 +428,6 @@ def _digest(gradient: Tensor, parameter: Tensor) -> Tensor:
     flat, weights = gradient.reshape(-1), parameter.reshape(-1).to(gradient.dtype)
     numbers = (flat.sum(), flat[::2].sum(), torch.dot(flat, weights), flat.norm())
     return torch.stack(numbers).double()
-
-
-@contextmanager
-def emptied(dictionaries: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
-    """Empty dictionaries of hooks for a while; autograd holds them, so they cannot be replaced."""
-    before = [(held, dict(held)) for held in dictionaries if held]
-    for held, _ in before:
-        held.clear()
-    try:
-        yield
-    finally:
-        for held, hooks in before:
-            held.update(hooks)
 
 
 # --------------------------------------------------------------------- rounding

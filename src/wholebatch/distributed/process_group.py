@@ -52,11 +52,14 @@ class Group:
 
     def largest_number(self, number: float) -> float:
         """Return the largest of the ranks' numbers."""
-        value = torch.tensor(number, dtype=torch.float64, device=self._device)
-        return float(self.largest(value)) if self._groups else number
+        if not self._groups:
+            return number
+        return float(self.largest(torch.tensor(number, dtype=torch.float64, device=self._device)))
 
     def most_and_fewest(self, number: int) -> tuple[int, int]:
         """Return the largest and the smallest of the ranks' numbers, which are below 2**52."""
+        if not self._groups:
+            return number, number
         ends = torch.tensor([number, -number], dtype=torch.float64, device=self._device)
         most, fewest = self.largest(ends).tolist()
         return int(most), -int(fewest)
@@ -84,8 +87,9 @@ class Group:
                 dist.broadcast(tensor, source, group=group)
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self._groups:
-            tensor = tensor.detach().to(self._device, copy=True)
+        if self._device is not None:  # a copy; a model may be on several devices of one kind
+            is_there = tensor.device.type == self._device.type
+            tensor = tensor.detach().to(tensor.device if is_there else self._device, copy=True)
         for group in self._groups:
             dist.all_reduce(tensor, op=operation, group=group)
         return tensor

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -108,8 +108,7 @@ def check_units(units: object) -> Units:
     return units if isinstance(units, int) else number
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """One named part of a loss: its sum, the units of that sum, and the weight of its mean."""
 
     total: Tensor

@@ -1,15 +1,18 @@
-"""The modules that a loop calls, and what they hold besides trained weights."""
+"""The modules that a loop calls, what they hold besides trained weights, and averages of these."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Collection, Iterator
-from types import ModuleType
+import gc
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
+
+_MOST_FOLLOWED = 4
+"""Trained weights whose averages are looked for: the largest ones."""
 
 
 class CalledModules:
@@ -20,7 +23,9 @@ class CalledModules:
         self._inner: set[int] = set()
         self._with_gradients: set[int] = set()
         self._without_gradients: set[int] = set()
-        self._beside: dict[int, nn.Module] = {}
+        self._windows = 0
+        self._copies: list[tuple[weakref.ref[Tensor], Tensor]] = []
+        """Tensors of a weight's shape, such as its average, and a few of their numbers."""
         self._held: dict[tuple[int, str], Tensor] = {}
         self.is_averaged = False
         """True if an average of the weights has moved since the last backward."""
@@ -49,28 +54,38 @@ class CalledModules:
 
         A micro-batch that `is_first` in its window depends on none before it.
         """
-        if is_first:
-            self._beside = _modules_in_frames()
-        held = dict(self._numbers(trained))
-        changes = [
-            (key[1], was, held[key])
-            for key, was in self._held.items()
-            if key in held and not held[key].equal(was)
-        ]
-        self._held = held
         weights = {id(p): p for module in self.modules.values() for p in module.parameters()}
-        ours = [_few(weights[number]) for number in trained if changes and number in weights]
+        ours = [p for number, p in weights.items() if number in trained and type(p) is nn.Parameter]
+        own = {id(tensor) for p in ours for tensor in (p, p.grad)}
+        ours = sorted(ours, key=Tensor.numel)[-_MOST_FOLLOWED:]
+        self._windows += is_first
+        copies = list(self._moved_copies())
         self.is_averaged = any(
-            was.shape == now.shape == weight.shape and _approaches(was, now, weight)
-            for _, was, now in changes
+            _approaches(was, now, _few(weight))
+            for copy, was, now in copies
             for weight in ours
+            if weight.shape == copy.shape
         )
+        if is_first and self._windows.bit_count() == 1:  # the windows 1, 2, 4, 8, ...
+            self._copies = list(_tensors_like(ours, own))
+        held = dict(self._numbers(trained))
+        changes = [k[1] for k, was in self._held.items() if k in held and not held[k].equal(was)]
+        changes += ["a copy of a weight" for copy, *_ in copies if isinstance(copy, nn.Parameter)]
+        self._held = held
         if is_first or not changes:
             return ""
         return (
-            f"{changes[0][0]} changes between two backwards of the window, so a micro-batch may "
+            f"{changes[0]} changes between two backwards of the window, so a micro-batch may "
             "depend on those before it"
         )
+
+    def _moved_copies(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the copies that have moved since the last backward, with their numbers."""
+        followed = [(copy, was) for ref, was in self._copies if (copy := ref()) is not None]
+        self._copies = [(weakref.ref(copy), _few(copy)) for copy, _ in followed]
+        for (copy, was), (_, now) in zip(followed, self._copies, strict=True):
+            if not now.equal(was):
+                yield copy, was, now
 
     def evaluated(self) -> str:
         """Return a doubt if a model is also called without gradients; the calls are forgotten."""
@@ -86,12 +101,8 @@ class CalledModules:
 
     @torch.no_grad()
     def _numbers(self, trained: Collection[int]) -> Iterator[tuple[tuple[int, str], Tensor]]:
-        """Yield a few numbers of what modules hold, but for trained weights.
-
-        These are the modules that are called, and those in the loop's frames: a copy of the model
-        may be an average of its weights.
-        """
-        for number, module in (self._beside | self.modules).items():
+        """Yield a few numbers of what the called modules hold, but for trained weights."""
+        for number, module in self.modules.items():
             for name, part in module.named_modules():
                 held: list[tuple[str, Tensor]] = [*part.named_parameters(recurse=False)]
                 if not hasattr(part, "running_mean"):
@@ -116,13 +127,13 @@ def _approaches(was: Tensor, now: Tensor, weight: Tensor) -> bool:
     return len(change) > 3 and 0 < factor < 1 - 1e-3 and is_straight
 
 
-def _modules_in_frames() -> dict[int, nn.Module]:
-    """Return the modules that are variables of the calling frames, or attributes of these."""
-    modules = {}
-    for frame, _ in traceback.walk_stack(None):
-        for value in frame.f_locals.values():
-            held = [] if isinstance(value, ModuleType) else getattr(value, "__dict__", {}).values()
-            for candidate in (value, *held):
-                if isinstance(candidate, nn.Module):
-                    modules[id(candidate)] = candidate
-    return modules
+def _tensors_like(
+    weights: Sequence[Tensor], own: Collection[int]
+) -> Iterator[tuple[weakref.ref[Tensor], Tensor]]:
+    """Yield the tensors of a weight's shape, but for `own`, wherever the program holds them."""
+    shapes = {weight.shape for weight in weights}
+    for value in gc.get_objects() if shapes else ():
+        if type(value) in (Tensor, nn.Parameter) and value.shape in shapes:
+            is_plain = value.is_floating_point() and value.device.type in ("cpu", "cuda")
+            if is_plain and id(value) not in own and value.untyped_storage().nbytes():
+                yield weakref.ref(value), _few(value)

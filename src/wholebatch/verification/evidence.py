@@ -36,9 +36,9 @@ class Backward:
     """The operations of its loss: backwards of another purpose differ in it."""
     targets: frozenset[float] = frozenset()
     """The numbers that are the target of all samples of a term: a GAN's 1 and 0."""
-    is_repeated: bool = False
-    """True if there was a backward of the same loss before."""
     batchnorms: tuple[str, ...] = ()
+    is_averaged: bool = False
+    """True if an average of the weights has moved since the backward before."""
     doubt: str = ""
     """The reason why a gradient that is added rightly may still differ from the whole batch's."""
 
@@ -105,8 +105,6 @@ class WindowEvidence:
     """The gradient of the step; None if it was not seen."""
     indices: tuple[int, ...] = ()
     """The parameters that the optimizer steps on."""
-    is_averaged_inside: bool = False
-    """True if an average of the weights moved more than once."""
     doubt: str = ""
     """The reason why the window cannot be called right."""
     ledger: Ledger | None = None

@@ -38,11 +38,6 @@ def _flow(micros: Sequence[Backward]) -> Tensor:
 # ------------------------------------------------------------------- whatever the weights
 
 
-def _repeated(ranks: Ranks) -> Findings:
-    if any(micro.is_repeated for window in ranks for micro in window.backwards):
-        yield Finding("counted-twice", "two backwards of the same loss")
-
-
 def _times_zero(ranks: Ranks) -> Findings:
     for window in ranks:
         for place, micro in enumerate(window.backwards, start=1):
@@ -88,7 +83,7 @@ def _scaled_after_clip(ranks: Ranks) -> Findings:
     yield Finding(key, f"clipped while {factor:.4g} times as large")
 
 
-SEEN = (_repeated, _times_zero, _scale_changes, _unsynchronised, _scaled_after_clip)
+SEEN = (_times_zero, _scale_changes, _unsynchronised, _scaled_after_clip)
 """Mistakes that are seen in the evidence, whatever the weights."""
 
 
@@ -188,7 +183,8 @@ def _scheduled(ranks: Ranks) -> Findings:
 
 
 def _averaged(ranks: Ranks) -> Findings:
-    if any(window.is_averaged_inside for window in ranks):
+    # An average that moves once per window is right, wherever that is.
+    if any(sum(micro.is_averaged for micro in window.backwards) > 1 for window in ranks):
         yield Finding("averaged-per-micro-batch", "an average of the weights moves in the window")
 
 

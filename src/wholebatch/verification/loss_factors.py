@@ -223,8 +223,7 @@ def _own(
     for by in constant:
         is_shared = _take(shared_over, by)
         is_of_terms = columns > 1 and close(by, columns)
-        again = sum(close(other, by) for other in constant) > 1
-        if is_of_terms and (columns != loop.counts.micro_batches or again):
+        if is_of_terms and columns != loop.counts.micro_batches:
             own, columns = own / by, 1
         elif loop.is_total(by, units) or (is_shared and loop.is_of_the_loop(by, units)):
             continue

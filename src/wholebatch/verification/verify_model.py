@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
@@ -27,6 +27,7 @@ from wholebatch.verification.random_numbers import silenced
 from wholebatch.verification.verdicts import Verdict
 from wholebatch.whole_batch import MicroBatch, WholeBatch
 from wholebatch.window.close_options import ClipNorm
+from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import PrecisionName
 
 _log = logging.getLogger("wholebatch.verify")
@@ -153,7 +154,7 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
     reordered = [] if drawn else [runs.whole(other) for other in batch.in_other_orders()]
     _tell(4, "the micro-batches")
     ours = _accumulated(runs, batch)
-    buffers = {name: buffer.detach().clone() for name, buffer in runs.model.named_buffers()}
+    left = ForwardState(runs.model, attributes=False)
     _tell(5, "all of it in float64")
     float64, reference = None, None
     if wants_float64 and not drawn:
@@ -175,7 +176,7 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
     findings = []
     same = gradient.same and update.same and (float64 is None or float64.same)
     if same:
-        notes += _moved_buffers(runs, batch, buffers)
+        notes += _moved_buffers(runs, batch, left)
         notes += [f"{drawn}: here those of the undivided batch, in its order"] if drawn else []
     else:
         offs = [scale.distance(run.gradients, whole.gradients) for run in right]
@@ -315,28 +316,21 @@ def _compared_updates(
     return replace(compared, tolerance=max(compared.tolerance, compared.distance)), note
 
 
-def _moved_buffers(runs: ModelRuns, batch: DividedBatch, left: dict[str, Tensor]) -> Iterator[str]:
+def _moved_buffers(runs: ModelRuns, batch: DividedBatch, left: ForwardState) -> Iterator[str]:
     """Yield a note on buffers that the window `left` otherwise than the undivided batch does."""
-    if not left:
-        return
     runs.whole(batch.whole)
-    moved = [
-        name
-        for name, buffer in runs.model.named_buffers()
-        if name in left and left[name].shape == buffer.shape and not _close(left[name], buffer)
-    ]
+    whole = ForwardState(runs.model, attributes=False)
+    moved = []
+    for path, module in runs.model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            eps = torch.finfo(buffer.dtype).eps if buffer.is_floating_point() else 0.0
+            if not left.is_same(whole, (id(module), name), 100 * eps):
+                moved.append(f"{path}.{name}".lstrip("."))
     if moved:
         yield (
             f"the buffers {listed(moved)} end with other values than with the undivided batch: "
             "every forward changes them, and later updates may depend on them"
         )
-
-
-def _close(ours: Tensor, other: Tensor) -> bool:
-    left, right = ours.double().cpu(), other.detach().double().cpu()
-    size = float(right.abs().max()) if right.numel() else 0.0
-    eps = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
-    return torch.allclose(left, right, rtol=0.0, atol=100 * eps * size)
 
 
 def _further_from_float64(precision: str, whole: float, ours: float) -> list[str]:

@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from wholebatch.coupled.last_reduction import DDP_SINK
@@ -44,7 +43,6 @@ _REPLACED = {
     (torch.nn.utils, "clip_grad_value_"): "_clip",
     (torch.amp.GradScaler, "scale"): "_scale",
     (DataLoader, "__iter__"): "passes.iterate",
-    (AveragedModel, "update_parameters"): "_average",
 }
 """The functions that are replaced while a recorder is open, and what is called in their place."""
 
@@ -119,7 +117,6 @@ class WindowRecorder:
         """How many backwards came before the last step on a parameter, and whose step it was."""
         self._had_gradient: set[int] = set()
         self._clips: list[Clip] = []
-        self._averaged: list[int] = []
         self._nodes: set[Any] = set()
         self._weights = torch.zeros(0)
         self._number = self._step_depth = 0
@@ -214,7 +211,6 @@ class WindowRecorder:
         batchnorms = self._modules.batchnorms()
         doubt = "the loop changes the weights beside the step" if is_changed else ""
         doubt = doubt or self._doubt_about(graph)
-        is_repeated = any(node in self._nodes for node in nodes)
         self._nodes.update(graph)
         return _Brought(
             before=before,
@@ -224,8 +220,8 @@ class WindowRecorder:
             loss_scale=scale,
             operations=frozenset(operations),
             targets=frozenset(term.target for term in terms if term.target is not None),
-            is_repeated=is_repeated,
             batchnorms=batchnorms,
+            is_averaged=self._modules.is_averaged,
             doubt=doubt,
             number=self._number,
             moved_parameters=self.rows.filled(weights - was),
@@ -245,7 +241,6 @@ class WindowRecorder:
             shared = ""
         is_first = not self.pending
         moved = self._modules.moved(is_first=is_first, trained=self._trained)
-        self._averaged += [self._number] * self._modules.is_averaged
         evaluated = self._modules.evaluated()
         shared = shared or ("" if is_first else evaluated) or moved
         return shared or next(filter(None, map(doubt_about, graph)), "")
@@ -282,7 +277,7 @@ class WindowRecorder:
         """Return the parameters of a backward that have been stepped on after it."""
         return {i for i in micro.touched if self._stepped_at.get(i, (0, 0))[0] > micro.number}
 
-    # ------------------------------------------------------------- clips, scales, averages, data
+    # ------------------------------------------------------------- clips, scales
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -302,10 +297,6 @@ class WindowRecorder:
         scaled = original(scaler, *args, **kwargs)
         self._loss_scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         return scaled
-
-    def _average(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._averaged.append(self._number)
-        return original(*args, **kwargs)
 
     # ------------------------------------------------------------- windows of wholebatch
 
@@ -432,7 +423,6 @@ class WindowRecorder:
         doubt = next((micro.doubt for micro in mine if micro.doubt), "")
         if window.number > 1 and not any(float(group["lr"]) for group in optimizer.param_groups):
             doubt = "the learning rate is 0; a schedule may be stepped too often"
-        spanned = range(mine[0].number, mine[-1].number + 1) if mine else ()
         self.lost_steps |= not mine
         self.stepped_twice |= not mine and stepped_by != window.optimizer and bool(gradient.any())
         self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
@@ -453,8 +443,6 @@ class WindowRecorder:
                 for clip in self._clips
                 if clip.number > since
             ),
-            # An average that moves once per window is right, wherever that is.
-            is_averaged_inside=len({*spanned}.intersection(self._averaged)) > 1,
             doubt=doubt,
         )
 

@@ -35,36 +35,30 @@ _CONSTANT = ("not-divided", "divided-twice", "loss-scale", "nominal-count")
 def explain(weights: Weights, counts: Counts) -> list[Finding]:
     """Return all mistakes that give these weights, the likeliest first.
 
-    A term with several ways to read it is tried in one way after the other.
+    A term that is wrong is read in its likeliest way.
     """
     limit = max(weights.tolerance, SAME_WEIGHT)
     are_wrong = [weights.best(row).off > limit for row in weights.terms]
-    for place in range(max(map(len, weights.terms))):
-        terms = [
-            row[min(place, len(row) - 1) :][:1] if is_wrong else row
-            for row, is_wrong in zip(weights.terms, are_wrong, strict=True)
-        ]
-        divisor = max(reading.divisor for row in terms for reading in row)
-        own = replace(counts, divisor=divisor)
-        tables = [
-            [(reading, list(wrong_weights(weights.rows(reading.units), own))) for reading in row]
-            for row in terms
-        ]
-        findings: dict[str, Finding] = {}
-        for number, (key, words, _) in enumerate(tables[0][0][1]):
-            fits = key not in findings and all(
-                any(reading.apart(table[number][2]) <= limit for reading, table in row)
-                for row, is_wrong in zip(tables, are_wrong, strict=True)
-                if is_wrong or key in _CONSTANT
-            )
-            # Weights that are right for these units show no mistake.
-            if fits and any(
-                not _are_shares(row[0][0].units, row[0][1][number][2]) for row in tables
-            ):
-                findings[key] = Finding(key, words)
-        if findings:
-            return sorted(findings.values(), key=lambda finding: _ORDER.index(finding.key))
-    return []
+    terms = [
+        row[: 1 if is_wrong else None]
+        for row, is_wrong in zip(weights.terms, are_wrong, strict=True)
+    ]
+    own = replace(counts, divisor=max(reading.divisor for row in terms for reading in row))
+    tables = [
+        [(reading, list(wrong_weights(weights.rows(reading.units), own))) for reading in row]
+        for row in terms
+    ]
+    findings: dict[str, Finding] = {}
+    for number, (key, words, _) in enumerate(tables[0][0][1]):
+        fits = key not in findings and all(
+            any(reading.apart(table[number][2]) <= limit for reading, table in row)
+            for row, is_wrong in zip(tables, are_wrong, strict=True)
+            if is_wrong or key in _CONSTANT
+        )
+        # Weights that are right for these units show no mistake.
+        if fits and any(not _are_shares(row[0][0].units, row[0][1][number][2]) for row in tables):
+            findings[key] = Finding(key, words)
+    return sorted(findings.values(), key=lambda finding: _ORDER.index(finding.key))
 
 
 def _are_shares(units: Sequence[float], weights: Sequence[float]) -> bool:

@@ -253,6 +253,8 @@ class Ledger:
         terms = terms_of(loss)
         if isinstance(loss, Terms):
             check_terms(self.known, terms)
+            if self.current.has_terms and not self.added.owners and self.sync.ranks == 1:
+                self.open, self._last_seed = self.current.rounded_least(terms), None
         elif self.open is None:
             self.begin(loss.units)
         elif self.open.has_terms:
@@ -260,8 +262,6 @@ class Ledger:
                 f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
-        if self.current.has_terms and not self.added.owners and self.sync.ranks == 1:
-            self.open, self._last_seed = self.current.rounded_least(terms), None
         self.added.record(terms, counts=counts)
         seeds = [
             self.seed_of(name, term.total, term.weight, counts=counts)

@@ -1,8 +1,8 @@
-"""Attributes that are set for a while."""
+"""Attributes that are set for a while, and hooks that are off for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,3 +26,16 @@ def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
                 put(name, before[name])
             elif name in own:
                 drop(name)
+
+
+@contextmanager
+def emptied(dictionaries: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
+    """Empty dictionaries of hooks for a while; autograd holds them, so they cannot be replaced."""
+    before = [(held, dict(held)) for held in dictionaries if held]
+    for held, _ in before:
+        held.clear()
+    try:
+        yield
+    finally:
+        for held, hooks in before:
+            held.update(hooks)

@@ -22,12 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.coupled.normalisation_layers import (
-    BatchNorm,
-    replace_forward,
-    uses_batch_statistics,
-)
+from wholebatch.coupled.normalisation_layers import BatchNorm, uses_batch_statistics
 from wholebatch.errors import UnsupportedError
+from wholebatch.window.replaced_attributes import replaced_attributes
 
 Reduce = Callable[[Tensor], Tensor]
 """A function that returns the sum of a tensor over the data-parallel ranks."""
@@ -56,7 +53,8 @@ def norms_over_ranks(norms: Sequence[tuple[str, nn.Module]], summed: Reduce) -> 
                     "which uses the statistics of one rank: use nn.BatchNorm1d to 3d, or "
                     'batchnorm="freeze"'
                 )
-            replace_forward(restored, module, partial(_forward, module, summed))
+            forward = partial(_forward, module, summed)
+            restored.enter_context(replaced_attributes(module, forward=forward))
         yield
 
 

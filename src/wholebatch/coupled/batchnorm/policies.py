@@ -24,7 +24,6 @@ from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
     is_whole_batch_norm,
     needs_whole_batch,
-    replace_forward,
     uses_whole_batch,
     whole_batch_norms,
 )
@@ -102,7 +101,7 @@ class Freeze(Policy):
         for module in self._frozen:
             # A partial, so that in a copy of the model it runs the module of the copy.
             frozen = partial(_frozen_forward, module, module.forward)
-            replace_forward(self._replaced, module, frozen)
+            self._replaced.enter_context(replaced_attributes(module, forward=frozen))
 
     def begin_window(self) -> None:
         norms = filter(is_whole_batch_norm, self._model.modules())
