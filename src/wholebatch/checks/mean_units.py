@@ -32,16 +32,10 @@ class UnitsOfMeans(Check):
     def __init__(self) -> None:
         self.window_begins()
 
-<<<<<<< HEAD
-    def window_begins(self, models: Sequence[nn.Module]) -> Answer:
+    def window_begins(self) -> Answer:
         # Each mean of the window's first micro-batch: what it is over, its units, and if these may
         # be its samples.
         self._first: dict[tuple[int, int, int, str], tuple[float, float, bool]] = {}
-=======
-    def window_begins(self) -> Answer:
-        # Each mean of the window's first micro-batch: what it is over, and its units.
-        self._first: dict[tuple[int, int, int, str], tuple[float, float]] = {}
->>>>>>> main
         self._backwards = 0  # of the micro-batch
         return None
 
