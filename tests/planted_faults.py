@@ -349,7 +349,7 @@ FAULTS = (
     ),
     Fault(
         "casts-of-last-window",
-        (("self._casts.refresh()  # The device casts while the host checks.", "pass"),),
+        (("self.memory.casts.refresh()  # The device casts while the host checks.", "pass"),),
         COMPILE,
     ),
     Fault(

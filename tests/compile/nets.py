@@ -167,7 +167,7 @@ def mode_of(train: wb.WholeBatch) -> str:
 
 def steps_of(train: wb.WholeBatch) -> dict[Key, Prepared]:
     """The graphs that are in use, by the kind of micro-batch."""
-    kinds = train._runner.executor._slots
+    kinds = train._runner.executor.kinds.by_key
     return {
         key: slot.ready
         for key, kind in kinds.items()

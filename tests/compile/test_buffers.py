@@ -15,12 +15,12 @@ from tests.compile.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tag
 from tests.support import Whole
 from wholebatch.compile import gradient_buffers
 from wholebatch.compile.gradient_buffers import Gradients
-from wholebatch.compile.micro_step import Executor
+from wholebatch.compile.graph_memory import GraphMemory
 
 
 @pytest.fixture(autouse=True)
 def _reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Executor, "reserves_on", ("cpu",))
+    monkeypatch.setattr(GraphMemory, "reserves_on", ("cpu",))
 
 
 def decayed(model: nn.Module) -> torch.optim.Optimizer:
@@ -35,7 +35,7 @@ def test_no_second_set_of_gradients_is_made_and_unused_layers_have_none() -> Non
     buffers = train._runner.executor
 
     def look(done: int, of: int) -> None:
-        kept = [buffer.data_ptr() for buffer in buffers._gradients._buffers.values()]
+        kept = [buffer.data_ptr() for buffer in buffers.memory.gradients._buffers.values()]
         made = [p.grad for p in model.parameters() if p.grad is not None]
         assert made
         assert all(gradient.data_ptr() in kept for gradient in made)

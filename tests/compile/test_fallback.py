@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.compile.nets import Micro, loss, mode_of, steps_of, traced
 from tests.support import Whole, mlp, samples, sgd
-from wholebatch.compile import ExecuteWarning, micro_step
+from wholebatch.compile import ExecuteWarning, kinds
 from wholebatch.compile.graph_check import differs
 from wholebatch.errors import OptionError
 
@@ -26,7 +26,6 @@ class Wrapped(nn.Module):
         self.inner = mlp()
         self.more = more
         self.calls = 0
-        self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(self.more(self, x))
@@ -130,21 +129,6 @@ def test_a_graph_that_gives_something_else_is_not_used(monkeypatch: pytest.Monke
     whole.assert_same(model)
 
 
-def test_a_changed_number_makes_a_new_graph() -> None:
-    def scaled(model: Wrapped, x: Tensor) -> Tensor:
-        return x * model.scale
-
-    model = Wrapped(scaled)
-    whole = Whole(model)
-    train = traced(model)
-    for scale in (1.0, 1.0, 1.0, 0.5, 0.5):
-        model.scale = whole.model.scale = scale
-        whole.step(samples(8))
-        train.step(samples(8))
-    assert mode_of(train) == "operations"
-    whole.assert_same(model)
-
-
 def test_frozen_and_thawed_parameters_make_a_new_graph() -> None:
     model = mlp()
     whole = Whole(model)
@@ -158,7 +142,7 @@ def test_frozen_and_thawed_parameters_make_a_new_graph() -> None:
 
 
 def test_sizes_that_keep_changing_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_step, "_KEPT", 4)
+    monkeypatch.setattr(kinds, "_KEPT", 4)
     model = mlp()
     whole = Whole(model)
     train = traced(model, micro_batch=64)
@@ -166,7 +150,7 @@ def test_sizes_that_keep_changing_run_eagerly(monkeypatch: pytest.MonkeyPatch) -
         whole.step(samples(number))
         train.step(samples(number))
     assert len(steps_of(train)) == 1
-    assert len(train._runner.executor._slots) == 4
+    assert len(train._runner.executor.kinds.by_key) == 4
     assert mode_of(train) == "eager"
     whole.assert_same(model)
 

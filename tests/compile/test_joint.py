@@ -188,7 +188,7 @@ def test_weights_are_cast_once_per_window() -> None:
         and node.args[0].meta["val"].shape in {p.shape for p in model.parameters()}
     ]
     assert not casts
-    assert len(train._runner.executor._casts._copies) == 6
+    assert len(train._runner.executor.memory.casts._copies) == 6
 
 
 def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
@@ -202,7 +202,8 @@ def test_sixteen_bit_parameters_are_added_in_fp32() -> None:
         eager.step(batch)
     assert mode_of(train) == "operations"
     assert all(
-        buffer.dtype is torch.float32 for buffer in train._runner.executor._gradients.of(range(6))
+        buffer.dtype is torch.float32
+        for buffer in train._runner.executor.memory.gradients.of(range(6))
     )
     assert distance(model.parameters(), reference.parameters()) <= 1e-3
 

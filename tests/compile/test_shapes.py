@@ -25,9 +25,8 @@ from tests.compile.nets import (
     traced,
 )
 from tests.support import Seen, Whole, distance, grouped, mlp, samples, sgd
-from wholebatch.compile import graph_check
+from wholebatch.compile import graph_check, make_graph
 from wholebatch.compile import joint_graph as joint_module
-from wholebatch.compile import micro_step as executor_module
 from wholebatch.compile.execute_mode import ExecutePlan
 
 
@@ -35,13 +34,13 @@ from wholebatch.compile.execute_mode import ExecutePlan
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for every graph that is traced: whether its sizes are open."""
     made: list[bool] = []
-    plain = executor_module.trace
+    plain = make_graph.trace
 
     def counted(*arguments: Any) -> Any:
         made.append(arguments[-1] is not None)
         return plain(*arguments)
 
-    monkeypatch.setattr(executor_module, "trace", counted)
+    monkeypatch.setattr(make_graph, "trace", counted)
     return made
 
 
@@ -242,7 +241,7 @@ def test_sixteen_bit_casts_are_those_of_the_window() -> None:
         eager.step(batch)
         graph.step(batch)
     assert shared_by(graph) == 2
-    assert len(graph._runner.executor._casts._copies) == 6
+    assert len(graph._runner.executor.memory.casts._copies) == 6
     assert distance(models[1].parameters(), models[0].parameters()) <= 1e-3
 
 
@@ -264,7 +263,9 @@ def test_auto_compiles_a_graph_once_for_all_that_share_it(compilations: list[boo
     whole = Whole(model)
     train = traced(model, micro_batch=16)
     executor = train._runner.executor
-    executor._plan = ExecutePlan(eager=False, compiles=False, captures=False, auto=True)
+    executor._plan = executor._maker._plan = ExecutePlan(
+        eager=False, compiles=False, captures=False, auto=True
+    )
     executor._plan.started -= 1e9
     for step, number in enumerate((8, 8, 3, 3, 4, 8, 8, 3, 3, 4, 5)):
         executor._plan.compiles = step > 4  # by now the run has lasted long enough
@@ -292,8 +293,8 @@ def test_a_kind_is_recorded_once_it_has_come_often(
         recorded.append(len(tensors[0]))
         return lambda *arguments: run(*arguments)
 
-    monkeypatch.setattr(executor_module, "CapturedGraph", capture)
-    for module in (executor_module, graph_check):
+    monkeypatch.setattr(make_graph, "CapturedGraph", capture)
+    for module in (make_graph, graph_check):
         monkeypatch.setattr(module, "rehearse", lambda run, *_, **__: [run() for _ in "12"][1])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", int)
     model = mlp()

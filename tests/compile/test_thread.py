@@ -19,10 +19,10 @@ from wholebatch.compile.execute_mode import ExecutePlan
 def auto(model: Any) -> wb.WholeBatch:
     """A run on a CPU that decides as "auto" does on a CUDA device, but captures nothing."""
     train = traced(model)
-    train._runner.executor._plan = ExecutePlan(
-        eager=False, compiles=True, captures=False, auto=True
-    )
-    train._runner.executor._plan.started -= 10.0
+    executor = train._runner.executor
+    plan = ExecutePlan(eager=False, compiles=True, captures=False, auto=True)
+    plan.started -= 10.0
+    executor._plan = executor._maker._plan = plan
     return train
 
 
@@ -43,7 +43,7 @@ def test_windows_go_on_while_the_compiler_works(monkeypatch: pytest.MonkeyPatch)
     assert mode_of(train) == "operations"
     assert train.compiling == "compiling beside the run"
     release.set()
-    [slot] = train._runner.executor._every_slot()
+    [slot] = train._runner.executor.kinds.slots()
     assert slot.ready is not None
     assert slot.ready.joint.beside is not None
     slot.ready.joint.beside.result()

@@ -66,7 +66,6 @@ INTERNALS = (
         "guards of class attributes, before torch 2.13",
         "constants",
     ),
-    Internal("torch.fx._lazy_graph_module", "_LazyGraphModule", "no code is generated", _TRACE),
     Internal(
         "torch",
         "_check_tensor_all_with",

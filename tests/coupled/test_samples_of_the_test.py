@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from tests.coupled.test_no_false_alarm import CoarseInSixteenBits
 from tests.support import EXACT, distance, mlp, samples, sgd
 from wholebatch.errors import LossError, SplitError, UnsupportedError
 
@@ -140,6 +141,43 @@ def test_gradients_of_single_samples_are_compared_on_fewer_tokens() -> None:
     model = _Detached()
     with pytest.raises(UnsupportedError, match="its gradient is not"):
         wb.WholeBatch(model, sgd(model), loss=detached, micro_batch=1).step(batch)
+
+
+class _Coarse(_Detached):
+    """A model in float32 whose 16-bit gradient is another one for each number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = F.linear(self.embed(tokens), torch.eye(8))  # in 16 bit under autocast
+        logits: Tensor = self.head(CoarseInSixteenBits.apply(hidden))
+        return logits
+
+
+@pytest.mark.parametrize(("micro_batch", "unlabelled", "parts"), [(1, 0, 2), (4, 0, 2), (1, 4, 1)])
+def test_numbers_of_32_bits_are_compared_on_half_of_the_micro_batch(
+    micro_batch: int, unlabelled: int, parts: int
+) -> None:
+    """They take twice the memory. All of it is taken only if half of it has no labels."""
+    most = {True: 0, False: 0}  # tokens that a graph was made for, by whether autocast was on
+
+    def loss(model: nn.Module, micro: Batch) -> wb.Loss:
+        tokens, labels = micro["tokens"], micro["labels"]
+        if torch.is_grad_enabled():
+            in_16_bit = torch.is_autocast_enabled("cpu")
+            most[in_16_bit] = max(most[in_16_bit], tokens.numel())
+        return wb.cross_entropy(model(tokens).float(), labels)
+
+    tokens = torch.randint(0, 9, (12, 12), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[:, :unlabelled] = -100
+    model = _Coarse()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=micro_batch, precision="bf16")
+    train.step({"tokens": tokens, "labels": labels})
+    assert most[True] == 12 * micro_batch
+    assert most[False] == most[True] // parts
 
 
 def test_what_ran_out_of_memory_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:

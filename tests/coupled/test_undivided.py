@@ -21,7 +21,8 @@ from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT, Seen, Whole, distance, loss, sgd
 from wholebatch.batch import Batches
 from wholebatch.compile.execute_mode import ExecuteWarning
-from wholebatch.compile.micro_step import Executor
+from wholebatch.compile.graph_memory import GraphMemory
+from wholebatch.compile.make_graph import GraphMaker
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
 from wholebatch.memory.meter import MemoryMeter
@@ -92,7 +93,7 @@ def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
 
     Gradients that autograd makes among the activations would pin their memory.
     """
-    monkeypatch.setattr(Executor, "reserves_on", ("cpu",) if reserves else ())
+    monkeypatch.setattr(GraphMemory, "reserves_on", ("cpu",) if reserves else ())
     model = resnet().double()
     undivided, optimizer = Whole(model, loss=mean), sgd(model)
     seen = Seen(model, optimizer)
@@ -101,7 +102,7 @@ def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
     def fails(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("injected")
 
-    monkeypatch.setattr(Executor, "_made", fails)
+    monkeypatch.setattr(GraphMaker, "made", fails)
     undivided.step(batch(12))
     with pytest.warns(ExecuteWarning, match="there is no memory for its graph"):
         train.step(batch(12))
@@ -111,7 +112,7 @@ def test_a_graph_without_memory_is_given_up_before_blocks_are_checkpointed(
         undivided.step(batch(size))
         train.step(batch(size), after_micro=lambda *_: places.add(id(weight.grad)))
         same_as_whole(model, seen, undivided)
-    buffers = train._runner.executor._gradients._buffers.values()
+    buffers = train._runner.executor.memory.gradients._buffers.values()
     assert places <= {id(one) for one in buffers} if reserves else not buffers
     fitting = train._fitting._undivided
     assert fitting is not None

@@ -112,7 +112,7 @@ def test_autocast_around_the_call_belongs_to_the_forward() -> None:
         kind = torch.bfloat16 if number < 6 else torch.float32
         assert acc.last_loss is not None
         assert acc.last_loss.extras["logits"].dtype is kind
-    slots = acc._functions[loss].executor._every_slot()
+    slots = acc._functions[loss].executor.kinds.slots()
     assert sum(slot.ready is not None for slot in slots) == 2
 
 
@@ -399,7 +399,7 @@ def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(
     acc.run(loss, samples(3))
     whole.step(twice)
     whole.assert_same(model)
-    slots = acc._functions[loss].executor._every_slot()
+    slots = acc._functions[loss].executor.kinds.slots()
     [prepared] = [slot.ready for slot in slots if slot.ready]
 
     def half(*_: Any) -> Any:

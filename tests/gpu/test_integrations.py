@@ -141,7 +141,7 @@ def one_process() -> Iterator[None]:
 def is_recorded(executor: Any) -> None:
     """Hold that the last micro-steps were a CUDA graph."""
     assert executor.mode == "graph of compile", (executor.mode, executor.notes.history)
-    assert executor.changes == 0
+    assert executor.kinds.changes == 0
 
 
 def accelerated(*, graph: bool = False, **options: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wholebatch as wb
 from tests.support import grouped
-from wholebatch.compile.micro_step import Executor
+from wholebatch.compile.make_graph import GraphMaker
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits every time
 
@@ -224,9 +224,9 @@ def test_the_chosen_micro_batch_runs_and_nearly_fills_the_limit() -> None:
 
 def test_an_undivided_batch_keeps_its_graph_as_traced_if_the_compiled_one_has_no_memory() -> None:
     """Only the compiled graph is given up, and the updates stay those of eager code."""
-    made = Executor._proven
+    made = GraphMaker._proven
 
-    def fails(self: Executor, joint: Any, *given: Any, **options: Any) -> Any:
+    def fails(self: GraphMaker, joint: Any, *given: Any, **options: Any) -> Any:
         if joint.compiled:
             raise torch.OutOfMemoryError("injected")
         return made(self, joint, *given, **options)
@@ -248,7 +248,7 @@ def test_an_undivided_batch_keeps_its_graph_as_traced_if_the_compiled_one_has_no
         return model, train
 
     right, _ = trained("eager")
-    with mock.patch.object(Executor, "_proven", fails):
+    with mock.patch.object(GraphMaker, "_proven", fails):
         model, train = trained("graph")
     assert train._runner.executor.mode == "graph of operations", train._runner.executor.notes
     for (name, ours), theirs in zip(model.named_parameters(), right.parameters(), strict=True):

@@ -83,7 +83,7 @@ def test_accelerate(mixed: bool) -> None:
     whole.assert_same(model)
     assert len(losses) == 6
     assert "operations" in modes
-    assert windows._functions[loss].executor.changes == 0
+    assert windows._functions[loss].executor.kinds.changes == 0
 
 
 def test_a_step_inside_a_window_is_refused_in_accelerate() -> None:
@@ -153,7 +153,7 @@ def test_fabric(dtype: torch.dtype) -> None:
         optimizer.zero_grad()
         wide.step(joined(window))
     assert windows._functions[loss].executor.mode == "operations"
-    assert windows._functions[loss].executor.changes == 0
+    assert windows._functions[loss].executor.kinds.changes == 0
     at_most = EXACT if dtype is torch.float64 else 2e-2
     assert distance(model.parameters(), wide.model.parameters()) <= at_most
 
@@ -180,7 +180,7 @@ def fitted(model: nn.Module, body: Callable[[Any, Any, int], Any], **options: An
             assert windows._step is not None
             executor = windows._step.executor
             modes.append(executor.mode)
-            changes.append(executor.changes)
+            changes.append(executor.kinds.changes)
 
         def configure_optimizers(self) -> Any:
             return sgd(self)

@@ -501,7 +501,7 @@ def test_a_second_training_and_what_the_step_does_besides(
     whole, ours = trainers
     assert run.distance(ours, whole) <= EXACT
     assert mode_of(ours) == "operations"
-    assert ours._whole._runner.executor._slots == {}  # nothing is held after the training
+    assert ours._whole._runner.executor.kinds.by_key == {}  # nothing is held after the training
     assert ours.optimizer.optimizer.told == 4  # once a window
     assert cleared.count(False) == 2
 

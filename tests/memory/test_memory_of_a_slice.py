@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch.compile.graph_check import GraphCheck
 from wholebatch.memory.meter import MemoryMeter
 
 ROWS, LENGTH = 8, 48
@@ -94,3 +95,26 @@ def test_a_window_trains_in_the_memory_of_a_micro_step(
     wb.WholeBatch(model, optimizer, loss=loss, micro_batch=micro, execute="eager").step(data)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_a_graph_is_compared_in_the_memory_of_a_micro_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model that is mostly frozen; else its gradients, set aside, lie beside it."""
+    peaks = []
+    compare = GraphCheck.compare
+
+    def measured(*given: Any, **options: Any) -> None:
+        with MemoryMeter(model=model) as meter:
+            compare(*given, **options)
+        peaks.append(meter.peak)
+
+    monkeypatch.setattr(GraphCheck, "compare", measured)
+    model, optimizer = fresh(2048, frozen=True)
+    train = wb.WholeBatch(
+        model, optimizer, loss=loss, micro_batch=2, execute="compile", audit=False
+    )
+    train._runner.executor._plan.compiles = False  # what a compiler makes of it needs less
+    train.step(batch())
+    assert train._runner.executor.mode == "operations", train._runner.executor.notes.reasons
+    assert 0 < max(peaks) <= 1.15 * plain_peak(2048, True, 2)

@@ -270,7 +270,6 @@ LLAMA = {
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 128}
 CONFIGURATIONS = {
     "mistral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 8},
-    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 128, "n_positions": 64},
     "mixtral": {**SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 2},
     "t5": {
         "d_model": 32,

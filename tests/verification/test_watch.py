@@ -185,6 +185,25 @@ def test_a_backward_inside_a_forward(divisor: int, found: str) -> None:
     assert found_in(watch.verdict) == found, str(watch.verdict)
 
 
+@pytest.mark.parametrize(("cached", "found"), [(True, "not judged"), (False, "not-divided")])
+def test_features_of_other_micro_batches(cached: bool, found: str) -> None:
+    """open_clip keeps features: each loss is that of the whole batch, and adding them is right."""
+    torch.manual_seed(0)
+    left, right = nn.Linear(6, 8), nn.Linear(6, 8)
+    optimizer = torch.optim.SGD([*left.parameters(), *right.parameters()], 0.1)
+    parts = torch.randn(3, 4, 6)
+    with quiet(), wb.watch(nn.ModuleList([left, right]), optimizer) as watch:
+        with torch.no_grad():
+            kept = [(left(x), right(x)) for x in parts]
+        for i, x in enumerate(parts):
+            here = [(left(x), right(x)) if i == j else pair for j, pair in enumerate(kept)]
+            pairs = here if cached else here[i : i + 1]
+            a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
+            F.cross_entropy(a @ b.T, torch.arange(len(a))).backward()
+        optimizer.step()
+    assert found_in(watch.verdict) == found, str(watch.verdict)
+
+
 class ComparesInside(nn.Module):
     """A model that computes its loss itself, and couples its samples in it if asked."""
 

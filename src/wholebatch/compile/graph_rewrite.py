@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from wholebatch.compile import fused_weight_grad as fused
 from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
@@ -126,7 +125,7 @@ def rewrite(
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
     joined = tuple(tuple(tail[one] for one in parts) for parts in shared.joined)
     # It keeps the constants that the graph refers to.
-    module = _LazyGraphModule(traced.graph, graph)
+    module = fx.GraphModule(traced.graph, graph)
     return Rewritten(module, tuple(casts), joined, made | adder.made)
 
 

@@ -11,15 +11,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.batch.micro_batches import joined
-from wholebatch.batch.samples import Layout, Leaf, readable_layout
+from wholebatch.batch.samples import Layout, readable_layout
 from wholebatch.coupled.adds_up import (
     SAMPLES,
     UNTESTED,
@@ -30,7 +30,7 @@ from wholebatch.coupled.adds_up import (
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.coupling_layers import refused_by_type
 from wholebatch.coupled.normalisation_layers import is_spectral_norm
-from wholebatch.coupled.sample_runs import spread_rows
+from wholebatch.coupled.sample_runs import fewer_tokens, spread_rows
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import as_loss, terms_of
@@ -111,25 +111,6 @@ class Plan:
         rows = list(reversed(range(self.layout.size)))
         mixed = [row for start in range(3) for row in rows[start::3]]
         return self.layout.take(mixed[: self.without_graph])
-
-    def fewer_tokens(self) -> Layout | None:
-        """Return two samples with half of their tokens, which take the memory of one sample.
-
-        Tokens are whole numbers of shape [samples, tokens]; all leaves of that length are cut.
-        """
-        values = [leaf.value for leaf in self.layout.leaves if leaf.batched]
-        tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 1]
-        lengths = [t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()]
-        if not lengths or lengths[0] < 4:
-            return None
-
-        def cut(leaf: Leaf) -> Leaf:
-            value = leaf.value
-            if leaf.batched and isinstance(value, Tensor) and value.shape[1:2] == (lengths[0],):
-                return replace(leaf, value=value[:, : lengths[0] // 2])
-            return leaf
-
-        return replace(self.layout, leaves=tuple(map(cut, self.layout.leaves)))
 
 
 class GatheredSamples:
@@ -347,7 +328,7 @@ class AdditivityTest:
             return whole
         if plan.with_graph > 1:
             return check(plan.layout, count=plan.with_graph)
-        shorter = plan.fewer_tokens()
+        shorter = fewer_tokens(plan.layout)  # Two samples of half the length take as much as one.
         if shorter is not None:
             with suppress(RuntimeError, ValueError, IndexError):  # It needs all of its tokens.
                 return check(shorter, count=2, batch=shorter)

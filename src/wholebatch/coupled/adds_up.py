@@ -278,14 +278,24 @@ class _Comparison:
         """True if gradients that do not add up under autocast do without it.
 
         A 16-bit gradient of a deep network may be mostly rounding, which differs from part to part.
+        Numbers of 32 bits take twice the memory: half of the samples, or of their tokens, run if
+        they tell anything.
         """
-        samples = self._samples
-        if not self._names_layers or not samples.called.sixteen_bit:
+        if not self._names_layers or not self._samples.called.sixteen_bit:
             return False
-        with without_autocast():
-            whole = samples.whole()
-            first = samples.part(0, samples.cut, backward=True, scale=1 / SCALE)
-            second = self._second(backward=True, scale=SCALE)
+        free_memory_of_test()  # What autocast's runs leave would lie beside it.
+        for samples in (self._samples.halved(), self._samples):
+            try:
+                with without_autocast():
+                    whole = samples.whole()
+                    first = samples.part(0, samples.cut, backward=True, scale=1 / SCALE)
+                    second = samples.part(samples.cut, samples.count, backward=True, scale=SCALE)
+            except (RuntimeError, ValueError, IndexError) as problem:  # It needs all its tokens.
+                if samples is self._samples or isinstance(problem, torch.OutOfMemoryError):
+                    raise
+            else:
+                if first.units and second.units:
+                    break
         return samples.tolerance.gradient_gap(whole, (first, second)) is None
 
     def _other_cuts(self, whole: SampleRun) -> tuple[AuditFinding, ...]:

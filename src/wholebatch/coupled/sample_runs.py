@@ -6,6 +6,7 @@ its gradient a few numbers are kept. `Tolerance` tells rounding from another los
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from wholebatch.batch.samples import Layout, flatten
+from wholebatch.batch.samples import Layout, Leaf, flatten
 from wholebatch.coupled.held_draws import HeldDraws
 from wholebatch.coupled.normalisation_layers import (
     BatchNorm,
@@ -103,6 +104,26 @@ def spread_rows(size: int, count: int) -> list[int]:
     return [place * (size - 1) // max(count - 1, 1) for place in range(count)]
 
 
+def fewer_tokens(layout: Layout) -> Layout | None:
+    """Return the samples with half of their tokens, which take half of the memory.
+
+    Tokens are whole numbers of shape [samples, tokens]; all leaves of that length are cut.
+    """
+    values = [leaf.value for leaf in layout.leaves if leaf.batched]
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dim() > 1]
+    lengths = [t.shape[1] for t in tensors if t.dim() == 2 and not t.is_floating_point()]
+    if not lengths or lengths[0] < 4:
+        return None
+
+    def cut(leaf: Leaf) -> Leaf:
+        value = leaf.value
+        if leaf.batched and isinstance(value, Tensor) and value.shape[1:2] == (lengths[0],):
+            return replace(leaf, value=value[:, : lengths[0] // 2])
+        return leaf
+
+    return replace(layout, leaves=tuple(map(cut, layout.leaves)))
+
+
 class ChosenSamples:
     """Samples spread over a batch, for a model and a function that runs it.
 
@@ -125,14 +146,7 @@ class ChosenSamples:
     ) -> None:
         self.model, self.run, self.layout = model, run, layout
         self.graph, self.name = graph, name
-        # Uneven parts: two equal ones may have equally many labels, and then any mean adds up. Not
-        # two even numbers: means of the hardest half of each may be that of the whole by chance.
-        # So 3 : 5 of eight samples, and of six only five, 2 : 3.
-        self.count = count = 5 if count == 6 else count
-        cut = 2 if count == 5 else max(1, 3 * count // 8)
-        self.cut = cut + (cut % 2 == 0 and count % 2 == 0)
-        self.rows = spread_rows(layout.size, count)
-        """The places of the samples in the batch."""
+        self._choose(count)
         self.reads_outputs = outputs
         # ZeRO-3 holds a parameter empty until its first forward.
         self.named = {n: p for n, p in model.named_parameters() if _is_plain(p) and p.numel()}
@@ -155,6 +169,29 @@ class ChosenSamples:
         self.tolerance = Tolerance(1e-3, 1e-5, 1e-6, 3e-3)  # until a run tells the precision
         self._norms = [n for n in batchnorms(owned or model) if uses_batch_statistics(n[1])]
         self._seeds: dict[str, float] = {}
+
+    def _choose(self, count: int) -> None:
+        """Choose so many samples, and where they are cut.
+
+        Uneven parts: two equal ones may have equally many labels, and then any mean adds up. Not
+        two even numbers: means of the hardest half of each may be that of the whole by chance. So
+        3 : 5 of eight samples, and of six only five, 2 : 3.
+        """
+        self.count = count = 5 if count == 6 else count
+        cut = 2 if count == 5 else max(1, 3 * count // 8)
+        self.cut = cut + (cut % 2 == 0 and count % 2 == 0)
+        self.rows = spread_rows(self.layout.size, count)
+        """The places of the samples in the batch."""
+
+    def halved(self) -> ChosenSamples:
+        """Return half of the samples; of two or three, half of their tokens if they have any."""
+        fewer = copy.copy(self)
+        fewer.draws, fewer._seeds = HeldDraws(), {}
+        if self.count < 4:
+            fewer.layout = fewer_tokens(self.layout) or self.layout
+        else:
+            fewer._choose(self.count // 2)
+        return fewer
 
     @contextmanager
     def testing(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from wholebatch.verification.explanations import (
 )
 from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_factors import Reading
+from wholebatch.verification.loss_terms import COMPARES_OTHERS
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
 from wholebatch.verification.weights import SAME_WEIGHT, Unknown, Weights, weights_of
 from wholebatch.verification.wrong_weights import explain
@@ -83,8 +84,11 @@ def _not_one_window(ranks: Sequence[WindowEvidence]) -> str:
     """Return the reason why the backwards are not the micro-batches of one window."""
     if ranks[0].known is not None or ranks[0].ledger is not None:
         return ""
-    if are_of_two_losses([micro for window in ranks for micro in window.backwards]):
+    micros = [micro for window in ranks for micro in window.backwards]
+    if are_of_two_losses(micros):
         return _TWO_LOSSES
+    if any(micro.doubt == COMPARES_OTHERS for micro in micros):
+        return f"{COMPARES_OTHERS}: use wb.verify"
     return _TWO_PASSES if any(_begins_again(window.backwards) for window in ranks) else ""
 
 

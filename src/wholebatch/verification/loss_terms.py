@@ -37,6 +37,8 @@ _CLOSE = 4e-3
 """One step of bfloat16: a factor may have been rounded to it."""
 _PICK = {"Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort"}
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
+COMPARES = "the loss may compare samples with each other"
+COMPARES_OTHERS = "the loss may compare the samples of several micro-batches, kept without a graph"
 _COMPARE = ("Cdist", "EuclideanDist", "Roll", "Flip")
 """Operations that bring samples together."""
 _BY_ELEMENT = ("Add", "Sub", "Mul", "Div", "Expand", "Maximum", "Minimum", "Where", "Repeat")
@@ -314,6 +316,19 @@ def _is_weight(edge: tuple[Any, int]) -> bool:
     return isinstance(variable, Tensor) and variable.numel() > 1
 
 
+def compares_others(graph: Sequence[Any]) -> bool:
+    """True if losses compare samples with rows that are joined to them and have no graph.
+
+    Those of the window's other micro-batches, perhaps: each loss is that of the whole batch then,
+    and its gradient that of one part of it. Such losses are added, and not divided.
+    """
+    joins = any(
+        operation_of(node) == "Cat" and None in operands_of(node) and any(operands_of(node))
+        for node in graph
+    )
+    return joins and COMPARES in map(doubt_about, graph)
+
+
 def doubt_about(node: Any) -> str:
     """Return the reason why a node of a loss may couple the samples; "" if it is a plain one."""
     if picks_among(node):
@@ -328,7 +343,7 @@ def doubt_about(node: Any) -> str:
     shapes = [shape_of(*edge) for edge in edges if not is_of_parameters(edge[0])]
     is_product = name == "Mm" or (name == "Bmm" and shape[0] == 1)
     if name in _COMPARE or (is_product and len(shapes) == 2):
-        return "the loss may compare samples with each other"
+        return COMPARES
     is_spread = any(len(size) < len(shape) or size[:1] < shape[:1] for size in shapes)
     if name in _BY_ELEMENT and shape and is_spread:
         return "the loss has a statistic of the micro-batch in every sample"

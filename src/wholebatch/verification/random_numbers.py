@@ -8,6 +8,7 @@ proof. Other draws of a loss cannot be switched off: the lines that draw are nam
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,10 @@ class DrawnLines(TorchDispatchMode):
 def _line() -> str:
     """Return the innermost line that is neither torch's nor ours."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
-        frame = frame.f_back
-    if frame is None:
-        return "torch"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith(ours):
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
+    return "torch"
 
 
 def _drops(module: nn.Module) -> bool:

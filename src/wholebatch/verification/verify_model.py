@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -242,10 +243,7 @@ def _accumulated(runs: ModelRuns, batch: DividedBatch) -> WindowRun:
 def _raised_in(loss: Any, error: BaseException) -> bool:
     """Tell if an error came out of the loss function itself."""
     code = getattr(loss, "__code__", None)
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code is not code:
-        frame = frame.tb_next
-    return frame is not None
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _in_float64(

@@ -30,7 +30,13 @@ from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
-from wholebatch.verification.loss_terms import doubt_about, loss_graph, terms_of
+from wholebatch.verification.loss_terms import (
+    COMPARES_OTHERS,
+    compares_others,
+    doubt_about,
+    loss_graph,
+    terms_of,
+)
 from wholebatch.verification.parameter_rows import ParameterRows
 from wholebatch.verification.running_program import replaced, trainer_at_hand
 from wholebatch.window import ledger as own_windows
@@ -230,7 +236,9 @@ class WindowRecorder:
 
     def _doubt_about(self, graph: Sequence[Any]) -> str:
         """Return a reason to doubt that the samples of a loss are apart."""
-        if not self._nodes.isdisjoint(graph):
+        if compares_others(graph):
+            shared = COMPARES_OTHERS
+        elif not self._nodes.isdisjoint(graph):
             shared = "two backwards of the window have a part of their graph in common"
         elif self.rows.has_foreign_hooks:
             shared = (

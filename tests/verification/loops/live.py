@@ -324,6 +324,9 @@ MISTAKES = {
         lambda mean, u, all_, k: mean / STEPS,
         steps_at=lambda i, place, k: True,
     ),
+    "a list averaged every time": Plant(
+        "averaged-per-micro-batch", start=_with_average, after_backward=_average
+    ),
 }
 """Mistakes by name; each with the key by which it must be told."""
 

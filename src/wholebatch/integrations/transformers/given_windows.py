@@ -137,8 +137,7 @@ class GivenWindows(WholeBatch):
 
     def release(self) -> None:
         """Free the memory of graphs and gradients; another window makes them again."""
-        self._runner.executor.let_go()
-        self._runner.executor._reset()
+        self._runner.executor.release()
 
     def detach(self) -> None:
         """Leave the model as it was found."""

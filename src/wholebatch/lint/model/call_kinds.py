@@ -111,8 +111,6 @@ def classify(call: ast.Call, env: Env) -> Effect | None:
         return None if only_measures(call) else Effect("clip", owner, detail=name)
     if name.strip("_") == "optimizer_step":
         return Effect("step", positional(call, 0), detail="xla")
-    if name.endswith("_unscale_"):  # torch's own, by hand.
-        return Effect("unscale", positional(call, 0))
     if name in {"mul_", "div_"} and rescales_gradient(owner, call.args[0] if call.args else None):
         return Effect("rescale", owner, positional(call, 0))
     if _RESCALES.fullmatch(name):
@@ -127,8 +125,6 @@ def classify(call: ast.Call, env: Env) -> Effect | None:
         return _backward(call, owner, env)
     if name == "manual_backward":
         return Effect("backward", owner, positional(call, 0), "lightning")
-    if name == "training_step" and dotted(owner) == "self":
-        return Effect("backward", owner, None, "trainer")  # transformers' own: it divides.
     if name in _SIMPLE:
         return Effect(_SIMPLE[name], owner, positional(call, 0))
     if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):

@@ -149,8 +149,6 @@ def _deepspeed(window: LoopWindow, inner: list[Event]) -> bool:
     engines = {e.receiver_text for e in inner if e.detail in {"deepspeed", "engine"}}
     if not engines or not any(e.receiver_text in engines for e in engine_steps):
         return False
-    if any(e.detail in {"tensor", "accelerate"} for e in inner):
-        return False
     # The engine's configuration decides whether it accumulates; the file must at least mention it.
     accumulates = bool(window.around.engine_steps) or any(
         "gradient_accumulat" in word or word == "gas" for word in window.around.words
@@ -204,7 +202,7 @@ def _ends(window: LoopWindow, steps: list[Event]) -> dict[Event, Boundary]:
     ends: dict[Event, Boundary] = {}
     for event in steps:
         for boundary in window.boundaries(event):
-            if not boundary.inverse and boundary.kind != "deepspeed":
+            if not boundary.inverse:
                 ends.setdefault(event, boundary)
     return ends
 

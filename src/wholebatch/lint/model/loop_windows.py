@@ -152,10 +152,11 @@ class LoopWindow:
 
     def is_ours(self, boundary: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
+        if boundary.kind == "accelerate":
+            return True
         if self.shape == "accelerate" or self.boundary is None:
-            is_framework = boundary.kind in {"accelerate", "deepspeed"}
-            return is_framework or is_accumulation_name(boundary.key)
-        return boundary.kind == "accelerate" or boundary.key == self.every_key
+            return is_accumulation_name(boundary.key)
+        return boundary.key == self.every_key
 
     def _without_accumulation(self, guard: Guard) -> bool:
         """True if this is the branch without accumulation (`if k == 1`)."""

@@ -42,7 +42,7 @@ class Boundary:
     modulo the window; None if unknown. `inverse` marks the opposite condition.
     """
 
-    kind: str  # "modulo", "reset", "accelerate", "deepspeed"
+    kind: str  # "modulo", "reset", "accelerate"
     every: ast.expr | None
     expr: ast.expr
     shift: int | None = None
@@ -162,8 +162,6 @@ class _LoopConditions:
 
     def _comparison(self, expr: ast.Compare) -> Boundary | None:
         left, op, right = expr.left, expr.ops[0], expr.comparators[0]
-        if is_binary(right, ast.Mod) and number(left) is not None:
-            left, right = right, left
         if is_binary(left, ast.Mod):
             if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
                 return None
@@ -283,11 +281,7 @@ class _LoopConditions:
         return None
 
     def _integer(self, expr: ast.expr) -> int | None:
-        resolved = self.resolver.resolve(expr, self.loop.entry)
-        value = number(resolved)
-        if value is None and is_binary(resolved, ast.Add):
-            # `start=resumed + 1`: a fresh run resumes from zero.
-            value = number(resolved.right)
+        value = number(self.resolver.resolve(expr, self.loop.entry))
         return None if value is None else int(value)
 
     def _carried_start(
@@ -329,8 +323,6 @@ class _LoopConditions:
 def _framework_boundary(expr: ast.expr) -> Boundary | None:
     if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
         return Boundary("accelerate", None, expr)
-    if last_part(getattr(expr, "func", expr)) == "is_gradient_accumulation_boundary":
-        return Boundary("deepspeed", None, expr)
     return None
 
 

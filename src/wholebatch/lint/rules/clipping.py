@@ -27,9 +27,7 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
         # Not those on a branch without a backward of this window.
         clips = [c for c in window.of("clip") if not all(c.excludes(b) for b in window.backwards)]
         for clip in clips:
-            # Clipped on both sides of a condition, it is clipped on every micro-batch.
-            either = [c for c in clips if window.when(c) == "sometimes" and c.excludes(clip)]
-            if window.when(clip) != "always" and not (window.when(clip) == "sometimes" and either):
+            if window.when(clip) != "always":
                 continue
             contexts = [c.names for c in clip.path if isinstance(c, Context)]
             if window.shape == "accelerate" and not any("accumulate" in c for c in contexts):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 
 from ..model import File
-from ..model.expressions import is_accumulation_name, is_not, text
+from ..model.expressions import text
 from ..model.surroundings import Surroundings
 from .rule_base import SPEED, Report, rule
 
@@ -38,16 +37,6 @@ def reduced_every_micro_batch(file: File) -> Iterator[Report]:
 
 
 def _wraps(around: Surroundings) -> bool:
-    """True if a trained model is wrapped, except where nothing is accumulated."""
+    """True if a trained model is wrapped."""
     wraps = [c for name, calls in around.calls.items() if _WRAPS.fullmatch(name) for c in calls]
-    trained = [c for c in wraps if not (c.args and "teacher" in text(c.args[0]).lower())]
-    otherwise = {
-        id(call)
-        for node in (around.nodes if trained else ())
-        if isinstance(node, ast.If)
-        and is_not(node.test)
-        and is_accumulation_name(text(node.test.operand))
-        for stmt in node.body
-        for call in ast.walk(stmt)
-    }
-    return any(id(call) not in otherwise for call in trained)
+    return any(not (c.args and "teacher" in text(c.args[0]).lower()) for c in wraps)

@@ -1,0 +1,85 @@
+"""The memory of graphs: gradient buffers, casts of the weights, and the pool of recorded graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from wholebatch.compile.gradient_buffers import Casts, Gradients, empty_cache, take_workspace
+from wholebatch.compile.trace import State
+
+if TYPE_CHECKING:
+    from wholebatch.window.ledger import Ledger
+
+
+class GraphMemory:
+    """What all graphs of a run share; it outlives windows.
+
+    A buffer is laid out as its parameter, so other parameters need other ones (`fits`).
+    """
+
+    reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Device types on which gradient memory is reserved before the first micro-step."""
+
+    def __init__(self, model: nn.Module, window: Ledger, device: torch.device) -> None:
+        self._model, self._window, self._device = model, window, device
+        self._pool: Any = None
+        self.reset([])
+
+    def reset(self, trained: Sequence[nn.Parameter]) -> None:
+        """Drop the buffers; new ones will be for these parameters."""
+        self._parameters, self._layout = list(trained), _layout_of(trained)
+        self.gradients, self.casts = Gradients([]), Casts([])
+
+    def fits(self, trained: Sequence[nn.Parameter]) -> bool:
+        """True if the buffers are, or will be, for these parameters as they are now."""
+        return self._layout == _layout_of(trained)
+
+    def state(self) -> State:
+        """Return the tensors of the model; raise CannotTrace if no graph can take them."""
+        state = State.of(self._model, self._parameters)
+        if not self.gradients.parameters:
+            parameters = list(state.trained.values())
+            self.gradients, self.casts = Gradients(parameters), Casts(parameters)
+        return state
+
+    def reserve(self) -> None:
+        """Allocate the gradient buffers in one block before the first micro-step.
+
+        Otherwise autograd would allocate the first gradients among the activations of its backward,
+        and the optimizer its state beside them. Both would pin that memory for good.
+        """
+        if self._device.type not in self.reserves_on:
+            return
+        if self._window.updates or self.gradients.parameters:
+            return
+        empty_cache(self._device)  # The buffers must not fill gaps left by earlier work either.
+        take_workspace(self._device)
+        if not self._parameters:
+            self.reset(self._window.target.trained())
+        self.state()
+        self.gradients.of(range(len(self.gradients.parameters)))
+        sparse = any(getattr(one, "sparse", False) is True for one in self._model.modules())
+        self.gradients.lends = self._window.lends_buffers and not sparse
+
+    def settle(self) -> None:
+        """Move the gradients into their buffers, and release cached memory."""
+        if self._device.type in self.reserves_on:
+            self.gradients.take_in()
+            empty_cache(self._device)
+
+    def pool(self, *, in_use: bool) -> Any:
+        """Return the pool of recorded graphs; without a graph, an old one cannot be used again."""
+        if self._pool is None or not in_use:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def drop_pool(self) -> None:
+        self._pool = None
+
+
+def _layout_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    return [(id(one), one.dtype, one.stride()) for one in parameters]

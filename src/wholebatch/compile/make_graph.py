@@ -1,0 +1,248 @@
+"""The way from a micro-batch that eager code has run to a graph that is compared and recorded.
+
+The graph of a kind runs on the same micro-batch, from the same state, and must give the same
+gradients before it is used; so must the compiled graph. On a CUDA device both are captured as CUDA
+graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.compile.compile_thread import in_a_thread
+from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
+from wholebatch.compile.execute_mode import (
+    CannotTrace,
+    Execute,
+    ExecutePlan,
+    Notes,
+    first_line,
+    reason_of,
+)
+from wholebatch.compile.gradient_buffers import empty_cache
+from wholebatch.compile.graph_check import EagerResult, GraphCheck
+from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.graph_memory import GraphMemory
+from wholebatch.compile.joint_graph import JointStep, Prepared
+from wholebatch.compile.kinds import Kinds, Slot
+from wholebatch.compile.symbolic_sizes import Sizes
+from wholebatch.compile.trace import State, Traced, trace
+from wholebatch.window.autocast import Precision
+
+
+class GraphMaker:
+    """Traces, compiles, compares and captures the graphs of one run."""
+
+    def __init__(
+        self,
+        execute: Execute,
+        *,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Any],
+        precision: Precision,
+        device: torch.device,
+        kinds: Kinds,
+        memory: GraphMemory,
+        plan: ExecutePlan,
+        notes: Notes,
+    ) -> None:
+        self._execute, self._plan, self._notes = execute, plan, notes
+        self._model, self._loss, self._precision = model, loss, precision
+        self._device = device
+        self._kinds, self._memory = kinds, memory
+
+    def made(
+        self, slot: Slot, done: EagerResult, seeds: list[Tensor], *, compiled: bool
+    ) -> Prepared:
+        """Make the graph for this kind, shared with other sizes if possible, and check it."""
+        slot.reading = slot.reading or self._kinds.captured_reading(done.inputs)
+        state = self._memory.state()
+        if any(_has_sparse_gradient(one) for one in state.trained.values()):
+            raise CannotTrace("it has sparse gradients, and a graph can add only dense ones")
+        beside = None if slot.ready is None else slot.ready.joint.beside
+
+        def joint_of(traced: Traced, *, compiled: bool) -> JointStep:
+            if compiled and beside is not None:
+                joint = beside.result()
+                joint.hold(state)
+                return joint
+            return self._joint_step(traced, state, done.inputs, compiled=compiled)
+
+        if slot.traced is None:
+            step = self._shared(slot, done, seeds, state, joint_of, compiled=compiled)
+            if step is not None:
+                return step
+            # What was compiled beside the run was the shared graph, if there was one.
+            compiled = compiled and beside is None
+            slot.traced = self._trace(slot, done, state)
+        is_new = slot.ready is None
+        joint = self._compiled_if_possible(joint_of, slot.traced, compiled)
+        try:
+            return self._proven(
+                joint, done, seeds, state, captures=self._plan.captures, is_new=is_new
+            )
+        except (CannotTrace, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:  # An operation may refuse what its fake version admitted.
+            raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
+
+    def _shared(
+        self,
+        slot: Slot,
+        done: EagerResult,
+        seeds: list[Tensor],
+        state: State,
+        joint_of: Callable[..., JointStep],
+        *,
+        compiled: bool,
+    ) -> Prepared | None:
+        """Return the checked graph of open sizes that serves this kind; None if there is none."""
+        assert slot.reading is not None
+        shapes, kinds = slot.reading.shapes, self._kinds.by_key
+        shared = shapes.serving(
+            done.inputs,
+            done.form,
+            [key for key, kind in kinds.items() if any(kind.ready())],
+            kinds,
+            partial(self._trace, slot, done, state),
+        )
+        if shared is None:
+            return None
+        try:
+            joint = shared.joint(joint_of, state, compiled=compiled)
+            waits = compiled in shared.proven and not self.captures(slot)
+            captures = self._plan.captures and not waits
+            is_new = not shared.proven
+            step = self._proven(joint, done, seeds, state, captures=captures, is_new=is_new)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # A compiler, or the check, may raise anything.
+            shapes.drop(shared, problem)
+            return None
+        shared.proven.add(compiled)
+        return step
+
+    def compile_beside(self, joint: JointStep, inputs: Inputs) -> None:
+        """Compile the same step in a thread, while this one runs as traced."""
+        self._notes.tell("compiling in a thread beside the run")
+        make = partial(self._joint_step, joint.traced, self._memory.state(), inputs, compiled=True)
+        joint.beside = in_a_thread(make, self._device)
+
+    def captures(self, slot: Slot) -> bool:
+        """True if a shared graph, which runs this kind as it is, is to be captured for it."""
+        return self._plan.records(sum(one.captured for one in self._kinds.ready()), slot.seen)
+
+    def captured(self, prepared: Prepared, inputs: Inputs, seeds: list[Tensor]) -> Prepared:
+        """Capture a step whose kernels were launched one by one so far."""
+        joint, gradients = prepared.joint, self._memory.gradients
+        held = gradients.set_aside(joint.used)
+        try:
+            rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+        finally:
+            gradients.put_in_place(joint.used, held)
+            del held  # Capturing computes nothing.
+        try:
+            return replace(prepared, run=self._captured(joint, inputs, seeds))
+        except CannotTrace as reason:
+            self._plan.captures = False
+            self._notes.tell(str(reason))
+            return prepared
+
+    def _trace(
+        self, slot: Slot, done: EagerResult, state: State, sizes: Sizes | None = None
+    ) -> Traced:
+        parts = (self._model, self._loss, self._precision, state)
+        made = trace(*parts, done.inputs, done.form, sizes)
+        empty_cache(self._device)
+        assert slot.reading is not None
+        slot.reading.guards.watch(made.sources, every=made.any_source)
+        return made
+
+    def _joint_step(
+        self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool
+    ) -> JointStep:
+        parts = (state, self._memory.gradients, self._memory.casts)
+        joint = JointStep(traced, *parts, compiled=compiled, example=inputs.tensors)
+        if compiled:
+            joint.compile()
+        return joint
+
+    def _compiled_if_possible(
+        self, joint_of: Callable[..., JointStep], traced: Traced, compiled: bool
+    ) -> JointStep:
+        """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
+        try:
+            return joint_of(traced, compiled=compiled)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:  # A compiler may raise anything; the traced graph still runs.
+            reason = reason_of(problem)
+            if not compiled:
+                raise CannotTrace(reason) from problem
+            if not self._plan.captures:
+                raise CannotTrace(f"it cannot be compiled ({reason})") from problem
+            self._plan.compiles = False
+            self._notes.fell_back(self._execute, "as traced", f"it cannot be compiled ({reason})")
+            return self._compiled_if_possible(joint_of, traced, False)
+
+    def _proven(
+        self,
+        joint: JointStep,
+        done: EagerResult,
+        seeds: list[Tensor],
+        state: State,
+        *,
+        captures: bool,
+        is_new: bool,
+    ) -> Prepared:
+        """Run the graph from the same state as eager code, and capture it if the results agree.
+
+        A new one that is compiled already also runs as traced: there the limit is narrow.
+        """
+        run: Runnable = joint
+        memory = self._memory
+        check = GraphCheck(
+            done, memory.gradients, memory.casts, seeds, self._model, self._loss, self._precision
+        )
+        if is_new and joint.compiled:
+            with suppress(torch.OutOfMemoryError):  # The compiled graph needs less.
+                plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
+                check.compare(plain, plain)
+            empty_cache(self._device)
+        check.compare(joint, joint, rehearses=captures)
+        if captures:
+            run = self._captured(joint, done.inputs, seeds)
+            if run is not joint:
+                check.compare(joint, run)  # What was captured is what will run.
+        return Prepared(joint, run, done.form, joint.addresses())
+
+    def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
+        """Capture the joint step as a CUDA graph; if CUDA cannot, run the compiled step itself."""
+        # Its static inputs stay: they must not lie in the gaps of memory that can be released.
+        empty_cache(self._device)
+        pool = self._memory.pool(in_use=any(ready.captured for ready in self._kinds.ready()))
+        try:
+            return CapturedGraph(joint, inputs.tensors, seeds, pool=pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            reason = f"CUDA cannot record it ({first_line(problem)})"
+            if joint.sizes is not None:
+                # A graph for this kind alone may still be captured.
+                raise CannotTrace(reason) from problem
+            self._plan.captures = False
+            if not joint.compiled:
+                raise CannotTrace(reason) from problem
+            self._notes.fell_back(self._execute, "compiled, launched one by one", reason)
+            return joint
+
+
+def _has_sparse_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.layout != torch.strided
