@@ -143,6 +143,26 @@ def test_a_mean_beside_a_weighted_mean_is_no_sum() -> None:
     acc.discard()
 
 
+def test_attention_over_each_bag_is_right() -> None:
+    """One model is called once for all bags, the other for each."""
+    torch.manual_seed(5)
+    body, weigh = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+    data = [bags(3, 5), bags(2, 4, 1)]
+
+    def loss(micro: Bags) -> Tensor:
+        x, sizes, y = micro
+        parts = body(x).tanh().split(list(sizes))
+        pooled = [(weigh(part).softmax(0) * part).sum(0) for part in parts]
+        return F.cross_entropy(torch.stack(pooled), y, reduction="sum")
+
+    acc = wb.Accumulator([body, weigh], None, steps=2)
+    for micro in acc.over(data):
+        acc.backward(loss(micro), units=len(micro[1]))
+    right = torch.autograd.grad(sum(map(loss, data)) / 5, [body.weight, weigh.weight])
+    for p, gradient in zip((body.weight, weigh.weight), right, strict=True):
+        assert torch.allclose(p.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
 def test_rows_as_units_of_bags_are_told() -> None:
     torch.manual_seed(3)
     acc, micro = wb.Accumulator(model := net(), None, steps=2), bags(3, 1, 4)
@@ -288,7 +308,8 @@ class OfGraphs(nn.Module):
         return self.out(torch.zeros_like(x).index_add(0, edges[1], sent) + x)
 
 
-def test_a_graph_of_two_nodes_is_no_batch_of_two_samples() -> None:
+@pytest.mark.parametrize("way", ["backward", "run"])
+def test_a_graph_of_two_nodes_is_no_batch_of_two_samples(way: str) -> None:
     """Its edges have two rows, too."""
     model = OfGraphs().double()
     torch.manual_seed(2)
@@ -296,8 +317,11 @@ def test_a_graph_of_two_nodes_is_no_batch_of_two_samples() -> None:
     data = [(torch.randn(2, 4).double(), edges, torch.randint(3, (2,))) for _ in range(2)]
 
     def backward(acc: Any, model: Any, micro: Any) -> None:
-        x, edges, y = micro
-        acc.backward(mean=F.cross_entropy(model(x, edges), y), units=len(y))
+        def loss(micro: Any) -> Any:
+            x, edges, y = micro
+            return wb.mean_loss(F.cross_entropy(model(x, edges), y), len(y))
+
+        acc.run(loss, micro) if way == "run" else acc.backward(loss(micro))
 
     mean = torch.stack([F.cross_entropy(model(x, edges), y) for x, edges, y in data]).mean()
     assert off(backward, mean, model, data) < 1e-12

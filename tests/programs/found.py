@@ -71,4 +71,22 @@ FOUND = (
         way="run",
         mistake="variance of the batch",
     ),
+    # A mean over one label beside one over five, as one unit each.
+    Program(
+        windows=((Micro(5), *ONE),),
+        loss="mse",
+        given="mean",
+        way="backward",
+        mistake="units of one",
+    ),
+    # A mean beside a weighted mean, as a sum.
+    Program(windows=((Micro(4), Micro(3)),), way="backward", mistake="means as total"),
+    # A sum of squares, as a mean.
+    Program(
+        windows=((Micro(3), Micro(2)),),
+        loss="mse",
+        given="mean",
+        way="backward",
+        mistake="total as mean",
+    ),
 )

@@ -133,6 +133,7 @@ def _call(draw: Any, model: str, event: str) -> str:
     calls = ["plain", "forward", "twice"]
     calls += ["teacher"] if event not in ("resume", "thaw") else []
     calls += ["output"] if event != "group" else []
+    calls += ["parts"] if model not in ("batchnorm", "counter", "remembers") else []
     calls += ["pair"] if event not in ("group", "evaluate", "raise") else []
     return "plain" if model == "random" else _pick(draw, calls, 6)
 
@@ -419,7 +420,7 @@ def _traced(draw: Any) -> Program:
     while True:
         program = draw(_right())
         # "compile" is for one model and a loss that adds up, and is refused for others.
-        is_plain = program.loss != "coupled" and program.call != "pair"
+        is_plain = program.loss != "coupled" and program.call not in ("pair", "parts")
         if is_plain and program.way in ("step", "over", "run") and program.model not in EAGER:
             return replace(program, execute="traced")
 

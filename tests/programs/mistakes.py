@@ -77,6 +77,14 @@ _UNITS = {
     "quotient as total": Mistake(
         r"\bmean\b|finite|divided", given=("total",), values={"total": "{total} / {units}"}
     ),
+    "means as total": Mistake(
+        r"\bmean\b|finite",
+        given=("total",),
+        losses=("ce", "smooth", "mse"),
+        values={"total": "{mean} + 9.7 * logits.square().mean()"},
+        own_truth=True,
+        wide=True,
+    ),
     "total as mean": Mistake(
         r"\bsum\b|add up",
         given=("mean",),

@@ -463,6 +463,7 @@ CALLS = {
     "teacher": "(model({0}) - 0.5 * elder({0}))",
     "output": 'model({0})["logits"]',
     "pair": "model[1](model[0]({0}))",
+    "parts": "torch.cat([model(*part) for part in zip(*(one.split(2) for one in ({0},)))])",
 }
 """How the loss calls the model: the same text in the script and oracle."""
 _OUTPUT = """

@@ -93,7 +93,7 @@ def _loss_of_its_own(program: Program, model: nn.Module, batch: Any, scope: Any)
 
 def _logits(program: Program, model: nn.Module, batch: Any, scope: Any) -> Tensor:
     inputs = "x, mask" if program.has_tokens else "x"
-    called = {**batch, "model": model, "elder": scope["elder"]}
+    called = {**batch, "torch": torch, "model": model, "elder": scope["elder"]}
     return eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)  # type: ignore[no-any-return]
 
 

@@ -113,9 +113,12 @@ def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]
         rest = outside.nonzero()[:, 0]
         if not len(rest):
             break
-        group = _group_of(int(rest[(groups - 1) * len(rest) // _MOST_GROUPS]), size, outputs)
-        if group is None:  # the loss is linear in the outputs
+        reached = _group_of(int(rest[(groups - 1) * len(rest) // _MOST_GROUPS]), size, outputs)
+        if reached is None:  # the loss is linear in the outputs
             return None
+        group = reached.pop(size)
+        if any(rows.any() and not rows.all() for rows in reached.values()):
+            return None  # a call for a bag of another output's rows, which tell the groups
         outside &= ~group.to(outside.device)
         most = groups + int(outside.sum())
         if most < min(units, size):
@@ -150,8 +153,13 @@ def _separate_calls(outputs: Sequence[tuple[Tensor, Tensor]]) -> int:
     return len(separate)
 
 
-def _group_of(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Return which of the outputs' `size` rows are linked with this one, also through others."""
+def _group_of(
+    row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]
+) -> dict[int, Tensor] | None:
+    """Return the rows that are linked with this one of `size`, also through others.
+
+    They are given by the number of rows of the output.
+    """
     reached = {len(output): torch.zeros(len(output), dtype=torch.bool) for output, _ in outputs}
     reached[size][row] = True
     for _ in range(_MOST_LINKS):
@@ -161,7 +169,7 @@ def _group_of(row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> 
         before, reached = reached, {n: linked[n] | rows for n, rows in reached.items()}
         if all(bool((before[n] == rows).all()) for n, rows in reached.items()):
             break
-    return reached[size]
+    return reached
 
 
 def _linked_with(

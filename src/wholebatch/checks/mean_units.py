@@ -33,8 +33,9 @@ class UnitsOfMeans(Check):
         self.window_begins()
 
     def window_begins(self) -> Answer:
-        # Each mean of the window's first micro-batch: what it is over, and its units.
-        self._first: dict[tuple[int, int, int, str], tuple[float, float]] = {}
+        # Each mean of the window's first micro-batch: what it is over, its units, and if these may
+        # be its samples.
+        self._first: dict[tuple[int, int, int, str], tuple[float, float, bool]] = {}
         self._backwards = 0  # of the micro-batch
         return None
 
@@ -56,10 +57,14 @@ class UnitsOfMeans(Check):
         """
         for place, term in enumerate(terms):
             over = term.divisor
-            if not over or not math.isfinite(over) or units <= 0 or _is_by_sample(term, units):
+            by_sample = _is_by_sample(term, units)
+            if not over or not math.isfinite(over) or units <= 0 or (by_sample and units != 1):
                 continue
             key = (self._backwards, len(terms), place, term.node)
-            first, first_units = self._first.setdefault(key, (over, units))
+            now = (over, units, by_sample)
+            first, first_units, was_by_sample = self._first.setdefault(key, now)
+            if by_sample and was_by_sample:
+                continue
             proportional = math.isclose(over * first_units, first * units, rel_tol=_CLOSE)
             # Of labels that are ignored, as many may be left by chance.
             ignores = term.labels is not None and term.labels < term.count

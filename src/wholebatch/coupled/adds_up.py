@@ -228,9 +228,10 @@ class _Comparison:
         except Exception as problem:
             if self._names_layers and self.runs_now():
                 raise
-            if samples.reads_outputs and isinstance(problem, IndexError):
-                return AdditivityResult(conclusive=False)  # rows that point to rows (edges)
-            return self._not_in_parts(f"cannot run on a part of them ({problem!r})")
+            why = f"cannot run on a part of them ({problem!r})"
+            if isinstance(problem, IndexError):  # rows that point to rows: edges are no samples
+                return AdditivityResult((not_tested(samples, why, is_finite=True),))
+            return self._not_in_parts(why)
         if samples.reads_outputs:
             # Another output may have had as many rows as one run has samples.
             runs = (whole, first, second, again)
