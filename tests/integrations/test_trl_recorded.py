@@ -122,7 +122,7 @@ def test_a_graph_makes_the_update_of_the_undivided_batch(
 @pytest.mark.parametrize(
     ("make", "options"),
     [(eager, {}), (compiled, {"adapters": "lora"}), (compiled, {"loss_type": "dft"})],
-    ids=str,
+    ids=["eager", "lora", "dft"],
 )
 def test_large_logits_are_made_in_slices(
     make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
