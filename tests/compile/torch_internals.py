@@ -235,6 +235,7 @@ TEST_AND_MEMORY_INTERNALS = (
         "the last reduction of a loss: sum or mean, and over how many",
         "fewer mistakes are found in loops of one's own",
         (
+            "_saved_alpha",
             "_saved_reduction",
             "_saved_self",
             "_saved_other",

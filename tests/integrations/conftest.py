@@ -37,10 +37,10 @@ class Traces:
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
     """Graphs run as traced: the compiler takes too long for most tests."""
-    from wholebatch.compile import micro_step
+    from wholebatch.compile import make_graph
     from wholebatch.compile.execute_mode import ExecutePlan
 
-    count, plan, trace = Traces(), ExecutePlan.of, micro_step.trace
+    count, plan, trace = Traces(), ExecutePlan.of, make_graph.trace
 
     def traced(execute: str, device: torch.device) -> ExecutePlan:
         made = plan(execute, device)
@@ -52,5 +52,5 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
         return trace(*given)
 
     monkeypatch.setattr(ExecutePlan, "of", staticmethod(traced))
-    monkeypatch.setattr(micro_step, "trace", counted)
+    monkeypatch.setattr(make_graph, "trace", counted)
     return count

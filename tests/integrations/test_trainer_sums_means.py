@@ -90,9 +90,10 @@ def gradient_of(
     return before - torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-# T5's layer norm and Transformers' smoothing compute in float32 inside a float64 model: they round
-# alike, since the seed of a window is 1 / units, as that of a mean.
 EXACT = 1e-12
+# T5's layer norm and Transformers' smoothing compute in float32 inside a float64 model. A window's
+# seed is a power of two, and a mean's is 1 / units, which float32 rounds.
+OF_FLOAT32 = 1e-7
 
 
 def error(found: torch.Tensor, whole: torch.Tensor) -> float:
@@ -103,7 +104,8 @@ def error(found: torch.Tensor, whole: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", ["bert", "t5"])
 def test_models_whose_loss_takes_no_number_of_items(name: str, kind: Any, tmp_path: Path) -> None:
     whole = gradient_of(transformers.Trainer, name, tmp_path, (11,))
-    assert error(gradient_of(exact(kind), name, tmp_path, (5, 2, 4)), whole) < EXACT
+    limit = OF_FLOAT32 if name == "t5" else EXACT
+    assert error(gradient_of(exact(kind), name, tmp_path, (5, 2, 4)), whole) < limit
     if kind is transformers.Trainer:  # theirs is the sum of three means
         assert error(gradient_of(kind, name, tmp_path, (5, 2, 4)), whole) > 1.5
 
@@ -116,5 +118,5 @@ def test_smoothed_labels_in_float64(
     """Transformers smooths in float32: its rounding is no reason to refuse a float64 model."""
     smooth = {"label_smoothing_factor": 0.1}
     whole = gradient_of(transformers.Trainer, name, tmp_path, (11,), **smooth)
-    assert error(gradient_of(exact(kind), name, tmp_path, (5, 2, 4), **smooth), whole) < EXACT
+    assert error(gradient_of(exact(kind), name, tmp_path, (5, 2, 4), **smooth), whole) < OF_FLOAT32
     assert "no look" not in caplog.text

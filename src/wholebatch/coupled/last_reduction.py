@@ -95,6 +95,7 @@ class Reduction:
 def last_reductions(loss: Tensor) -> list[Reduction]:
     """Return the terms that a scalar loss is the sum of.
 
+    >>> import torch
     >>> losses = torch.rand(6, requires_grad=True)
     >>> [(r.kind, r.sizes, [s.by for s in r.scales]) for r in last_reductions(losses.mean() / 4)]
     [('mean', (6,), [4.0])]
