@@ -198,7 +198,7 @@ class ModelRuns:
         """Make the update of the undivided batch."""
         self.begin()
         if self.batchnorm == "freeze":  # its undivided batch is that of the changed model
-            self._frozen = choose_batchnorm(self.batchnorm, self.model)  # as long as it is held
+            choose_batchnorm(self.batchnorm, self.model)
         with self._observed() as gradients:
             with choose(self.precision, self.device.type).window():
                 loss = self._backward(batch)

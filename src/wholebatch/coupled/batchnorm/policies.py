@@ -101,7 +101,11 @@ class Freeze(Policy):
         for module in self._frozen:
             # A partial, so that in a copy of the model it runs the module of the copy.
             frozen = partial(_frozen_forward, module, module.forward)
-            self._replaced.enter_context(replaced_attributes(module, forward=frozen))
+            if "forward" in vars(module):
+                self._replaced.callback(setattr, module, "forward", module.forward)
+            else:
+                self._replaced.callback(delattr, module, "forward")
+            module.forward = frozen  # until `detach`, also if nobody holds this policy
 
     def begin_window(self) -> None:
         norms = filter(is_whole_batch_norm, self._model.modules())
