@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class GraphMemory:
-    """What all graphs of a run share; it outlives windows.
+    """The memory that the graphs of a run use together, and keep from window to window.
 
-    A buffer is laid out as its parameter, so other parameters need other ones (`fits`).
+    A gradient buffer is laid out as its parameter: other parameters need other buffers (`fits`).
     """
 
     reserves_on: ClassVar[tuple[str, ...]] = ("cuda",)
