@@ -453,3 +453,14 @@ KINDS = {
     "traced": _traced,
     "compiled": _compiled,
 }
+
+
+def kind_of(program: Program) -> str:
+    """Return the kind of which a program is."""
+    if program.mistake != "none":
+        return "wrong"
+    if program.way in HOSTS:
+        return "hosts"
+    if program.ranks > 1:
+        return "ranks"
+    return {"traced": "traced", "compile": "compiled"}.get(program.execute, "right")
