@@ -9,7 +9,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from tests.programs import hosts
-from tests.programs.description import Program
+from tests.programs.description import NEXT_TOKEN, Program
 from tests.programs.mistakes import in_values, lines_of, mistake_of
 from tests.programs.models import (
     CALLS,
@@ -121,6 +121,13 @@ _NOTE = """def note(step):
 
 def _note(program: Program) -> str:
     """Return the function that records a window."""
+    note = _note_of_state(program)
+    if program.way in hosts.HOSTS:
+        return note
+    return f'{note}\n    record[-1]["skips"] = train.skipped'
+
+
+def _note_of_state(program: Program) -> str:
     if program.joint:
         both = "for p in [*model.parameters(), *judge.parameters()]"
         return _NOTE.replace("for p in model.parameters()", both)
@@ -283,6 +290,8 @@ def _globals(program: Program) -> list[str]:
 
 def forward_lines(program: Program) -> list[str]:
     """Return the lines from a micro-batch to `logits`, `y` and `counted`."""
+    if program.loss in NEXT_TOKEN:
+        return []
     inputs = [field(program, "x")] + ([field(program, "mask")] if program.has_tokens else [])
     called = CALLS[program.call].format(", ".join(inputs))
     lines = [f"logits = {called}", f"y = {field(program, 'y')}"]
@@ -321,6 +330,8 @@ def values(program: Program) -> dict[str, str]:
 
 
 def _values(program: Program) -> dict[str, str]:
+    if program.loss in NEXT_TOKEN:
+        return {"helper": "wb.causal_lm(model, micro)", "units": "counted.sum()"}
     if program.loss == "mse" and program.criterion:
         target = field(program, "target") + (".flatten(0, 1)" if program.has_tokens else "")
         call = f"(logits[counted], {target}[counted].to(logits.dtype))"
@@ -383,7 +394,7 @@ def _loss(program: Program) -> list[str]:
     """Return the loss function, and the one that counts units; a loop has its loss inside."""
     parts = []
     if program.loss == "coupled":
-        lines = [*forward_lines(program)[:1], "return logits"]
+        lines = [*forward_lines(program)[:1], *mistake_of(program).encode, "return logits"]
         parts += [_function("def encode(model, micro):", lines)]
         lines = [
             "scores = logits @ logits.T",
@@ -403,6 +414,10 @@ def _loss(program: Program) -> list[str]:
         parts += _in_style(program, f"def loss({arguments}):", lines)
     if program.counts:
         lines = [f"y = {field(program, 'y')}", "counted = y != -100"]
+        if program.loss == "next":
+            lines = [f"counted = {field(program, 'y')}[:, 1:] != -100"]
+        if program.loss == "next unlabelled":
+            lines = [f"counted = {field(program, 'mask')}[:, 1:]"]
         units = values(program)["units"]
         if program.loss == "mse":
             units = "counted.sum() * 3"
@@ -420,7 +435,8 @@ def _loss(program: Program) -> list[str]:
 
 def _left(program: Program) -> list[str]:
     """Return lines that somebody has left after the backward of a micro-batch."""
-    return lines_of(mistake_of(program).after, values(program), forward_lines(program)[0])
+    after = mistake_of(program).after
+    return lines_of(after, values(program), forward_lines(program)[0]) if after else []
 
 
 def _failing(program: Program) -> list[str]:
@@ -734,8 +750,9 @@ def _backward(program: Program, last: str) -> list[str]:
         return [f"step = train.backward(mean={value['mean']}, units={value['units']}{last})"]
     if program.given == "total":
         return [f"step = train.backward({value['total']}, units={value['units']}{last})"]
+    if program.given == "helper":
+        return [f"step = train.backward({value['helper']}{last})"]
     given = loss_value(program.__class__(**{**program.__dict__, "given": "mean"}))
-    given = value["helper"] if program.given == "helper" else given
     return [f"step = train.backward({given}{last})"]
 
 
