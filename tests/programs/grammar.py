@@ -126,7 +126,7 @@ def _right(draw: Any) -> Program:
         style=_pick(draw, STYLES),
         names="long" if is_next else _pick(draw, ["short", "long", "strange", "globals"]),
         optimizer=optimizer,
-        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer, way),
+        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer, way, model),
         clip=_clip(draw, way, model, optimizer, event),
         close=close,
         memory="none" if way == "gradient" or optimizer in ("hooked", "two") else _memory(draw),
@@ -250,7 +250,7 @@ def _optimizer(draw: Any, model: str) -> str:
     return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
-def _scheduler(draw: Any, event: str, optimizer: str, way: str) -> str:
+def _scheduler(draw: Any, event: str, optimizer: str, way: str, model: str) -> str:
     kinds = ["none", "exponential", "step", "lambda", "cosine", "restarts", "one cycle", "cyclic"]
     kinds += ["polynomial", "several", "warmup", "chained"]
     kinds += ["list"] if way != "gradient" and event != "resume" else []
@@ -259,7 +259,8 @@ def _scheduler(draw: Any, event: str, optimizer: str, way: str) -> str:
         return "none"
     if event == "group":  # torch's LambdaLR fails: no function for the new group
         return _pick(draw, ["none", "exponential", "step"])  # type: ignore[no-any-return]
-    return _pick(draw, [*kinds, "plateau"] if event == "none" else kinds, 3)  # type: ignore[no-any-return]
+    kinds += ["plateau"] if event == "none" and model != "random" else []  # it reads the loss
+    return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
 def _precision(draw: Any, model: str) -> str:
@@ -380,13 +381,18 @@ def _on_ranks(draw: Any) -> Program:
     """Draw a program on 2 or 3 ranks, of which some have fewer micro-batches at the end."""
     ranks = draw(st.integers(2, 3))
     way = _pick(draw, ["over", "backward", "run"])
+    sharded = _pick(draw, ["ddp", "fsdp", "hsdp"], 2)
     model = _pick(
         draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random")]
     )
+    if model == "shared":  # fully_shard takes no scalar parameter
+        sharded = "ddp"
     loss = _pick(draw, ["ce", "smooth", "classes", "mse"])
     whole = way == "over"
     windows = draw(_windows(whole=whole, loss=loss, model=model))
     windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
+    if sharded != "ddp" or model == "counter":  # what is noted, all ranks gather
+        windows = (*windows[:-1], (windows[-1] * ranks)[: max(ranks, len(windows[-1]))])
     if whole:
         size = windows[0][0].rows
         windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
@@ -402,6 +408,7 @@ def _on_ranks(draw: Any) -> Program:
         scheduler=_pick(draw, ["none", "exponential"]),
         clip=_pick(draw, ["none", "norm"]),
         ranks=ranks,
+        sharded=sharded,
         seed=draw(st.integers(0, 50)),
     )
 

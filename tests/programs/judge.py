@@ -92,7 +92,7 @@ def _listed(program: Program) -> str:
     """Return the words of docs/laws.md that name the program's mistake, if any."""
     if program.mistake == "none":
         return ""
-    if all(len(window) == 1 for window in program.windows):
+    if len(program.windows[0]) == 1:
         return ONE_ROW
     if program.in_one_row and program.way not in LOOPS:
         return ONE_ROW
@@ -135,6 +135,8 @@ def compare(program: Program, right: list[Window], seen: list[Window]) -> str | 
         for one, other in zip(expected["rate"], given.get("rate", expected["rate"]), strict=True):
             if _off(one, other) > 1e-12:
                 return f"rate: {given['rate']} instead of {expected['rate']} in window {number}"
+        if expected.get("seen") != given.get("seen", expected.get("seen")):
+            return f"buffers: {given['seen']} instead of {expected['seen']} in window {number}"
     rounded: list[dict[str, float]] | None = None
     for number, ours in enumerate(distances(program, right, seen)):
         rounding = ROUNDING[program.precision] * (1 + 2 * number)

@@ -65,7 +65,7 @@ class Mistake:
 SIZE = "a sum divided by a number that is also a size of what it sums"
 """Words of docs/laws.md: it may be a mean over the parts of a sample."""
 ONE_ROW = "A batch with one sample"
-"""Words of docs/laws.md: where one sample alone has units, there is nothing to compare."""
+"""Words of docs/laws.md: where one sample or micro-batch is all, there is nothing to compare."""
 LATER = "whatever but the units shows only after the first window"
 """Words of docs/laws.md: most checks of a loop are asked in its first window."""
 

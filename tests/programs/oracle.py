@@ -245,6 +245,10 @@ def _train(
         if ema is not None and program.event != "resume":
             averaged = [p.detach().double().flatten() for p in ema.module.parameters()]
             window["ema"] = torch.cat(averaged)
+        if program.model == "counter" and program.sharded == "ddp":  # all have rank 0's buffers
+            windows = program.windows[: number + 1]
+            rows = sum(micro.rows for window in windows for micro in window[:: program.ranks])
+            window["seen"] = [float(rows)] * program.ranks
         record.append(window)
     return record
 

@@ -122,6 +122,12 @@ _NOTE = """def note(step):
 def _note(program: Program) -> str:
     """Return the function that records a window."""
     note = _note_of_state(program)
+    if program.sharded != "ddp":
+        note = note.replace("p.detach()", "p.detach().full_tensor()")
+    if program.model == "counter" and program.ranks > 1 and program.sharded == "ddp":
+        note += f"\n    seen = [torch.zeros((), dtype=dtype) for _ in range({program.ranks})]"
+        note += "\n    dist.all_gather(seen, model.module.seen)"
+        note += '\n    record[-1]["seen"] = torch.stack(seen).tolist()'
     if program.way in hosts.HOSTS:
         return note
     return f'{note}\n    record[-1]["skips"] = train.skipped'
@@ -168,6 +174,8 @@ _RANKS_HEAD = """import tempfile
 
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 """
 _RANKS_MAIN = """def main():
@@ -533,6 +541,15 @@ MEMORY = {
 }
 
 
+SHARDED = {
+    "ddp": "model = DistributedDataParallel(model)",
+    "fsdp": 'model = fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))',
+    "hsdp": 'names = ("replicate", "shard")\n'
+    'mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)\n'
+    "model = fully_shard(model, mesh=mesh)",
+}
+
+
 def _mask_name(program: Program) -> str:
     """Return the argument that names the mask's leaf."""
     if program.batch in ("tuple", "list"):
@@ -551,7 +568,7 @@ def _build(program: Program) -> list[str]:
         made = [f"optimizer = {optimizer_text(program)}", *mistake_of(program).start]
         return ["\n".join([*lines, *made])]
     if program.ranks > 1:
-        lines += ["model = DistributedDataParallel(model)"]
+        lines += [SHARDED[program.sharded].replace("RANKS", str(program.ranks))]
     lines += [JUDGE] if program.joint else []
     lines += [TEACHER] if program.call == "teacher" else []
     lines += [f"optimizer = {optimizer_text(program)}"]
