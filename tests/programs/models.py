@@ -592,7 +592,9 @@ def data_text(program: Program) -> str:
     text += (_SEQUENCES if program.has_tokens else _ROWS).rstrip() + _LABELS.rstrip()
     if program.loss in NEXT_TOKEN:  # of one token, none is the next
         text = text.replace("torch.randint(1, 6,", "torch.randint(2, 6,")
-    text += "\n    x[~mask] = 0" if program.tokens else ""  # padding, which may be trimmed
+    if program.tokens:  # padding, which may be trimmed, but where its labels count
+        text += "\n    x[~mask] = 0"
+        text = text.replace(".masked_fill(~mask, -100)", "") if program.seed % 4 == 1 else text
     text += _WEIGHT.rstrip() if "weight" in program.fields else ""
     text += _TARGET.rstrip() if "target" in program.fields else ""
     return f"{text}\n    return {', '.join(program.fields)}"
