@@ -20,8 +20,11 @@ from tests.programs.hosts import HOSTS
 from tests.programs.mistakes import MISTAKES, Mistake
 from tests.programs.models import MODELS, ROW_LOSSES
 
-PACKAGES = {"fabric": "lightning", "trainer": "transformers"}
+PACKAGES = {"fabric": "lightning", "trainer": "transformers", "jax steps": "optax"}
+PACKAGES["pipeline"] = "torch"
 INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
+_EAGER_BY_CODE = ("experts", "random", "batchnorm", "physics", "counter", "remembers")
+"""Models whose code branches on data, or changes the model: they run eagerly, with a warning."""
 EAGER = ("sparse", "lstm", "gru")
 """Models that no graph can be made of."""
 STYLES = ["module", "main", "closure", "class", "callable", "criterion", "partial"]
@@ -381,6 +384,8 @@ def _on_ranks(draw: Any) -> Program:
     """Draw a program on 2 or 3 ranks, of which some have fewer micro-batches at the end."""
     ranks = draw(st.integers(2, 3))
     way = _pick(draw, ["over", "backward", "run"])
+    if draw(st.integers(0, 5)) == 3:
+        return draw(_in_host_on_ranks())  # type: ignore[no-any-return]
     sharded = _pick(draw, ["ddp", "fsdp", "hsdp"], 2)
     model = _pick(
         draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random")]
@@ -416,8 +421,8 @@ def _on_ranks(draw: Any) -> Program:
 @st.composite
 def _in_host(draw: Any) -> Program:
     """Draw a program whose loop another library owns."""
-    way = _pick(draw, INSTALLED)
-    whole = way in ("keras", "jax")
+    way = _pick(draw, [way for way in INSTALLED if way != "pipeline"])
+    whole = way in ("keras", "jax", "jax steps")
     model = "linear" if whole else _pick(draw, RUN_ANYWHERE)
     loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])
     windows = draw(_windows(whole=whole, loss=loss, model=model))
@@ -435,11 +440,37 @@ def _in_host(draw: Any) -> Program:
         loss=loss,
         given="mean" if means else _pick(draw, ["total", "mean"]),
         way=way,
-        batch=_pick(draw, ["dict"] if way in ("trainer", "keras", "jax") else ["dict", "tuple"]),
+        batch=_pick(draw, ["dict"] if whole or way == "trainer" else ["dict", "tuple"]),
         names=_pick(draw, ["short", "long"]),
         optimizer="sgd" if whole or model == "sparse" else _pick(draw, ["sgd", "adamw"]),
         clip=_pick(draw, ["none", "norm"]) if clips else "none",
         precision="float32" if way == "keras" else "float64",  # Keras's rate is a float32
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def _in_host_on_ranks(draw: Any) -> Program:
+    """Draw a program on two ranks whose loop another library owns, or a pipeline of two stages."""
+    ways = [way for way in ("pipeline", "trainer") if way in INSTALLED]
+    way = _pick(draw, ways)
+    steps = 2 * draw(st.integers(1, 2))
+    windows = tuple(
+        tuple(Micro(draw(st.integers(1, 3)), _pick(draw, ["all", "some"])) for _ in range(steps))
+        for _ in range(draw(st.integers(1, 2)))
+    )
+    windows = tuple((Micro(window[0].rows), *window[1:]) for window in windows)
+    is_pipeline = way == "pipeline"
+    return Program(
+        model="mlp" if is_pipeline else _pick(draw, ["linear", "mlp", "attention", "heads"]),
+        windows=windows,
+        loss="ce" if is_pipeline else _pick(draw, ["ce", "classes", "mse"]),
+        given="mean",
+        way=way,
+        names="short" if is_pipeline else _pick(draw, ["short", "long"]),
+        optimizer="sgd" if is_pipeline else _pick(draw, ["sgd", "adamw"]),
+        clip=_pick(draw, ["none", "norm"]),
+        ranks=2,
         seed=draw(st.integers(0, 50)),
     )
 
@@ -451,8 +482,17 @@ def _traced(draw: Any) -> Program:
         program = draw(_right())
         # "compile" is for one model and a loss that adds up, and is refused for others.
         is_plain = program.loss != "coupled" and program.call not in ("pair", "parts")
-        if is_plain and program.way in ("step", "over", "run") and program.model not in EAGER:
+        is_plain = is_plain and program.way in ("step", "over", "run")
+        if is_plain and (_has_a_graph(program) or draw(st.integers(0, 99)) == 50):
             return replace(program, execute="traced")
+
+
+def _has_a_graph(program: Program) -> bool:
+    """Return whether no size and no branch of a program depends on what the data holds."""
+    by_mask = program.given == "unit" or program.loss in (*ROW_LOSSES, "mse")
+    by_mask |= program.loss == "classes" and program.given != "helper"
+    is_eager = program.model in (*EAGER, *_EAGER_BY_CODE)
+    return not (by_mask or is_eager or program.numbers or program.batch == "object")
 
 
 @st.composite

@@ -170,7 +170,9 @@ def script(program: Program) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_RANKS_HEAD = """import tempfile
+_RANKS_HEAD = """
+import os
+import tempfile
 
 import torch.distributed as dist
 from torch import multiprocessing
@@ -201,6 +203,10 @@ def _on_ranks(program: Program, parts: list[str]) -> list[str]:
         f'dist.init_process_group("gloo", f"file://{{meeting}}", rank=rank, world_size={ranks})'
     )
     ends = "if rank == 0:\n    answers.put(json.dumps(record))\ndist.destroy_process_group()"
+    if program.way == "trainer":  # what torchrun sets
+        own = "RANK=str(rank), LOCAL_RANK=str(rank)"
+        meet = f"WORLD_SIZE='{ranks}', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'"
+        begins = f"os.environ.update({own}, {meet})\n{begins}"
     body = "\n\n".join([begins, *dealt, data, *parts[start:], ends])
     return [
         *parts[:start],
