@@ -101,6 +101,12 @@ class Program:
         return self.model == "random" or self.mistake == "negatives drawn"
 
     @property
+    def dealt(self) -> str:
+        """The slice of a window that a rank gets: its first or its last rank gets most."""
+        is_reversed = self.seed % 2 == 1 and len(self.windows[-1]) >= self.ranks
+        return f"{self.ranks - 1} - rank::{self.ranks}" if is_reversed else f"rank::{self.ranks}"
+
+    @property
     def has_tokens(self) -> bool:
         """True if a sample is a sequence of tokens."""
         return self.model in TOKEN_MODELS

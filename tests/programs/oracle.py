@@ -247,7 +247,8 @@ def _train(
             window["ema"] = torch.cat(averaged)
         if program.model == "counter" and program.sharded == "ddp":  # all have rank 0's buffers
             windows = program.windows[: number + 1]
-            rows = sum(micro.rows for window in windows for micro in window[:: program.ranks])
+            dealt = f"[micro for window in windows for micro in window[{program.dealt}]]"
+            rows = sum(micro.rows for micro in eval(dealt, {"rank": 0, "windows": windows}))
             window["seen"] = [float(rows)] * program.ranks
         record.append(window)
     return record

@@ -197,7 +197,7 @@ def _on_ranks(program: Program, parts: list[str]) -> list[str]:
     """Return the program with everything from the loss on in a function that each rank runs."""
     start = len(parts) - len(_loss(program)) - len(_build(program)) - 2
     ranks = program.ranks
-    dealt = [f"drawn_here = [window[rank::{ranks}] for window in drawn]"]
+    dealt = [f"drawn_here = [window[{program.dealt}] for window in drawn]"]
     data = _data(program).rsplit("\n", 1)[1].replace("in drawn]", "in drawn_here if window]")
     begins = (
         f'dist.init_process_group("gloo", f"file://{{meeting}}", rank=rank, world_size={ranks})'
