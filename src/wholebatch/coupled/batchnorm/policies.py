@@ -21,9 +21,8 @@ from typing import Any, Literal, final, get_args
 from torch import nn
 
 from wholebatch.coupled.normalisation_layers import (
+    NORMS,
     BatchNorm,
-    is_whole_batch_norm,
-    needs_whole_batch,
     uses_whole_batch,
     whole_batch_norms,
 )
@@ -69,7 +68,7 @@ class Refuse(Policy):
         self.begin_window()
 
     def begin_window(self) -> None:
-        if not needs_whole_batch(self._model):
+        if not any(map(uses_whole_batch, _norms_of(self._model))):
             return
         norms = whole_batch_norms(self._model)
         layers = [(repr(name), module) for name, module in norms if uses_whole_batch(module)]
@@ -108,8 +107,8 @@ class Freeze(Policy):
             module.forward = frozen  # until `detach`, also if nobody holds this policy
 
     def begin_window(self) -> None:
-        norms = filter(is_whole_batch_norm, self._model.modules())
-        if any(norm not in self._frozen and uses_whole_batch(norm) for norm in norms):
+        others = (norm for norm in _norms_of(self._model) if norm not in self._frozen)
+        if any(map(uses_whole_batch, others)):
             raise UnsupportedError(
                 'batchnorm="freeze": a BatchNorm was added to the model later, and is not frozen; '
                 "create this object again after you change the model"
@@ -117,6 +116,10 @@ class Freeze(Policy):
 
     def detach(self) -> None:
         self._replaced.close()
+
+
+def _norms_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, NORMS)]
 
 
 def _frozen_forward(
