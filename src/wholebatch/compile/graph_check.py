@@ -177,21 +177,26 @@ def _are_like(found: Sequence[Tensor], wanted: Sequence[Tensor], own: Sequence[f
     """True if each gradient has about the size and direction of eager code's; tiny ones may not.
 
     Two vectors of one size that lie as far apart as this size have an angle of 60 degrees. Where
-    eager code itself turns by about half of that or more (early layers of an untrained ResNet-50
-    turn by 80 degrees), no direction is right. The size still is: rounding changed it by at most
-    28% there, and a graph may by half.
+    eager code itself turns by about half of that or more (an untrained ResNet-50 turns by 80
+    degrees), no direction is right. Sizes still are: of each to a factor of 2, since a few numbers
+    scatter, and of all such gradients together to half.
     """
     tiny = 0.01 * _norm(wanted)
+    turned: list[tuple[Tensor, Tensor]] = []
     for gradient, eager, rounding in zip(found, wanted, own, strict=True):
         size = _norm([eager])
         small, large = sorted((_norm([gradient]), size))
+        alike = large <= 2 * small
         if rounding > size / 2:
-            alike = large <= 1.5 * small
+            turned.append((gradient, eager))
         else:
-            alike = large <= 2 * small and _distance([gradient], [eager]) <= large
+            alike = alike and _distance([gradient], [eager]) <= large
         if not (alike or large <= tiny):  # Neither, if it is not a number.
             return False
-    return True
+    if not turned:
+        return True
+    small, large = sorted(_norm(part) for part in zip(*turned, strict=True))
+    return large <= 1.5 * small
 
 
 def gradients_of(
