@@ -85,11 +85,11 @@ class GraphCheck:
             return done.form.read(totals, rest).comparable
 
         try:
-            found = rehearse(results, device, captures=rehearses)
+            outcome = rehearse(results, device, captures=rehearses)
             if not joint.random:
                 sixteen_bit, compiled = joint.traced.sixteen_bit, joint.compiled
                 held_against = partial(hold_against, sixteen_bit=sixteen_bit, compiled=compiled)
-                held_against(found, done.results, "loss")
+                held_against(outcome, done.results, "loss")
                 wanted = done.gradients(joint.used, held)
                 if wanted is not None:
                     buffers = self.gradients.of(joint.used)
@@ -120,7 +120,7 @@ class GraphCheck:
 
 
 def hold_against(
-    found: Sequence[Tensor],
+    actual: Sequence[Tensor],
     wanted: Sequence[Tensor],
     what: str,
     *,
@@ -135,20 +135,20 @@ def hold_against(
     these, `moved` says how far each gradient of eager code is from itself with weights that are
     moved by one rounding step: a graph may be twice as far from eager code, and no farther.
     """
-    reason = differs(found, wanted, what, sixteen_bit=sixteen_bit, compiled=compiled)
+    reason = differs(actual, wanted, what, sixteen_bit=sixteen_bit, compiled=compiled)
     if reason is None:
         return
     if sixteen_bit and moved is not None:
         with contextlib.suppress(torch.OutOfMemoryError):
             own = moved()
-            if _distance(found, wanted) <= 2 * math.hypot(*own) and _are_like(found, wanted, own):
+            if _distance(actual, wanted) <= 2 * math.hypot(*own) and _are_like(actual, wanted, own):
                 return
     raise CannotTrace(reason)
 
 
 @torch.no_grad()
 def differs(
-    found: Sequence[Tensor],
+    actual: Sequence[Tensor],
     wanted: Sequence[Tensor],
     what: str,
     *,
@@ -160,20 +160,20 @@ def differs(
     The operations of a graph as traced are those of eager code. A compiler rounds otherwise, and an
     ill-conditioned model amplifies that.
     """
-    if len(found) != len(wanted):
-        return f"it gives {len(found)} tensors of {what} where eager code gives {len(wanted)}"
+    if len(actual) != len(wanted):
+        return f"it gives {len(actual)} tensors of {what} where eager code gives {len(wanted)}"
     dtype = wanted[0].dtype
     allowed = 1e-6 if dtype is torch.float64 else 1e-2
     if sixteen_bit:
         allowed = 0.1 if compiled else 0.02
-    above, below = _distance(found, wanted), _norm(wanted)
+    above, below = _distance(actual, wanted), _norm(wanted)
     if not 0.0 < below < float("inf") or above <= allowed * below:
         return None  # Or eager code is not finite, or there is nothing to compare.
     return f"its {what} differs from that of eager code by {above / below:.1e}"
 
 
 @torch.no_grad()
-def _are_like(found: Sequence[Tensor], wanted: Sequence[Tensor], own: Sequence[float]) -> bool:
+def _are_like(actual: Sequence[Tensor], wanted: Sequence[Tensor], own: Sequence[float]) -> bool:
     """True if each gradient has about the size and direction of eager code's; tiny ones may not.
 
     Two vectors of one size that lie as far apart as this size have an angle of 60 degrees. Where
@@ -183,7 +183,7 @@ def _are_like(found: Sequence[Tensor], wanted: Sequence[Tensor], own: Sequence[f
     """
     tiny = 0.01 * _norm(wanted)
     turned: list[tuple[Tensor, Tensor]] = []
-    for gradient, eager, rounding in zip(found, wanted, own, strict=True):
+    for gradient, eager, rounding in zip(actual, wanted, own, strict=True):
         size = _norm([eager])
         small, large = sorted((_norm([gradient]), size))
         alike = large <= 2 * small
@@ -219,7 +219,7 @@ def gradients_of(
             allow_unused=True,
         )
     place = room_for(gradients)
-    return [one.to(place) for one in gradients]
+    return [gradient.to(place) for gradient in gradients]
 
 
 @contextlib.contextmanager
@@ -258,9 +258,9 @@ def _turn_last_bits(model: nn.Module) -> None:
             weight.data.view(kind).bitwise_xor_(turned.to(kind) * bit)
 
 
-def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def _distance(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """Return the norm of the difference, computed pair by pair on the device of `found`."""
-    return _norm(a.to(b.dtype) - b.to(a.device) for a, b in zip(found, wanted, strict=True))
+    return _norm(a.to(b.dtype) - b.to(a.device) for a, b in zip(actual, wanted, strict=True))
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

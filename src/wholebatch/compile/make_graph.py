@@ -64,7 +64,7 @@ class GraphMaker:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
         slot.reading = slot.reading or self._kinds.captured_reading(done.inputs)
         state = self._memory.state()
-        if any(_has_sparse_gradient(one) for one in state.trained.values()):
+        if any(_has_sparse_gradient(parameter) for parameter in state.trained.values()):
             raise CannotTrace("it has sparse gradients, and a graph can add only dense ones")
         beside = None if slot.ready is None else slot.ready.joint.beside
 
@@ -137,7 +137,7 @@ class GraphMaker:
 
     def captures(self, slot: Slot) -> bool:
         """True if a shared graph, which runs this kind as it is, is to be captured for it."""
-        return self._plan.records(sum(one.captured for one in self._kinds.ready()), slot.seen)
+        return self._plan.records(sum(graph.captured for graph in self._kinds.ready()), slot.times)
 
     def captured(self, prepared: Prepared, inputs: Inputs, seeds: list[Tensor]) -> Prepared:
         """Capture a step whose kernels were launched one by one so far."""
@@ -159,11 +159,11 @@ class GraphMaker:
         self, slot: Slot, done: EagerResult, state: State, sizes: Sizes | None = None
     ) -> Traced:
         parts = (self._model, self._loss, self._precision, state)
-        made = trace(*parts, done.inputs, done.form, sizes)
+        traced = trace(*parts, done.inputs, done.form, sizes)
         empty_cache(self._device)
         assert slot.reading is not None
-        slot.reading.guards.watch(made.sources, every=made.any_source)
-        return made
+        slot.reading.guards.watch(traced.sources, every=traced.any_source)
+        return traced
 
     def _joint_step(
         self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool

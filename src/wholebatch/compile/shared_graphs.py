@@ -77,22 +77,22 @@ class SharedGraphs:
         inputs: Inputs,
         form: Form,
         prepared: Iterable[Key],
-        seen: Iterable[Key],
+        known: Iterable[Key],
         trace: Callable[[Sizes], Traced],
     ) -> SharedGraph | None:
         """Return the graph that serves this kind with a loss of this form; make it if it pays.
 
         It pays if another kind of the same pattern is prepared.
         """
-        found = self.find(inputs)
-        if found is None:
+        graph = self.find(inputs)
+        if graph is None:
             of = pattern(inputs.key)
             if not any(pattern(key) == of for key in prepared):
                 return None
-            others = [key for key in seen if key != inputs.key and pattern(key) == of]
-            found = self._made_for(inputs, differing(inputs, others), trace)
-        fits = found is not None and found.traced.form_for(inputs.tensors) == form
-        return found if fits else None
+            others = [key for key in known if key != inputs.key and pattern(key) == of]
+            graph = self._made_for(inputs, differing(inputs, others), trace)
+        fits = graph is not None and graph.traced.form_for(inputs.tensors) == form
+        return graph if fits else None
 
     def _made_for(
         self,
@@ -111,10 +111,10 @@ class SharedGraphs:
             return None
         shared = None
         try:
-            made = SharedGraph(trace(Sizes.of(inputs, places)))
-            if not made.admits(inputs):
+            graph = SharedGraph(trace(Sizes.of(inputs, places)))
+            if not graph.admits(inputs):
                 raise CannotTrace("its own sizes are not among those it is for")
-            shared = made
+            shared = graph
         except torch.OutOfMemoryError:
             raise
         # This uses private parts of torch and runs the model's code: anything may be raised.
@@ -130,7 +130,7 @@ class SharedGraphs:
         graph.usable = False
         self.tell(problem)
         for of, tried in self._tried.items():
-            wanted = [places for places, one in tried if one is graph]
+            wanted = [places for places, other in tried if other is graph]
             self._failed.setdefault(of, []).extend(wanted)
 
     def tell(self, problem: Exception) -> None:

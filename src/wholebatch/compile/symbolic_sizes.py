@@ -114,8 +114,8 @@ class Sizes:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor for a tensor of the model, with fixed sizes."""
-        made: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
-        return made
+        fake: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
+        return fake
 
     def numbers(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the values of the symbols for this micro-batch."""
