@@ -166,6 +166,7 @@ def limited(tmp_path: Path, recipe: Path, size: int, *options: object) -> Ran:
     program = tmp_path / "limited.py"
     program.write_text(
         "import resource, sys\n"
+        "sys.dont_write_bytecode = True\n"  # a module cut off at that size would stay
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
         "from wholebatch.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import wholebatch as wb
 from tests.compile.nets import loss, mode_of, traced
@@ -38,8 +40,8 @@ def is_refused(
     sixteen_bit: bool = True,
     noise: float | None = None,
 ) -> bool:
-    """`noise`: the distance to eager code with moved weights."""
-    moved = None if noise is None else lambda: noise * graph_check._norm(OTHER)
+    """`noise`: the distance to eager code with moved weights, as a share of each gradient."""
+    moved = None if noise is None else lambda: [noise * graph_check._norm([g]) for g in EAGER]
     try:
         hold_against(found, EAGER, what, sixteen_bit=sixteen_bit, compiled=compiled, moved=moved)
     except CannotTrace:
@@ -75,12 +77,42 @@ def test_only_rounding_excuses_a_difference() -> None:
 def test_a_large_gradient_of_another_size_or_direction_is_refused(
     place: int, factor: float
 ) -> None:
-    """However much rounding there is."""
-    found = mixed(0.2)
-    found[place] = found[place] * factor
-    assert is_refused(found, "gradient", compiled=True, noise=10.0)
-    found[place] = mixed(0.2)[place].flip(0)
-    assert is_refused(found, "gradient", compiled=True, noise=10.0)
+    """Its size however much rounding there is, its direction where rounding leaves it."""
+    for noise in (0.4, 10.0):
+        found = mixed(0.2)
+        found[place] = found[place] * factor
+        assert is_refused(found, "gradient", compiled=True, noise=noise) is (
+            factor != -1.0 or noise < 0.5
+        )
+        found[place] = mixed(0.2)[place].flip(0)
+        assert is_refused(found, "gradient", compiled=True, noise=noise) is (noise < 0.5)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.8, 0.5])
+def test_an_untrained_resnet_turns_by_rounding_but_keeps_its_sizes(factor: float) -> None:
+    """Its gradient in bf16 lies farther from float32 than it is long, as eager code's own does."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    config = ResNetConfig()
+    config.num_labels = 10
+    model = ResNetForImageClassification(config)
+    pixels, labels = torch.randn(8, 3, 64, 64), torch.arange(8)
+
+    def gradients(precision: torch.dtype) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
+            total = functional.cross_entropy(model(pixels).logits.float(), labels)
+        return list(torch.autograd.grad(total, list(model.parameters())))
+
+    eager, other = gradients(torch.bfloat16), gradients(torch.float32)
+    with weights_moved(model):
+        moved = gradients(torch.bfloat16)
+    own = [graph_check._distance([a], [b]) for a, b in zip(moved, eager, strict=True)]
+    assert graph_check._distance(other, eager) > graph_check._norm(eager)
+    answer: Any = pytest.raises(CannotTrace) if factor != 1.0 else contextlib.nullcontext()
+    with answer:
+        scaled = [factor * gradient for gradient in other]
+        hold_against(scaled, eager, "gradient", sixteen_bit=True, compiled=True, moved=lambda: own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -83,20 +83,27 @@ FORMATS = [
 
 
 def _distances(model: nn.Module, precision: str) -> tuple[float, float]:
-    """Return how far from float64 a window of the graph is, and plain torch undivided."""
+    """Return how far from float64 windows of the graph are, and plain torch undivided.
+
+    Five windows, for the rounding of a single one scatters.
+    """
     exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
-    mean_of_tokens(exact, tagged(10)).backward()
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        mean_of_tokens(plain, tagged(10)).backward()
     train = traced(model, precision=precision, audit=False)
-    for _ in range(3):  # The last two rows get their graph when they come again.
-        model.zero_grad()
-        train.gradient(tagged(10))
+    ours: list[Tensor] = []
+    undivided: list[Tensor] = []
+    wanted: list[Tensor] = []
+    for number in (0, 0, *range(5)):  # The last two rows get their graph when they come again.
+        batch = tagged(10)
+        batch["x"] = (batch["x"] + number) % 11
+        for each in (model, plain, exact):
+            each.zero_grad()
+        mean_of_tokens(exact, batch).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            mean_of_tokens(plain, batch).backward()
+        train.gradient(batch)
+        for gradients, each in ((ours, model), (undivided, plain), (wanted, exact)):
+            gradients += [p.grad for p in each.parameters() if p.grad is not None]
     assert mode_of(train) == "operations", train._runner.executor.notes.reasons
-    ours, undivided, wanted = (
-        [one.grad for one in it.parameters() if one.grad is not None]
-        for it in (model, plain, exact)
-    )
     return distance(ours, wanted), distance(undivided, wanted)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -209,54 +208,6 @@ def chosen(model: nn.Module, micro: Batch) -> Tensor:
 
 
 EVEN, UNEVEN = [(4, 4)], [(5, 3)]
-
-
-MOVING = {"mean": 0.0}
-
-
-def moving(model: nn.Module, micro: Batch) -> Tensor:
-    losses = each(model, micro)
-    MOVING["mean"] = 0.9 * MOVING["mean"] + 0.1 * float(losses.detach().mean())
-    return (losses - MOVING["mean"]).square()
-
-
-def centred(model: nn.Module, micro: Batch) -> Tensor:
-    out = model(micro["x"])
-    return (out - out.detach().mean(0)).square().sum(1)
-
-
-def advantages(model: nn.Module, micro: Batch) -> Tensor:
-    given = micro["x"][:, 0]
-    return each(model, micro) * (given - given.mean()) / given.std()
-
-
-RUN: dict[str, Callable[[nn.Module, Batch], Any]] = {
-    "normalised advantages": advantages,
-    "detached statistics": centred,
-    "state that crosses micro-batches": moving,
-    "a chosen part": lambda m, b: wb.mean_loss(chosen(m, b), len(b["y"])),
-    "weights of classes": lambda m, b: wb.mean_loss(weighted(m, b), len(b["y"])),
-    "ignored labels": lambda m, b: wb.mean_loss(ignoring(m, b), len(b["y"])),
-    "a mask": lambda m, b: wb.mean_loss(masked(m, b), len(b["y"])),
-    "the largest": lambda m, b: wb.mean_loss(each(m, b).max(), len(b["y"])),
-    "the largest two": lambda m, b: wb.mean_loss(each(m, b).topk(2)[0].mean(), len(b["y"])),
-    "a middle one": lambda m, b: wb.mean_loss(each(m, b).median(), len(b["y"])),
-    "a penalty": lambda m, b: wb.Loss(each(m, b).sum() + 0.1 * penalty(m), len(b["y"])),
-    "right": each,
-}
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_the_loss_function_of_run_is_tested_as_a_whole(name: str) -> None:
-    def backward(acc: Any, model: nn.Module, micro: Batch) -> None:
-        acc.run(made.setdefault(acc, partial(RUN[name], model)), micro)
-
-    made: dict[Any, Any] = {}
-    if name == "right":
-        assert windows(backward, [SIZES])[1] <= EXACT
-        return
-    with pytest.raises(REFUSED, match="cannot give the update of the whole batch"):
-        windows(backward, [(4, 4, 3)])
 
 
 def per_sample(model: nn.Module, micro: Batch) -> Tensor:

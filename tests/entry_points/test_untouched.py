@@ -147,18 +147,6 @@ def test_what_may_be_done_in_a_window() -> None:
     whole.assert_same(model)
 
 
-def test_weights_that_are_swapped_out_and_back_in_a_window_are_refused() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    acc.backward(summed(model, MICROS[0]), units=5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.clone())
-    with pytest.raises(WindowError, match="has changed in the middle of the window"):
-        acc.backward(summed(model, MICROS[1]), units=3)
-    acc.discard()
-
-
 def test_losses_that_lead_to_no_parameter_of_the_optimizer() -> None:
     model, another = mlp(), mlp()
     acc = wb.Accumulator(model, sgd(model), steps=1)

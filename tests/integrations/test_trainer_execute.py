@@ -84,22 +84,14 @@ def mode_of(trainer: Any) -> str:
     return mode
 
 
-@pytest.mark.parametrize(
-    ("case", "execute"),
-    [
-        ("uneven", "compile"),
-        ("short tail", "eager"),
-        ("masked tokens", "compile"),
-        ("clipped", "compile"),
-    ],
-)
-def test_every_case_as_traced(run: Run, traces: Traces, case: str, execute: Any) -> None:
+@pytest.mark.parametrize("case", ["uneven", "masked tokens", "clipped"])
+def test_every_case_as_traced(run: Run, traces: Traces, case: str) -> None:
     whole = run(Trainer, "whole", case=case, num_train_epochs=3)
-    ours = run(exact(Trainer, execute=execute), "ours", case=case, num_train_epochs=3)
+    ours = run(exact(Trainer, execute="compile"), "ours", case=case, num_train_epochs=3)
     assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == ("operations" if execute == "compile" else "eager")
+    assert mode_of(ours) == "operations"
     # The last batch of 29 samples has one, in each epoch: it gets a graph of its own.
-    assert traces.made == (0 if execute == "eager" else 2 if case == "uneven" else 1)
+    assert traces.made == (2 if case == "uneven" else 1)
 
 
 def test_compiled(run: Run) -> None:
@@ -147,26 +139,16 @@ class Padded:
         }
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "execute"),
-    [
-        (None, "compile"),
-        (3, "eager"),
-        (TOKENS, "compile"),
-        (wb.samples(1), "eager"),
-        ("auto", "compile"),
-    ],
-)
+@pytest.mark.parametrize("micro_batch", [None, TOKENS, "auto"])
 def test_batches_of_several_widths(
-    run: Run, problem: Any, traces: Traces, micro_batch: Any, execute: Any
+    run: Run, problem: Any, traces: Traces, micro_batch: Any
 ) -> None:
     data = Padded(problem.Tokens(problem.PROBLEMS["masked tokens"]))
     assert len({len(row["labels"]) for row in data.rows}) > 4
     given = {"data": data, "data_collator": Padded.collate}
     whole = run(Trainer, "whole", **given)
-    ours = run(exact(Trainer, execute=execute, micro_batch=micro_batch), "ours", **given)
+    ours = run(exact(Trainer, execute="compile", micro_batch=micro_batch), "ours", **given)
     assert run.distance(ours, whole) <= EXACT
-    assert traces.made == 0 or execute == "compile"
     if micro_batch == TOKENS:  # sorted over the whole window, not within each batch
         each = [Padded.collate(data.rows[at : at + 4]) for at in range(16, 32, 4)]
         number = len(split(Padded.collate(data.rows[16:]), TOKENS))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import wholebatch as wb
 from tests.distributed.launch import reports
-from tests.support import EXACT
 
 pytest.importorskip("trl")
 
@@ -62,7 +61,6 @@ def updates(name: str, **options: Any) -> tuple[float, float]:
 # tokens (dapo and its like), or by sequences that are as many in each
 # batch (the others of GRPO). It is not for the rest.
 OFF = [
-    ("DPO", {}),
     ("DPO", {"loss_type": ["ipo", "hinge"], "loss_weights": [0.5, 1.0]}),
     ("DPO", {"precompute_ref_log_probs": True}),
     ("Reward", {"center_rewards_coefficient": 0.1}),
@@ -97,14 +95,6 @@ def test_one_batch_of_a_loss_of_trls_makes_its_own_update() -> None:
     for name, options in (("GRPO", {}), ("DPO", {"f_divergence_type": "js_divergence"})):
         ours = trained(TRAINERS[name](exact, 1, **options))
         assert off(ours, trained(TRAINERS[name](plain, 1, **options))) <= FLOAT32, name
-
-
-def test_float64_reward_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = runs.llama
-    monkeypatch.setattr(runs, "llama", lambda *given, **more: made(*given, **more).double())
-    own, ours = updates("Reward")
-    assert ours <= FLOAT32
-    assert own > 0.1
 
 
 def test_gkd_is_refused_by_name() -> None:
@@ -352,15 +342,6 @@ def test_inside_a_watch(
 
 
 MASKED = {"completion_only_loss": True, "max_length": 9}
-
-
-def test_float64_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = runs.llama
-    monkeypatch.setattr(runs, "llama", lambda *given, **more: made(*given, **more).double())
-    monkeypatch.setattr(runs.torch.Tensor, "float", lambda self: self)  # TRL and HF round logits
-    whole = trained(runs.completions(exact, 1, **MASKED))
-    ours = trained(runs.completions(exact, 4, **MASKED))
-    assert off(ours, whole) <= EXACT
 
 
 def test_fine_tuning_evaluates_as_trl_does() -> None:

@@ -94,10 +94,9 @@ def case(name: str, make: Any, batches: int, **options: Any) -> Any:
     ("name", "options", "samples"),
     [
         ("SFT", MASKED, 14),
-        ("SFT", {**MASKED, "adapters": "dora"}, 16),
-        ("SFT", {**MASKED, "adapters": "lora", "gradient_checkpointing": True}, 16),
+        ("SFT", {**MASKED, "adapters": "dora", "gradient_checkpointing": True}, 16),
         ("DPO", {"adapters": "modules_to_save", "gradient_checkpointing": True}, 16),
-        ("DPO", {"precompute_ref_log_probs": True, "loss_type": ["ipo", "apo_zero"]}, 14),
+        ("DPO", {"precompute_ref_log_probs": True, "loss_type": ["ipo", "apo_zero"]}, 16),
         ("Reward", {"center_rewards_coefficient": 0.1}, 16),
         ("KTO", {"desirable_weight": 1.4}, 16),
     ],

@@ -23,8 +23,8 @@ def peak_of_step(samples: int, *, micro_batch: int) -> int:
     return meter.peak - meter.peak_by_category["inputs"]
 
 
-def test_a_batch_512_times_as_large_takes_the_same_memory() -> None:
+def test_a_batch_64_times_as_large_takes_the_same_memory() -> None:
     small = peak_of_step(16, micro_batch=8)
-    large = peak_of_step(4096, micro_batch=8)
+    large = peak_of_step(1024, micro_batch=8)
     assert abs(large - small) < 0.01 * small
-    assert peak_of_step(4096, micro_batch=1024) > 1.2 * small, "the measure does not move at all"
+    assert peak_of_step(2048, micro_batch=1024) > 1.2 * small, "the measure does not move at all"

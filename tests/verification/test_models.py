@@ -36,16 +36,6 @@ def segments() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))
 
 
-def by_pixels(model: nn.Module, micro: Any) -> wb.Loss:
-    total = F.cross_entropy(model(micro["x"]), micro["y"], ignore_index=255, reduction="sum")
-    return wb.Loss(total, (micro["y"] != 255).sum())
-
-
-def by_images(model: nn.Module, micro: Any) -> wb.Loss:
-    mean = F.cross_entropy(model(micro["x"]), micro["y"], ignore_index=255)
-    return wb.mean_loss(mean, len(micro["y"]))
-
-
 def dice(model: nn.Module, micro: Any) -> wb.Loss:
     chance, hit = model(micro["x"]).softmax(1)[:, 0], (micro["y"] == 0).float()
     off = 1 - (2 * (chance * hit).sum() + 1) / (chance.sum() + hit.sum() + 1)
@@ -81,77 +71,16 @@ def masked(model: nn.Module, micro: Any) -> wb.Loss:
 WEIGHTS = torch.tensor([1.0, 4.0, 0.2])
 
 
-def weighted(model: nn.Module, micro: Any) -> wb.Loss:
-    total = F.cross_entropy(model(micro["x"]), micro["y"], weight=WEIGHTS, reduction="sum")
-    return wb.Loss(total, WEIGHTS[micro["y"]].sum())
-
-
 def weighted_by_samples(model: nn.Module, micro: Any) -> wb.Loss:
     mean = F.cross_entropy(model(micro["x"]), micro["y"], weight=WEIGHTS)
     return wb.mean_loss(mean, len(micro["y"]))
 
 
-def tasks() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(6)
-    return {**BATCH, "t": torch.randn(13, 2, generator=generator), "w": torch.linspace(0, 2, 13)}
-
-
-def counted(micro: Any) -> dict[str, Any]:
-    return {"class": len(micro["y"]), "value": micro["w"].sum()}
-
-
-def two_tasks(model: nn.Module, micro: Any) -> Any:
-    out, units = model(micro["x"]), counted(micro)
-    named = F.cross_entropy(out[:, :3], micro["y"], reduction="sum")
-    valued = ((out[:, 3:] - micro["t"]).square().sum(1) * micro["w"]).sum()
-    return wb.Loss.terms({"class": (named, units["class"]), "value": (valued, units["value"], 0.3)})
-
-
-def similar(z: Tensor) -> Tensor:
-    z = F.normalize(z, dim=1)
-    return 5 * z @ z.T
-
-
-def contrastive(model: nn.Module, micro: Any) -> wb.Loss:
-    scores = similar(model(micro["x"]))
-    return wb.cross_entropy(scores, torch.arange(len(scores)))
-
-
-def coupled() -> wb.Coupled:
-    def loss(z: Tensor) -> wb.Loss:
-        return wb.cross_entropy(similar(z), torch.arange(len(z)))
-
-    return wb.Coupled(lambda model, micro: model(micro["x"]), loss)
-
-
-def generating(model: nn.Module, micro: Any) -> wb.Loss:
-    """A generator's loss through a discriminator that is not trained here."""
-    judged = model(micro["x"]).square().sum(1)  # stands for the discriminator
-    return wb.mean_loss(F.softplus(-judged).mean(), len(judged))
-
-
-def penalised(model: nn.Module, micro: Any) -> wb.Loss:
-    x = micro["x"].clone().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return wb.Loss((out.sum(1) + (slope.norm(dim=1) - 1).square()).sum(), len(x))
-
-
 KINDS: dict[str, Kind] = {
-    "segmentation": (segments, by_pixels, images, {}, []),
     "dice": (segments, dice, images, {"batchnorm": "freeze"}, ["a loss that does not decompose"]),
     # Exact BatchNorm runs the batch undivided, so that no loss is divided.
     "dice, exact": (segments, dice, images, {}, []),
-    "pixels wrongly": (segments, by_images, images, {}, []),
     "recurrent": (Words, masked, tokens, {}, []),
-    "masked words": (
-        lambda: nn.Sequential(nn.Embedding(20, 8), encoder(), nn.Linear(8, 20)),
-        masked,
-        tokens,
-        {},
-        [],
-    ),
-    "weighted": (lambda: network(3), weighted, lambda: BATCH, {}, []),
     "weighted wrongly": (
         lambda: network(3),
         weighted_by_samples,
@@ -159,23 +88,7 @@ KINDS: dict[str, Kind] = {
         {},
         ["weighed by other units"],
     ),
-    "two tasks": (lambda: network(5), two_tasks, tasks, {"units": counted}, []),
-    "contrastive": (
-        lambda: network(4),
-        contrastive,
-        lambda: BATCH,
-        {},
-        ["a loss that does not decompose"],
-    ),
-    "contrastive, coupled": (lambda: network(4), coupled(), lambda: BATCH, {}, []),
-    "generator": (lambda: network(5), generating, lambda: BATCH, {}, []),
-    "gradient penalty": (lambda: network(2), penalised, lambda: BATCH, {}, []),
 }
-
-
-def encoder() -> nn.Module:
-    torch.manual_seed(7)
-    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -45,10 +45,10 @@ def load(name: str) -> Callable[[Sequence[str]], int]:
         close = get_close_matches(name, COMMANDS, n=1)
         meant = f"did you mean {close[0]}?" if close else "see wholebatch --help"
         raise OptionError(f"no such command: {name} ({meant})")
-    found: Callable[[Sequence[str]], int] = getattr(
+    command: Callable[[Sequence[str]], int] = getattr(
         import_module(f"wholebatch.cli.{name}_command"), name
     )
-    return found
+    return command
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -83,7 +83,9 @@ def run(arguments: Sequence[str]) -> int:
         from wholebatch.cli.recipes.recipe import place_of
 
         files = filter(None, map(re.compile(r".+\.py").match, arguments))  # a recipe or a loop
-        place = next(filter(None, (place_of(error, Path(one[0]).resolve()) for one in files)), None)
+        place = next(
+            filter(None, (place_of(error, Path(names[0]).resolve()) for names in files)), None
+        )
         judges = arguments[0] == "verify"  # there, status 1 is another update
         if place is None:
             if not judges or isinstance(error, ModuleNotFoundError):

@@ -57,7 +57,7 @@ class Arithmetic:
     def shares(self) -> tuple[int, ...]:
         """Return the samples of each rank; their sum is the global batch."""
         slices = (share_of(self.batch_size, rank=r, ranks=self.ranks) for r in range(self.ranks))
-        return tuple(one.stop - one.start for one in slices)
+        return tuple(part.stop - part.start for part in slices)
 
     @property
     def micro_batches(self) -> tuple[tuple[int, ...], ...]:
@@ -123,30 +123,31 @@ def solve(
     """
     whole = bool(batch_size and micro_batch and steps)
     if ranks is None and batch_size and micro_batch and steps:
-        found = Arithmetic(batch_size, micro_batch, -(-batch_size // (micro_batch * steps)))
+        arithmetic = Arithmetic(batch_size, micro_batch, -(-batch_size // (micro_batch * steps)))
     elif batch_size and micro_batch:
-        found = Arithmetic(batch_size, micro_batch, ranks or 1)
+        arithmetic = Arithmetic(batch_size, micro_batch, ranks or 1)
     elif batch_size and steps:
-        found = Arithmetic(batch_size, -(-batch_size // ((ranks or 1) * steps)), ranks or 1)
+        arithmetic = Arithmetic(batch_size, -(-batch_size // ((ranks or 1) * steps)), ranks or 1)
     elif micro_batch and steps:
-        found = Arithmetic(micro_batch * steps * (ranks or 1), micro_batch, ranks or 1)
+        arithmetic = Arithmetic(micro_batch * steps * (ranks or 1), micro_batch, ranks or 1)
     else:
         raise OptionError(
             "give two of --batch-size, --micro-batch and --steps; the rest follows "
             "(--ranks: 1, 2, 4 and 8 unless given)"
         )
-    pieces = found.batch_size // found.micro_batch
-    if max(pieces, found.ranks) > MOST:
+    pieces = arithmetic.batch_size // arithmetic.micro_batch
+    if max(pieces, arithmetic.ranks) > MOST:
         raise OptionError(
-            f"{pieces:,} micro-batches on {found.ranks:,} ranks: at most {MOST:,} are supported"
+            f"{pieces:,} micro-batches on {arithmetic.ranks:,} ranks: at most {MOST:,} are "
+            "supported"
         )
-    if whole and ranks and found.steps != steps:
+    if whole and ranks and arithmetic.steps != steps:
         raise OptionError(
             f"a batch of {batch_size} in micro-batches of {micro_batch} on {ranks} "
-            f"rank{'' if ranks == 1 else 's'} takes {found.steps} steps, not {steps}: leave one of "
-            "the four out, and it follows"
+            f"rank{'' if ranks == 1 else 's'} takes {arithmetic.steps} steps, not {steps}: leave "
+            "one of the four out, and it follows"
         )
-    return found
+    return arithmetic
 
 
 # --------------------------------------------------------------------------------------- rules

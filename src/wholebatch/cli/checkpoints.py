@@ -175,15 +175,15 @@ def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor
     """
     wanted: dict[str, Tensor] = {}
 
-    def made(value: Any, place: tuple[Any, ...]) -> Any:
+    def filled_in(value: Any, place: tuple[Any, ...]) -> Any:
         if isinstance(value, dict) and value.get("kind") == _SHARD:
-            found, shape = like(place), value["shape"]
-            if found is None or list(found.shape) != shape:  # of another model: a whole tensor
-                found = torch.empty(shape)
-            wanted[value["name"]] = torch.empty_like(found, dtype=value["dtype"]).detach()
+            tensor, shape = like(place), value["shape"]
+            if tensor is None or list(tensor.shape) != shape:  # of another model: a whole tensor
+                tensor = torch.empty(shape)
+            wanted[value["name"]] = torch.empty_like(tensor, dtype=value["dtype"]).detach()
             return wanted[value["name"]]
         if isinstance(value, dict):
-            return {key: made(item, (*place, key)) for key, item in value.items()}
+            return {key: filled_in(item, (*place, key)) for key, item in value.items()}
         layout = like(place) if isinstance(value, Tensor) else None
         if not isinstance(layout, DTensor) or layout.shape != value.shape:
             return value
@@ -191,7 +191,7 @@ def fill_shards(state: Any, path: Path, like: Callable[[tuple[Any, ...]], Tensor
         whole = value.to(mesh.device_type)
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
-    filled = made(state, ())
+    filled = filled_in(state, ())
     if wanted:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load

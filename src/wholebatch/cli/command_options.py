@@ -93,7 +93,7 @@ class Command:
     @property
     def shown(self) -> Iterator[Field[Any]]:
         """The fields that are options or arguments of the command line."""
-        return (one for one in fields(self.options) if "help" in one.metadata)
+        return (option for option in fields(self.options) if "help" in option.metadata)
 
     def __call__(self, arguments: Sequence[str]) -> int:
         """Parse the arguments, run the command and return its exit status."""
@@ -101,13 +101,13 @@ class Command:
         if self.partial:
             return self.run(typed) or 0
         # Last, what must be given: a wrong value is told first.
-        for one in sorted(fields(self.options), key=lambda one: one.default is MISSING):
-            check, value = one.metadata.get("check"), typed.get(one.name, one.default)
+        for option in sorted(fields(self.options), key=lambda option: option.default is MISSING):
+            check, value = option.metadata.get("check"), typed.get(option.name, option.default)
             if value is MISSING:
-                help, name = one.metadata["help"].rstrip("."), flag_of(one).rstrip(".")
+                help, name = option.metadata["help"].rstrip("."), flag_of(option).rstrip(".")
                 raise OptionError(f"give at least one {name}: {help[0].lower()}{help[1:]}")
             if check is not None and value is not None:
-                typed[one.name] = check(value, flag_of(one))
+                typed[option.name] = check(value, flag_of(option))
         return self.run(self.options(**typed)) or 0
 
     def parser(self) -> argparse.ArgumentParser:
@@ -125,16 +125,19 @@ class Command:
         )
         panels: dict[str | None, Any] = {None: parser}
         kinds = get_type_hints(self.options)
-        for one in self.shown:
-            panel = one.metadata["panel"]
+        for option in self.shown:
+            panel = option.metadata["panel"]
             if panel not in panels:
                 panels[panel] = parser.add_argument_group(panel)
-            _add(panels[panel], one, *_kind(one, kinds))
+            _add(panels[panel], option, *_kind(option, kinds))
         return parser
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of every option that was typed, in its type."""
-        by_name, kinds = {one.name: one for one in self.shown}, get_type_hints(self.options)
+        by_name, kinds = (
+            {option.name: option for option in self.shown},
+            get_type_hints(self.options),
+        )
         own, rest = self._own(arguments)
         typed, unknown = self.parser().parse_known_intermixed_args([*own])
         if unknown:
@@ -150,13 +153,13 @@ class Command:
 
     def _own(self, arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, Any]]:
         """Return the arguments before an option that takes all that follow it, and those."""
-        for one in self.shown:
-            flag = flag_of(one)
-            if one.metadata.get("takes_rest") and flag in arguments:
+        for option in self.shown:
+            flag = flag_of(option)
+            if option.metadata.get("takes_rest") and flag in arguments:
                 place = arguments.index(flag)
                 if place + 1 == len(arguments):
                     raise OptionError(f"{flag}: needs a value (see --help)")
-                return arguments[:place], {one.name: tuple(arguments[place + 1 :])}
+                return arguments[:place], {option.name: tuple(arguments[place + 1 :])}
         return arguments, {}
 
 
@@ -183,9 +186,9 @@ def _paragraphs(text: str) -> list[str]:
     return [" ".join(part.split()) for part in text.strip().split("\n\n")]
 
 
-def _kind(one: Field[Any], kinds: dict[str, Any]) -> tuple[type, bool]:
+def _kind(option: Field[Any], kinds: dict[str, Any]) -> tuple[type, bool]:
     """Return the type of one value of an option, and True if it may be given several times."""
-    hint = one.metadata.get("typed") or kinds[one.name]
+    hint = option.metadata.get("typed") or kinds[option.name]
     parts = [part for part in get_args(hint) if part is not NoneType] or [hint]
     if get_origin(hint) is list:
         return parts[0], True
@@ -194,29 +197,31 @@ def _kind(one: Field[Any], kinds: dict[str, Any]) -> tuple[type, bool]:
     return parts[0], False
 
 
-def _add(group: Any, one: Field[Any], kind: type, many: bool) -> None:
+def _add(group: Any, option: Field[Any], kind: type, many: bool) -> None:
     """Add the argument of a field; defaults are filled in after parsing."""
-    default, metavar = one.default, one.metadata["metavar"]
-    help = one.metadata["help"].replace("%", "%%")
+    default, metavar = option.default, option.metadata["metavar"]
+    help = option.metadata["help"].replace("%", "%%")
     is_plain = default not in (None, (), MISSING) and not isinstance(default, bool)
-    if is_plain and "stored" not in one.metadata:
+    if is_plain and "stored" not in option.metadata:
         help += f" [default: {default}]"
-    if one.metadata.get("positional"):
-        group.add_argument(one.name, nargs="*" if many else "?", metavar=metavar, help=help)
+    if option.metadata.get("positional"):
+        group.add_argument(option.name, nargs="*" if many else "?", metavar=metavar, help=help)
     elif kind is bool:
         const = not default
-        flag = flag_of(one)
-        group.add_argument(flag, dest=one.name, action="store_const", const=const, help=help)
+        flag = flag_of(option)
+        group.add_argument(flag, dest=option.name, action="store_const", const=const, help=help)
     else:
         action = "append" if many else "store"
-        group.add_argument(flag_of(one), dest=one.name, action=action, metavar=metavar, help=help)
+        group.add_argument(
+            flag_of(option), dest=option.name, action=action, metavar=metavar, help=help
+        )
 
 
-def _converted(one: Field[Any], text: Any, kind: type) -> Any:
+def _converted(option: Field[Any], text: Any, kind: type) -> Any:
     if isinstance(text, list):
-        return [_converted(one, part, kind) for part in text]
-    flag = flag_of(one)
-    if text == "" and (kind is Path or one.metadata["check"] is None):
+        return [_converted(option, part, kind) for part in text]
+    flag = flag_of(option)
+    if text == "" and (kind is Path or option.metadata["check"] is None):
         raise OptionError(f'{flag} "": is empty; give a value (a variable that is not set?)')
     if kind is Path and "\0" in text:
         raise OptionError(f"{flag} {text!r}: a path cannot have an embedded null byte")
@@ -234,10 +239,10 @@ def _unknown(word: str, flags: list[str]) -> str:
     return f"no such option: {word}{f' (did you mean {close[0]}?)' if close else ' (see --help)'}"
 
 
-def flag_of(one: Field[Any]) -> str:
+def flag_of(option: Field[Any]) -> str:
     """Return an option as it is typed: `--batch-size`, `--no-float64`."""
-    off = "no-" if one.default is True else ""
-    return one.metadata.get("flag") or f"--{off}{one.name.replace('_', '-')}"
+    off = "no-" if option.default is True else ""
+    return option.metadata.get("flag") or f"--{off}{option.name.replace('_', '-')}"
 
 
 # ------------------------------------------------------------------------------------- checks
@@ -287,12 +292,12 @@ def with_commas(
 
     def check(value: str, label: str) -> list[Any]:
         try:
-            found = [read(part.strip()) for part in value.split(",") if part.strip()]
+            values = [read(part.strip()) for part in value.split(",") if part.strip()]
         except ValueError:
-            found = []
-        if not least <= len(found) <= most:
+            values = []
+        if not least <= len(values) <= most:
             raise OptionError(f"{label} {value}: must be {allowed}")
-        return found
+        return values
 
     return check
 

@@ -115,14 +115,14 @@ class Metrics:
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a record by the names under which they are plotted."""
-    found = {name: value for name, value in record.items() if name not in ("window", "time")}
-    for name, value in found.pop("terms", {}).items():
-        found[f"terms/{name}"] = value
-    if isinstance(found["lr"], list):
-        found |= {f"lr/{group}": rate for group, rate in enumerate(found.pop("lr"))}
+    values = {name: value for name, value in record.items() if name not in ("window", "time")}
+    for name, value in values.pop("terms", {}).items():
+        values[f"terms/{name}"] = value
+    if isinstance(values["lr"], list):
+        values |= {f"lr/{group}": rate for group, rate in enumerate(values.pop("lr"))}
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in values.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
 

@@ -49,7 +49,7 @@ class World:
         torch.save(value, sent)
         received: list[Any] = [None] * self.ranks
         dist.all_gather_object(received, sent.getvalue())
-        return [torch.load(io.BytesIO(one), weights_only=True) for one in received]
+        return [torch.load(io.BytesIO(part), weights_only=True) for part in received]
 
     def on_first_rank(self, function: Callable[[], T]) -> T:
         """Run the function on the first rank, and return its result on all ranks."""
@@ -60,8 +60,8 @@ class World:
             self.together(lambda: None)
         if self.ranks > 1:
             dist.broadcast_object_list(result, src=0)
-        found: T = result[0]
-        return found
+        answer: T = result[0]
+        return answer
 
     def together(self, function: Callable[[], T]) -> T:
         """Run the function on every rank; an error of one ends all, and is printed once."""

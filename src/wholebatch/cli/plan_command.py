@@ -118,8 +118,8 @@ def plan(options: PlanOptions) -> int:
     _check(options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
-        made = _planned(options, doing)
-    return 0 if made.micro_batch is not None else 1
+        plan = _planned(options, doing)
+    return 0 if plan.micro_batch is not None else 1
 
 
 def _planned(options: PlanOptions, doing: Spinner) -> Plan:
@@ -150,7 +150,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     is_whole = needs_whole_batch(subject.model)
     doing("predicting the memory of each micro-batch")
     with collection_paused():
-        made = make_plan(
+        plan = make_plan(
             subject.model,
             subject.loss,
             subject.batch,
@@ -164,18 +164,18 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             checkpoints=options.checkpointing,
             beside_undivided=is_whole or options.price is not None,
         )
-    cost = _cost(options, subject, made)
+    cost = _cost(options, subject, plan)
     if options.as_json:
         described = {"subject": subject.name, "parameters": subject.parameters, "device": device}
-        print(json.dumps({**described, **asdict(made), "cost": cost}, indent=2))
+        print(json.dumps({**described, **asdict(plan), "cost": cost}, indent=2))
     else:
         doing.stop()
-        _show(doing.console, made)
+        _show(doing.console, plan)
         if is_whole:
-            cost.insert(0, _batchnorm(made))
+            cost.insert(0, _batchnorm(plan))
         for line in cost:
             say(doing.console, line)
-    return made
+    return plan
 
 
 def _check(options: PlanOptions) -> None:
@@ -223,14 +223,14 @@ def _model(options: PlanOptions, device: str, budget: int, doing: Spinner) -> Pl
 
     recipe, seq, in_float32 = options.recipe, options.seq, options.parallel == "fsdp2"
     if options.largest is not None:
-        found = _largest(options, device, budget, doing)
+        subject = _largest(options, device, budget, doing)
     elif recipe is not None and recipe.startswith("hf:"):
-        found = models.of_file(Path(recipe[3:]), seq=seq, in_float32=in_float32)
+        subject = models.of_file(Path(recipe[3:]), seq=seq, in_float32=in_float32)
     elif seq is not None:
         raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
     else:
-        found = models.of_recipe(recipe)
-    return replace(found, precision=options.precision or found.precision)
+        subject = models.of_recipe(recipe)
+    return replace(subject, precision=options.precision or subject.precision)
 
 
 def _largest(options: PlanOptions, device: str, budget: int, doing: Spinner) -> PlannedModel:
@@ -243,15 +243,15 @@ def _largest(options: PlanOptions, device: str, budget: int, doing: Spinner) -> 
     sharding = Sharding(options.gpus, "every") if options.parallel == "fsdp2" else None
     most = budget * (options.gpus if sharding else 1) / _BYTES_PER_PARAMETER
     how = {"seq": options.seq, "in_float32": sharding is not None, "most_parameters": most}
-    for found in of_family(str(options.largest), **how):  # type: ignore[arg-type]
-        doing(f"trying a {found.name}")
-        precision, checkpoints = options.precision or found.precision, options.checkpointing
-        on: dict[str, Any] = {"optimizer": found.optimizer, "device": device, "sharding": sharding}
-        with simulating(found.model, found.loss, **on) as simulation:
-            sample = resize_batch(found.batch, 1)
-            made = simulation.predict(sample, precision=precision, checkpoints=checkpoints)
-        if made.needed(simulation.device) <= budget:
-            return found
+    for model in of_family(str(options.largest), **how):  # type: ignore[arg-type]
+        doing(f"trying a {model.name}")
+        precision, checkpoints = options.precision or model.precision, options.checkpointing
+        on: dict[str, Any] = {"optimizer": model.optimizer, "device": device, "sharding": sharding}
+        with simulating(model.model, model.loss, **on) as simulation:
+            sample = resize_batch(model.batch, 1)
+            prediction = simulation.predict(sample, precision=precision, checkpoints=checkpoints)
+        if prediction.needed(simulation.device) <= budget:
+            return model
     raise OptionError(f"--largest {options.largest}: none of width {SHAPES[0][0]} or more fits")
 
 
@@ -285,7 +285,10 @@ def _cost(options: PlanOptions, subject: PlannedModel, plan: Plan) -> list[str]:
         f"undivided, it needs {bytes_said(need)}, as the {other.name} has: {hours(other):.3g} GPU "
         f"hours, cheaper below {hours(gpu) * price / hours(other):.3g} an hour"
     )
-    return [cost, beside + "".join(f"; {hours(other) * one:.3g} at {one:g} each" for one in larger)]
+    return [
+        cost,
+        beside + "".join(f"; {hours(other) * each:.3g} at {each:g} each" for each in larger),
+    ]
 
 
 # ------------------------------------------------------------------------------ on the screen

@@ -206,10 +206,10 @@ def _images(config: Any, seq: int | None) -> tuple[str, Any, Any]:
     """Return the same for a model that classifies images."""
     if seq is not None:
         raise OptionError(f"--seq {seq}: is for language models; this one classifies images")
-    seen = getattr(config, "vision_config", config)
-    size = getattr(seen, "image_size", None) or 224
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or 224
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    channels = getattr(seen, "num_channels", 3)
+    channels = getattr(vision, "num_channels", 3)
 
     def loss(model: Any, micro: Any) -> Any:
         return cross_entropy(model(pixel_values=micro["pixel_values"]).logits, micro["labels"])

@@ -35,10 +35,10 @@ def recipes(options: RecipesOptions) -> None:
         from wholebatch.cli.recipes.recipe import load_recipe
 
     table = plain_table("recipe", "what it trains", ">batch", ">micro-batch", ">updates")
-    for one in EMBEDDED:
-        recipe = load_recipe(one)
+    for name in EMBEDDED:
+        recipe = load_recipe(name)
         keys = ("batch_size", "micro_batch", "updates")
         numbers = (str(recipe.defaults.get(key, "auto")) for key in keys)
-        table.add_row(one, recipe.description, *numbers)
+        table.add_row(name, recipe.description, *numbers)
     console.print(table, highlight=False)
     say_command(console, "Train one:", "wholebatch train bytes-gpt")

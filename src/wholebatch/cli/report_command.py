@@ -115,8 +115,8 @@ def page(sources: list[Path], *, title: str | None, price: float | None = None) 
     names = _short_names([run["path"] for run in runs])
     for run, name, place in zip(runs, names, range(len(runs)), strict=True):
         run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
-    given = (key for run in runs for key, value in run["settings"].items() if value is not None)
-    settings = list(dict.fromkeys(given))
+    keys = (key for run in runs for key, value in run["settings"].items() if value is not None)
+    settings = list(dict.fromkeys(keys))
     template = Path(__file__).parent / "report" / "page.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
@@ -156,10 +156,10 @@ def _read_run(path: Path) -> dict[str, Any]:
 
 def _seen(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add to each record the units that all windows up to it have seen."""
-    seen = 0.0
+    units = 0.0
     for record in records:
-        seen += record.get("units") or 0.0
-        record["seen"] = seen
+        units += record.get("units") or 0.0
+        record["seen"] = units
     return records
 
 
@@ -172,39 +172,40 @@ def _records(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise OptionError(f"{path}: cannot be read: {reason(error)}") from error
-    found = []
+    windows = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
             break
         try:
             record = json.loads(line)
-            found.append({"window": int(record["window"]), **record})
+            windows.append({"window": int(record["window"]), **record})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise OptionError(f"{path}: line {number} is not the record of a window") from None
-    return found
+    return windows
 
 
 def _read_verdict(path: Path) -> dict[str, Any]:
     """Return a verdict: its line in words, and rows with its other plain values."""
-    found = load_json(path, OptionError, path)
-    if not isinstance(found, dict):
+    verdict = load_json(path, OptionError, path)
+    if not isinstance(verdict, dict):
         raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
-    compared = [found[key] for key in ("gradient", "update", "float64") if found.get(key)]
+    mark = _RIGHT if verdict.get("same") else _WRONG
+    compared = [verdict[key] for key in ("gradient", "update", "float64") if verdict.get(key)]
     return {
         "name": path.name,
-        "line": found.get("line", ""),
-        "mark": _RIGHT if found.get("same") else _WRONG if found.get("judged", True) else _UNKNOWN,
+        "line": verdict.get("line", ""),
+        "mark": mark if verdict.get("judged", True) or mark is _RIGHT else _UNKNOWN,
         "compared": [
-            [one["what"], *(_distance(one[key]) for key in ("distance", "tolerance"))]
-            for one in compared
+            [part["what"], *(_distance(part[key]) for key in ("distance", "tolerance"))]
+            for part in compared
         ],
-        "table": found.get("table", ()),
-        "advice": found.get("advice", ()),
-        "notes": found.get("notes", ()),
+        "table": verdict.get("table", ()),
+        "advice": verdict.get("advice", ()),
+        "notes": verdict.get("notes", ()),
         "rows": [
-            (label, _shown(found[key]))
+            (label, _shown(verdict[key]))
             for key, label in _LABELS.items()
-            if found.get(key) not in (None, False, "")
+            if verdict.get(key) not in (None, False, "")
         ],
     }
 
@@ -236,8 +237,8 @@ def _head(run: dict[str, Any]) -> dict[str, str]:
 
 
 def _last(run: dict[str, Any], field: str) -> Any:
-    found = (record.get(field) for record in reversed(run["records"]))
-    return next((value for value in found if value is not None), None)
+    values = (record.get(field) for record in reversed(run["records"]))
+    return next((value for value in values if value is not None), None)
 
 
 def _short_names(paths: list[Path]) -> list[str]:
@@ -278,13 +279,13 @@ def _plots_of(runs: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
 def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
     """Return the points of a curve, thinned to a number that a browser draws at once."""
     unit = 2**20 if field.endswith("memory") else 1
-    found = [it for it in records if it.get(field) is not None]
-    step = -(-len(found) // _MOST_POINTS) or 1
-    found = [*found[::step], *found[-1:]] if step > 1 else found
+    points = [it for it in records if it.get(field) is not None]
+    step = -(-len(points) // _MOST_POINTS) or 1
+    points = [*points[::step], *points[-1:]] if step > 1 else points
     return {
-        "x": [it.get("update", it["window"]) for it in found],
-        "seen": [it["seen"] for it in found],
-        "y": [it[field] / unit for it in found],
+        "x": [it.get("update", it["window"]) for it in points],
+        "seen": [it["seen"] for it in points],
+        "y": [it[field] / unit for it in points],
     }
 
 

@@ -240,7 +240,7 @@ class Config:
     @property
     def stored(self) -> dict[str, Any]:
         """The settings that `config.json` keeps."""
-        return {name: getattr(self, name) for name, one in _FIELDS.items() if _is_stored(one)}
+        return {name: getattr(self, name) for name, option in _FIELDS.items() if _is_stored(option)}
 
     @property
     def tokens(self) -> int | None:
@@ -270,11 +270,11 @@ class Config:
         return "full" if self.precision == "bf16-pure" else self.precision
 
 
-_FIELDS = {one.name: one for one in fields(Config)}
+_FIELDS = {option.name: option for option in fields(Config)}
 
 
-def _is_stored(one: Field[Any]) -> bool:
-    return bool(one.metadata.get("stored"))
+def _is_stored(option: Field[Any]) -> bool:
+    return bool(option.metadata.get("stored"))
 
 
 def like_train(
@@ -300,20 +300,22 @@ def resolve(
 ) -> Config:
     """Return the settings, each from the first place that has it; a stored run is not changed."""
     values: dict[str, Any] = {}
-    for name, one in _FIELDS.items():
-        check, value = one.metadata.get("check"), given.get(name)
+    for name, setting in _FIELDS.items():
+        check, value = setting.metadata.get("check"), given.get(name)
         if value is not None:
-            value = value if check is None else check(value, flag_of(one))
-            kept = None if stored is None else stored.get(name, one.default)
-            may_change = stored is None or not _is_stored(one) or one.metadata.get("may_change")
+            value = value if check is None else check(value, flag_of(setting))
+            kept = None if stored is None else stored.get(name, setting.default)
+            may_change = (
+                stored is None or not _is_stored(setting) or setting.metadata.get("may_change")
+            )
             if not may_change and value != kept:
                 raise OptionError(
-                    f"{flag_of(one)} {value}: the run that --resume continues has "
+                    f"{flag_of(setting)} {value}: the run that --resume continues has "
                     f"{'none given' if kept is None else kept}; leave it out, or begin a new run "
                     "in another --out"
                 )
-        elif stored is not None and _is_stored(one):
-            value = stored.get(name, one.default)
+        elif stored is not None and _is_stored(setting):
+            value = stored.get(name, setting.default)
         elif name == "micro_batch" and given.get("memory") is not None:
             value = "auto"  # a budget is given to be used
         elif name in defaults and name != "lr":  # the rate is the recipe's optimizer's
@@ -321,7 +323,7 @@ def resolve(
             if value is not None and check is not None:
                 value = check(value, f"the recipe's defaults[{name!r}]")
         else:
-            value = one.default
+            value = setting.default
         values[name] = value
     config = Config(**values)
     if config.lr_rule != "none" and config.base_batch is None:
@@ -342,9 +344,9 @@ def resolve(
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a run's `config.json`: the recipe and its settings."""
-    found = load_json(path, StateError, path)
-    settings = found.get("settings") if isinstance(found, dict) else None
-    if not isinstance(settings, dict) or not isinstance(found.get("recipe"), str):
+    stored = load_json(path, StateError, path)
+    settings = stored.get("settings") if isinstance(stored, dict) else None
+    if not isinstance(settings, dict) or not isinstance(stored.get("recipe"), str):
         raise StateError(f"{path} is damaged: it does not hold the settings of a run")
     for name, value in settings.items():
         if name not in _FIELDS:
@@ -352,7 +354,7 @@ def read_config(path: Path) -> dict[str, Any]:
         check = _FIELDS[name].metadata.get("check")
         if value is not None and check is not None:
             check(value, f"{path}: {name}")
-    result: dict[str, Any] = found
+    result: dict[str, Any] = stored
     return result
 
 

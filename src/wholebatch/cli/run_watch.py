@@ -29,7 +29,7 @@ class RunWatch:
         if self.in_a_row["windows"]:  # the first one builds and compiles
             self.loading, self.seconds = self.loading + loading, self.seconds + seconds
         share = self.loading / self.seconds if self.seconds else 0.0
-        seen = {
+        states = {
             "windows": True,
             "high": step.loss > 10 * self.best > 0,
             "zero": step.grad_norm == 0,
@@ -45,7 +45,7 @@ class RunWatch:
             "the length of every update; a larger one may be meant",
             "waits": f"reading the data takes {share:.0%} of the time: --workers reads ahead",
         }
-        for name, is_seen in seen.items():
+        for name, is_seen in states.items():
             self.in_a_row[name] = self.in_a_row[name] + 1 if is_seen else 0
             if self.in_a_row[name] == _ENOUGH and name in texts:
                 yield texts.pop(name)

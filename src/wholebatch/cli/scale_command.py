@@ -126,23 +126,23 @@ def scale(options: ScaleOptions) -> None:
     Remainders are shown: the share of each rank and the size of each micro-batch.
     """
     table = _table(options)
-    sizes = {one.batch_size for one in table}
+    sizes = {row.batch_size for row in table}
     batch = sizes.pop() if len(sizes) == 1 else None
     _check_partners(options, batch)
     follows = [] if batch is None else [*_follows(options, batch)]
     if options.as_json:
-        batches = {"batches": [one.as_dict() for one in table]}
+        batches = {"batches": [row.as_dict() for row in table]}
         print(json.dumps(batches | {name: value for name, value, _ in follows}, indent=2))
         return
     console = console_of()
     names = (">ranks", ">batch", ">micro-batch", ">steps", ">per rank")
     grid = plain_table(*names, "micro-batch × steps × ranks", padding=(0, 2, 0, 0))
-    for one in table:
-        shares = " or ".join(map(str, sorted(set(one.shares), reverse=True)))
-        numbers = (one.ranks, one.batch_size, one.micro_batch, one.steps)
-        grid.add_row(*map(str, numbers), shares, str(one))
+    for row in table:
+        shares = " or ".join(map(str, sorted(set(row.shares), reverse=True)))
+        numbers = (row.ranks, row.batch_size, row.micro_batch, row.steps)
+        grid.add_row(*map(str, numbers), shares, str(row))
     console.print(grid, highlight=False)
-    if options.steps is not None and any(one.steps < options.steps for one in table):
+    if options.steps is not None and any(row.steps < options.steps for row in table):
         text = f"note: --steps {options.steps}: rows with fewer steps already hold the whole batch"
         say(console, text)
     rows = plain_table("", "", show_header=False, padding=(0, 2, 0, 0))
@@ -160,9 +160,11 @@ def _table(options: ScaleOptions) -> list[scaling.Arithmetic]:
             f"--ranks {max(ranks)} with --batch-size {batch}: some ranks would have no sample; "
             f"give at most {batch} ranks, or a larger batch"
         )
-    given = {"batch_size": batch, "micro_batch": options.micro_batch, "steps": options.steps}
-    over: Sequence[int | None] = ranks or ((None,) if None not in given.values() else (1, 2, 4, 8))
-    return [scaling.solve(**given, ranks=one) for one in over]
+    sizes_asked = {"batch_size": batch, "micro_batch": options.micro_batch, "steps": options.steps}
+    over: Sequence[int | None] = ranks or (
+        (None,) if None not in sizes_asked.values() else (1, 2, 4, 8)
+    )
+    return [scaling.solve(**sizes_asked, ranks=count) for count in over]
 
 
 def _check_partners(options: ScaleOptions, batch: int | None) -> None:

@@ -220,7 +220,7 @@ def _held(folder: Path, *, is_new: bool) -> Iterator[bool]:
 
     A new folder that is left by an error before anything was written is removed again.
     """
-    made = not folder.exists()
+    is_made = not folder.exists()
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a+")
@@ -233,7 +233,7 @@ def _held(folder: Path, *, is_new: bool) -> Iterator[bool]:
             yield True
         except BaseException:
             with suppress(OSError):  # of a folder that is not empty
-                if made and is_new:
+                if is_made and is_new:
                     (folder / "checkpoints").rmdir()
                     (folder / ".lock").unlink()
                     folder.rmdir()

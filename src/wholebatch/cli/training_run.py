@@ -153,8 +153,8 @@ class TrainingRun:
                     counts = place < len(micros) and not is_empty
                     micro = to_device(micros[place if counts else 0], world.device)
                     with casts.forward():
-                        found = as_loss(self.recipe.loss(self.model, micro))
-                    for name, part in terms_of(found).items():
+                        loss = as_loss(self.recipe.loss(self.model, micro))
+                    for name, part in terms_of(loss).items():
                         total, units, _ = sums.get(name, (0.0, 0.0, 1.0))
                         if counts:
                             total, units = total + float(part.total), units + float(part.units)

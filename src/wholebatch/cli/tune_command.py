@@ -133,8 +133,8 @@ def tune(options: TuneOptions) -> None:
 
         with process_group(options.device) as (rank, where):
             recipe = load_recipe(options.recipe)
-            given = {"batch_size": options.batch_size, "micro_batch": "auto"}
-            config = resolve(given, recipe.defaults, stored=None)
+            typed = {"batch_size": options.batch_size, "micro_batch": "auto"}
+            config = resolve(typed, recipe.defaults, stored=None)
             subject = _Subject(recipe, config, where, rank)
             (_tune if options.lr is None else _range_test)(options, subject, doing)
 
@@ -264,20 +264,20 @@ def _range_test(options: TuneOptions, subject: _Subject, doing: Spinner) -> None
         raise OptionError("--micro-batch with --lr: give one size, or leave it out")
     task = _task_of(subject, micro_batch=sizes[0])
     own = float(task.build()[1].param_groups[0]["lr"])
-    [given] = options.lr
-    low, high = given or (own / 1000, own * 100)
+    [bounds] = options.lr
+    low, high = bounds or (own / 1000, own * 100)
 
     def watch(update: int, rate: float) -> None:
         doing(f"learning rate {rate:.3g}", update, 100)
 
-    found: RangeTest = range_test(task, low=low, high=high, watch=watch)
+    result: RangeTest = range_test(task, low=low, high=high, watch=watch)
     doing.stop()
     if options.as_json:
-        print(json.dumps(finite({"recipe_rate": own, **vars(found)}), indent=1))
+        print(json.dumps(finite({"recipe_rate": own, **vars(result)}), indent=1))
         return
-    losses, console = found.losses, doing.console
+    losses, console = result.losses, doing.console
     least, most = min(losses), max(losses)
-    rates = f"rate {found.rates[0]:.3g} to {found.rates[-1]:.3g}"
+    rates = f"rate {result.rates[0]:.3g} to {result.rates[-1]:.3g}"
     say(console, f"{recipe.name}: loss {least:.3g} to {most:.3g}, {rates}", style="bold")
-    for line in [*found.advice(), f"the recipe's rate is {own:g}"]:
+    for line in [*result.advice(), f"the recipe's rate is {own:g}"]:
         say(console, line)

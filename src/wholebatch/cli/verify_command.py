@@ -200,12 +200,12 @@ def _kind_of(name: str | None) -> str:
         body = ast.parse(path.read_bytes()).body
     except SyntaxError as error:
         raise RecipeError(f"{name}:{error.lineno}: {error.msg}") from None
-    names = {one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {
         alias.asname or alias.name
-        for one in body
-        for alias in getattr(one, "names", ())
-        if isinstance(one, ast.ImportFrom)
+        for node in body
+        for alias in getattr(node, "names", ())
+        if isinstance(node, ast.ImportFrom)
     }
     return "model" if {"model", "loss"} <= names else "script"
 
@@ -234,10 +234,10 @@ def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner)
 
 def _check_partners(options: VerifyOptions, kind: str) -> None:
     """Refuse an option that belongs to another kind of what is verified."""
-    for one in fields(options):
-        of = one.metadata.get("of", kind)
-        if of != kind and getattr(options, one.name) != one.default:
-            raise OptionError(f"{flag_of(one)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
+    for setting in fields(options):
+        of = setting.metadata.get("of", kind)
+        if of != kind and getattr(options, setting.name) != setting.default:
+            raise OptionError(f"{flag_of(setting)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 
@@ -254,8 +254,8 @@ def _verify_recipe(
 
     recipe = load_recipe(name)
     names = ("batch_size", "micro_batch", "precision", "clip_norm", "seed")
-    given = {name: getattr(options, name) for name in names}
-    config = resolve(given, recipe.defaults, stored=None)
+    typed = {name: getattr(options, name) for name in names}
+    config = resolve(typed, recipe.defaults, stored=None)
     model, optimizer = recipe.build(config, where)
     batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
@@ -359,8 +359,8 @@ def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> Loo
         if place is None:
             raise
         line = (str(error).strip().splitlines() or [""])[0]
-        given = "" if hasattr(module, "model") else f". {path.name} has no model(): {_BUILT_IN}"
-        raise RecipeError(f"{place}: {type(error).__name__}: {line}{given}") from error
+        advice = "" if hasattr(module, "model") else f". {path.name} has no model(): {_BUILT_IN}"
+        raise RecipeError(f"{place}: {type(error).__name__}: {line}{advice}") from error
 
 
 def _parsed(loop: str) -> tuple[Path, str]:
@@ -416,6 +416,6 @@ def _show(verdict: Verdict | LoopVerdict, options: VerifyOptions) -> None:
     starts = {"note: ": "yellow", "instead: ": "green"}
     lines = [verdict.line] if options.quiet else str(verdict).splitlines()
     for number, line in enumerate(lines):
-        style = next((one for start, one in starts.items() if line.startswith(start)), "")
+        style = next((style_of for start, style_of in starts.items() if line.startswith(start)), "")
         style = f"bold {colour}" if number == 0 else style
         say(console, Text(line, style))

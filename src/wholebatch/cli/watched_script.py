@@ -156,7 +156,9 @@ def _folder_of(script: Path, *, in_place: bool) -> Iterator[Path]:
         yield script
         return
     roots = [home, script.parent]
-    roots = [one for one in roots if not any(r != one and r in one.parents for r in roots)]
+    roots = [
+        folder for folder in roots if not any(r != folder and r in folder.parents for r in roots)
+    ]
     roots = list(dict.fromkeys(roots))
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first:
@@ -184,7 +186,7 @@ def _job() -> int:
 
 
 def _moved(path: Path, places: dict[Path, Path]) -> Path:
-    root = next(one for one in places if one == path or one in path.parents)
+    root = next(place for place in places if place == path or place in path.parents)
     return places[root] / path.relative_to(root)
 
 

@@ -29,9 +29,9 @@ def in_a_thread(make: Callable[[], T], device: torch.device) -> Future[T]:
             torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                made = make()
+                result = make()
             stream.synchronize()
-            future.set_result(made)
+            future.set_result(result)
         except BaseException as problem:  # `result` raises it in the thread that asks
             future.set_exception(problem)
 

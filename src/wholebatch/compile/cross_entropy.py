@@ -165,8 +165,8 @@ def _matched(loss: fx.Node) -> _Loss | None:
 
 
 def _only(users: Any, target: Any) -> fx.Node | None:
-    found = [user for user in users if user.target is target]
-    return found[0] if len(found) == 1 else None
+    matching = [user for user in users if user.target is target]
+    return matching[0] if len(matching) == 1 else None
 
 
 def _source(shares: fx.Node, loss: fx.Node) -> fx.Node | None:
@@ -174,7 +174,7 @@ def _source(shares: fx.Node, loss: fx.Node) -> fx.Node | None:
     before = set(itertools.takewhile(lambda node: node is not loss, loss.graph.nodes))
     logits = node = shares.all_input_nodes[0]
     user, is_cast = shares, False
-    while _all_before(before, [one for one in node.users if one is not user]):
+    while _all_before(before, [other for other in node.users if other is not user]):
         casts = node.target is aten._to_copy.default and not is_cast
         if not casts and node.target not in VIEWS:
             value = logits.meta["val"]
@@ -259,20 +259,22 @@ def bring_products_forward(graph: fx.Graph, additions: Sequence[Any]) -> None:
             known.add(node)
             if node is loss:
                 break
-        made = {loss.args[0]}
+        from_loss = {loss.args[0]}
         last = loss
         for node in list(nodes):
-            if made.isdisjoint(node.all_input_nodes):
+            if from_loss.isdisjoint(node.all_input_nodes):
                 continue
             if node.target not in (*additions, *_FOLLOWERS):
                 continue
-            late = [one for one in node.all_input_nodes if one not in known]  # a view of a weight
-            if all(one.target in _VIEWS and known.issuperset(one.all_input_nodes) for one in late):
-                for one in (*late, node):
-                    last.append(one)
-                    last = one
-                    known.add(one)
-                made.add(node)
+            # A view of a weight may come late.
+            late = [source for source in node.all_input_nodes if source not in known]
+            views = (source.target in _VIEWS for source in late)
+            if all(views) and all(known.issuperset(source.all_input_nodes) for source in late):
+                for moved in (*late, node):
+                    last.append(moved)
+                    last = moved
+                    known.add(moved)
+                from_loss.add(node)
 
 
 def _size(graph: fx.Graph, node: fx.Node, dim: int) -> fx.Node:

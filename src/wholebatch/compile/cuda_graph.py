@@ -70,9 +70,9 @@ def rehearse(
     side.wait_stream(current)
     with torch.cuda.stream(side):
         for _ in range(2):
-            found = run()
+            results = run()
     current.wait_stream(side)
-    return found
+    return results
 
 
 @cache

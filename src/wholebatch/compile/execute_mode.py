@@ -155,28 +155,30 @@ class ExecutePlan:
             auto=False,
         )
 
-    def prepares(self, made: int, seen: int, *, first: bool, shared: int | None = None) -> bool:
-        """True if a kind of micro-batch that was seen `seen` times should get a graph now.
+    def prepares(self, graphs: int, times: int, *, first: bool, shared: int | None = None) -> bool:
+        """True if a kind of micro-batch that came `times` times should get a graph now.
 
-        `made` is the number of kinds that have graphs of their own. The first graph is made at the
-        first micro-batch of a window: there the eager gradients are those of this micro-batch alone
-        and can be compared.
+        `graphs` is the number of kinds that have graphs of their own. The first graph is made at
+        the first micro-batch of a window: there the eager gradients are those of this micro-batch
+        alone and can be compared.
         `shared` is the number of kinds served by shared graphs, if one of these serves this kind;
         it then only has to be checked against eager code.
         """
         age = time.perf_counter() - self.started
-        if self.auto and (age < _TRACE_AFTER or (shared is None and made and age < 2 * self.spent)):
+        if self.auto and (
+            age < _TRACE_AFTER or (shared is None and graphs and age < 2 * self.spent)
+        ):
             return False
         if shared is not None:
             # Sizes that never come again would each be computed twice for nothing.
-            return made + shared < _KINDS_IN_ALL or seen > 1
+            return graphs + shared < _KINDS_IN_ALL or times > 1
         # A short last micro-batch comes again in every window; a size seen once may not.
         limit = _KINDS if self.captures else _AT_ONCE
-        return first if made == 0 else seen > 1 and made < limit
+        return first if graphs == 0 else times > 1 and graphs < limit
 
-    def records(self, recorded: int, seen: int) -> bool:
-        """True if a kind that was seen `seen` times in a shared graph should be captured now."""
-        return self.captures and seen >= _RECORDED_AFTER and recorded < _KINDS_IN_ALL
+    def records(self, recorded: int, times: int) -> bool:
+        """True if a kind that came `times` times in a shared graph should be captured now."""
+        return self.captures and times >= _RECORDED_AFTER and recorded < _KINDS_IN_ALL
 
     def compiles_at_once(self, compiled: int) -> bool:
         """True if a new graph is compiled immediately; `compiled` graphs are compiled already."""

@@ -25,11 +25,11 @@ def like(mode: Any, value: Any) -> Any:
 def result_of(mode: Any, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
     """Return the fake result of this operation on nodes that have their values."""
 
-    def given(part: Any) -> Any:
+    def fakes_of(part: Any) -> Any:
         value = part.meta["val"] if isinstance(part, fx.Node) else part
-        return map_aggregate(value, lambda one: like(mode, one))
+        return map_aggregate(value, lambda item: like(mode, item))
 
-    args, kwargs = map_aggregate((args, dict(kwargs or {})), given)
+    args, kwargs = map_aggregate((args, dict(kwargs or {})), fakes_of)
     with mode, torch.no_grad():
         return target(*args, **kwargs)
 

@@ -37,10 +37,10 @@ def can_add_products(device: torch.device) -> bool:
     """True if this device and this torch have the kernel."""
     if device.type != "cuda":
         return False
-    one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     buffer = torch.zeros(16, 16, device=device)
     try:
-        torch.addmm(buffer, one, one, out_dtype=torch.float32, out=buffer)
+        torch.addmm(buffer, ones, ones, out_dtype=torch.float32, out=buffer)
     except (RuntimeError, TypeError):
         return False
     return True

@@ -40,8 +40,8 @@ def operation(
     **options: Any,
 ) -> Any:
     """Define an operation of this package; `fake` returns results that are not computed."""
-    made = torch.library.custom_op(f"wholebatch::{name}", run, mutates_args=writes, **options)
-    made.register_fake(fake)
+    operation = torch.library.custom_op(f"wholebatch::{name}", run, mutates_args=writes, **options)
+    operation.register_fake(fake)
     return getattr(torch.ops.wholebatch, name).default
 
 
@@ -54,10 +54,10 @@ def cast_to(node: fx.Node) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) and not any(others.values()) else None
 
 
-def same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_shape(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     """True if the shapes are always equal. It adds no guard on a symbol."""
-    return len(one) == len(other) and all(
-        bool(expression_of(a) == expression_of(b)) for a, b in zip(one, other, strict=True)
+    return len(sizes) == len(others) and all(
+        bool(expression_of(a) == expression_of(b)) for a, b in zip(sizes, others, strict=True)
     )
 
 
@@ -129,10 +129,10 @@ def written_arguments(target: Any) -> list[tuple[int, str]]:
 def written_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes whose memory this operation writes."""
     for place, name in written_arguments(node.target):
-        given = node.args[place] if place < len(node.args) else None
-        given = node.kwargs.get(name, given)
+        argument = node.args[place] if place < len(node.args) else None
+        argument = node.kwargs.get(name, argument)
         nodes: list[fx.Node] = []
-        fx.node.map_arg(given, nodes.append)
+        fx.node.map_arg(argument, nodes.append)
         yield from nodes
 
 
@@ -161,7 +161,7 @@ def fixed(part: Any) -> Any:
     if isinstance(part, (list, tuple)):
         return tuple(map(fixed, part))
     if isinstance(part, dict):
-        return tuple((name, fixed(one)) for name, one in part.items())
+        return tuple((name, fixed(value)) for name, value in part.items())
     return repr(part)
 
 

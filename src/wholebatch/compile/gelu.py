@@ -50,10 +50,10 @@ def simplify_gelu(graph: fx.Graph) -> int:
     ]
     for node in nodes:
         inputs = list(node.args)
-        part = make_fx(written[node.target])(*(one.meta["val"] for one in inputs)).graph
+        part = make_fx(written[node.target])(*(source.meta["val"] for source in inputs)).graph
         places = part.find_nodes(op="placeholder")
         with graph.inserting_before(node):
-            made = graph.graph_copy(part, dict(zip(places, inputs, strict=True)))
-        node.replace_all_uses_with(made)
+            copied = graph.graph_copy(part, dict(zip(places, inputs, strict=True)))
+        node.replace_all_uses_with(copied)
         graph.erase_node(node)
     return len(nodes)

@@ -93,7 +93,9 @@ def room_for(tensors: Sequence[Tensor]) -> torch.device:
     if tensors and tensors[0].is_cuda:
         device, now = tensors[0].device, torch.cuda.memory_allocated(tensors[0].device)
         free = free_memory(device) + torch.cuda.memory_reserved(device) - now
-        needed = sum(one.nbytes for one in tensors) + torch.cuda.max_memory_allocated(device) - now
+        needed = (
+            sum(tensor.nbytes for tensor in tensors) + torch.cuda.max_memory_allocated(device) - now
+        )
         if 2 * needed < free:  # Twice, since free memory is in pieces.
             return device
     return torch.device("cpu")
@@ -126,8 +128,8 @@ def take_workspace(device: torch.device) -> None:
     if device.type != "cuda":
         return
     with suppress(RuntimeError), torch.enable_grad():  # Deterministic algorithms may refuse it.
-        one = torch.zeros(16, 16, device=device, requires_grad=True)
-        (one @ one).sum().backward()
+        ones = torch.zeros(16, 16, device=device, requires_grad=True)
+        (ones @ ones).sum().backward()
 
 
 class Gradients:
@@ -145,10 +147,10 @@ class Gradients:
         """Return the buffers of these parameters, and allocate those that are missing."""
         wanted = [index for index in used if index not in self._buffers]
         like = [self.parameters[index] for index in wanted]
-        made = in_one_piece(
+        buffers = in_one_piece(
             like, [torch.float32 if p.dtype in SIXTEEN_BIT else p.dtype for p in like]
         )
-        self._buffers.update(zip(wanted, made, strict=True))
+        self._buffers.update(zip(wanted, buffers, strict=True))
         return [self._buffers[index] for index in used]
 
     def are_in_place(self, used: tuple[int, ...]) -> bool:
@@ -181,14 +183,17 @@ class Gradients:
     def set_aside(self, used: Sequence[int]) -> list[Tensor | None]:
         """Return copies of these parameters' `.grad`, in host memory if the device is full."""
         held = [self.parameters[index].grad for index in used]
-        place = room_for([one for one in held if one is not None])
-        return [None if one is None else one.detach().to(place, copy=True) for one in held]
+        place = room_for([gradient for gradient in held if gradient is not None])
+        return [
+            None if gradient is None else gradient.detach().to(place, copy=True)
+            for gradient in held
+        ]
 
     def take_in(self) -> None:
         """Move autograd's gradients into the buffers, unless one of them is sparse."""
-        made = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
-        if all(gradient.layout == torch.strided for _, gradient in made):
-            self.put_in_place(tuple(index for index, _ in made))
+        existing = [(i, p.grad) for i, p in enumerate(self.parameters) if p.grad is not None]
+        if all(gradient.layout == torch.strided for _, gradient in existing):
+            self.put_in_place(tuple(index for index, _ in existing))
 
     @torch.no_grad()
     def put_in_place(

@@ -62,7 +62,7 @@ class GraphMemory:
             self.reset(self._window.target.trained())
         self.state()
         self.gradients.of(range(len(self.gradients.parameters)))
-        sparse = any(getattr(one, "sparse", False) is True for one in self._model.modules())
+        sparse = any(getattr(module, "sparse", False) is True for module in self._model.modules())
         self.gradients.lends = self._window.lends_buffers and not sparse
 
     def settle(self) -> None:
@@ -82,4 +82,4 @@ class GraphMemory:
 
 
 def _layout_of(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    return [(id(one), one.dtype, one.stride()) for one in parameters]
+    return [(id(parameter), parameter.dtype, parameter.stride()) for parameter in parameters]

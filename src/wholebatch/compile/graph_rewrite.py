@@ -84,7 +84,7 @@ def rewrite(
     results = _copied_into(graph, traced.graph.graph)
     sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
-    made = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
+    counts = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
 
@@ -110,12 +110,12 @@ def rewrite(
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     drop_unused(graph)
-    if made["losses"] > 1:
+    if counts["losses"] > 1:
         bring_products_forward(graph, [fused.add_product(), fused.add_product(gaps=True)])
     _merge_equal(graph, inputs[:trained])
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
-    made["shared"] = shared.join() if options.shared_inputs else 0
+    counts["shared"] = shared.join() if options.shared_inputs else 0
     if options.gelu:
         simplify_gelu(graph)
     _concatenations_of_one(graph)
@@ -123,10 +123,10 @@ def rewrite(
     _views_of_any_strides(graph)
     graph.lint()
     tail = {node: place for place, node in enumerate((*casts.values(), *buffers))}
-    joined = tuple(tuple(tail[one] for one in parts) for parts in shared.joined)
+    joined = tuple(tuple(tail[number] for number in parts) for parts in shared.joined)
     # It keeps the constants that the graph refers to.
     module = fx.GraphModule(traced.graph, graph)
-    return Rewritten(module, tuple(casts), joined, made | adder.made)
+    return Rewritten(module, tuple(casts), joined, counts | adder.made)
 
 
 def _weights(
@@ -161,15 +161,15 @@ def _copied_into(graph: fx.Graph, source: fx.Graph) -> list[Any]:
     Nothing is differentiated when the graph runs. From torch 2.15 on, a trace holds an `alias` of
     each parameter.
     """
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         if node.op == "output":
             break
         if node.target in (aten.detach.default, aten.alias.default):
-            made[node] = made[node.args[0]]
+            copies[node] = copies[node.args[0]]
         else:
-            made[node] = graph.node_copy(node, made.__getitem__)
-    results = fx.node.map_arg(source.output_node().args[0], made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = fx.node.map_arg(source.output_node().args[0], copies.__getitem__)
     return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
@@ -180,7 +180,7 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     is written into stays a view.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not any(one for user in node.users for one in written_by(user)):
+        if not any(target for user in node.users for target in written_by(user)):
             node.target = aten.reshape.default
 
 
@@ -193,13 +193,13 @@ def _concatenations_of_one(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts: Any = node.args[0]
-        filled = [one for one in parts if 0 not in _numbers_of(one.meta["val"])]
+        filled = [part for part in parts if 0 not in _numbers_of(part.meta["val"])]
         if len(filled) == 1 < len(parts) and node.meta["val"].is_contiguous():
             layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
             with graph.inserting_before(node):
-                made = graph.call_function(aten.clone.default, (filled[0],), layout)
-            made.meta.update(node.meta)
-            node.replace_all_uses_with(made)
+                clone = graph.call_function(aten.clone.default, (filled[0],), layout)
+            clone.meta.update(node.meta)
+            node.replace_all_uses_with(clone)
             graph.erase_node(node)
 
 
@@ -216,7 +216,7 @@ def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
     apart are merged only if they depend on no trained parameter: checkpointing computes activations
     twice in order not to store them.
     """
-    written = {base_of(one) for node in graph.nodes for one in written_by(node)}
+    written = {base_of(target) for node in graph.nodes for target in written_by(node)}
     depends = set(trained)
     first: dict[Any, tuple[int, fx.Node]] = {}
     for place, node in enumerate(list(graph.nodes)):
@@ -224,7 +224,7 @@ def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
             depends.add(node)
         if not _is_pure(node) or base_of(node) in written:
             continue
-        if any(base_of(one) in written for one in node.all_input_nodes):
+        if any(base_of(source) in written for source in node.all_input_nodes):
             continue
         key = node.target, fixed(node.args), fixed(node.kwargs)
         before, same = first.get(key, (place, node))
@@ -269,7 +269,7 @@ class _Adder:
         its = node.meta["val"].dtype
         if its in SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
             # Inductor pads the product that made such rows.
-            gaps = not all(aligned(one.meta["val"]) for one in node.all_input_nodes)
+            gaps = not all(aligned(source.meta["val"]) for source in node.all_input_nodes)
             target: Any = fused.add_product(gaps=True) if gaps else fused.add_product()
         elif its is dtype and self._options.products_in_full:
             target = aten.addmm_.default
@@ -367,4 +367,4 @@ def _product_behind(part: fx.Node, parent: fx.Node | None) -> tuple[fx.Node | No
 
 
 def _used_only_by(node: fx.Node, user: fx.Node | None) -> bool:
-    return all(one is user for one in node.users)
+    return all(reader is user for reader in node.users)

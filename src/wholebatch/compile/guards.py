@@ -31,10 +31,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.batch.samples import flatten
 from wholebatch.compile.execute_mode import CannotTrace, first_line
+from wholebatch.compile.graph_inputs import NUMBER
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.autograd_graph import version_of
-from wholebatch.window.model_parts import ModelParts
+from wholebatch.window.forward_state import ModelParts
 from wholebatch.window.replaced_attributes import emptied, replaced_attributes
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -59,16 +60,25 @@ class _Captured(Exception):
 class Guards:
     """The guards of one capture of `loss(model, micro)`."""
 
-    def __init__(self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any) -> None:
-        """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
+    def __init__(
+        self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any, marked: Any = None
+    ) -> None:
+        """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something.
+
+        `marked` is the micro-batch with `NUMBER` in the place of each number that is not guarded.
+        """
         self._loss = loss
+        names = {"function": loss, "args": (model, marked)}
+        self._marked = {"L": names, **names}
         self._parts = ModelParts(model)
         self._of_batch = [leaf.value for leaf in flatten(micro)[0]]
         self._inputs: list[tuple[str, Tensor]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
         self._manager = self._captured(model, micro)
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._outside = [(name, one) for name, one in self._inputs if id(one) not in own]
+        self._outside = [
+            (name, watched) for name, watched in self._inputs if id(watched) not in own
+        ]
         self._inputs.clear()
         self._watched: list[tuple[str, Tensor, int]] = []
 
@@ -108,11 +118,14 @@ class Guards:
         """
         names = {id(tensor): name for name, tensor in self._outside}
         tensors = [*tensors, *(tensor for _, tensor in self._outside if every)]
-        self._watched += [(names.get(id(one), "a tensor"), one, version_of(one)) for one in tensors]
+        self._watched += [
+            (names.get(id(watched), "a tensor"), watched, version_of(watched))
+            for watched in tensors
+        ]
 
     def accept_tensors(self) -> None:
         """Take tensors as unchanged: all were put back, which counts as a write into each."""
-        self._watched = [(name, one, version_of(one)) for name, one, _ in self._watched]
+        self._watched = [(name, watched, version_of(watched)) for name, watched, _ in self._watched]
 
     def _locals(self, model: nn.Module, micro: Any) -> dict[str, Any]:
         return {"function": self._loss, "args": (model, micro)}
@@ -165,27 +178,27 @@ class Guards:
 
         written = _written(InstructionTranslator.current_tx().output.side_effects, self._loss)
         for node in graph.graph.find_nodes(op="placeholder"):
-            given = node.meta.get("grapharg")
-            if given is None or not isinstance(given.example, Tensor):
+            argument = node.meta.get("grapharg")
+            if argument is None or not isinstance(argument.example, Tensor):
                 continue
-            source, fake = given.source, node.meta["example_value"]
+            source, fake = argument.source, node.meta["example_value"]
             name = _name_of(source)
             if name.startswith(_MICRO_BATCH):
-                if not any(given.example is value for value in self._of_batch):
+                if not any(argument.example is value for value in self._of_batch):
                     raise CannotTrace(
                         f"{_plain_name(name, self._loss)} is a tensor inside an object, where no "
                         "graph sees the next one: give a dict, a tuple or a dataclass"
                     )
                 continue
             if type(source).__name__ == "NumpyTensorSource":
-                self._watch_array(source.base, given.example)
+                self._watch_array(source.base, argument.example)
                 continue
-            is_models = type(given.example) is nn.Parameter or "._buffers[" in name
+            is_models = type(argument.example) is nn.Parameter or "._buffers[" in name
             if not is_models and fake._version:
                 written = written or _plain_name(name, self._loss)
             # A tensor of the same shape in its place would be another constant of the graph.
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-            self._inputs.append((_plain_name(name, self._loss), given.example))
+            self._inputs.append((_plain_name(name, self._loss), argument.example))
         if written is not None:
             raise CannotTrace(f"it changes {written}, which a graph would do only once")
 
@@ -197,19 +210,29 @@ class Guards:
     def _to_check(self, guards: Any) -> list[bool]:
         """Leave out guards on the micro-batch's tensors, on hooks, and on what is replaced.
 
-        A graph is for one shape, dtype and device of each tensor, or knows by itself for which
-        others. Arrays of NumPy are compared by `_written_into`, hooks of the model by `ModelParts`.
+        A graph is for one shape, dtype and device of each tensor, and for one of each number, or
+        knows by itself for which others. Arrays of NumPy are compared by `_written_into`, hooks of
+        the model by `ModelParts`.
         """
         checked = []
         for guard in guards:
             if guard.guard_type == "TENSOR_MATCH":
                 of_batch = (_MICRO_BATCH, "args[1]", "___from_numpy(")
                 checked.append(not str(guard.name).startswith(of_batch))
+            elif type(guard.value) is int and self._is_number(str(guard.name)):
+                checked.append(False)
             elif guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
                 checked.append(not self._parts.include(guard.value))
             else:
-                checked.append(not any(guard.value is one for one in REPLACEMENTS))
+                checked.append(not any(guard.value is replacement for replacement in REPLACEMENTS))
         return checked
+
+    def _is_number(self, path: str) -> bool:
+        """True if this path leads to a number that the micro-batch's kind contains."""
+        try:
+            return eval(path, dict(self._marked)) is NUMBER  # Dynamo's names are Python.
+        except Exception:
+            return False
 
     def _watch_array(self, source: Any, shared: Tensor) -> None:
         """Count a write into a NumPy array as a change: nothing else tells of one."""
@@ -282,7 +305,11 @@ def _dynamo_settings() -> Iterator[None]:
     look_up = getattr(ConstDictVariable, _LOOKUP, None)
     lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
     is_stdlib = getattr(symbolic_convert, "is_stdlib", None)
-    asked = {} if is_stdlib is None else {"is_stdlib": lambda one: one is not os and is_stdlib(one)}
+    asked = (
+        {}
+        if is_stdlib is None
+        else {"is_stdlib": lambda module: module is not os and is_stdlib(module)}
+    )
     reads = {}
     if not hasattr(UserDefinedClassVariable, "resolve_cls_plain_attr"):  # before torch 2.13
         reads["var_getattr"] = _class_attributes_guarded(UserDefinedClassVariable.var_getattr)
@@ -334,7 +361,7 @@ _TELLING = ("debug", "info", "warn", "error", "critical", "exception")
 @contextmanager
 def _without_gradients(model: nn.Module) -> Iterator[None]:
     """Hide gradients: Dynamo looks at them, and refuses those of another dtype."""
-    held = [(one, one.grad) for one in model.parameters() if one.grad is not None]
+    held = [(trained, trained.grad) for trained in model.parameters() if trained.grad is not None]
     for parameter, _ in held:
         parameter.grad = None
     try:
@@ -396,10 +423,10 @@ def _is_same_tensor(value: Any, before: Tensor) -> bool:
         node = node.args[0]
         if node.meta.get("example_value") is not fake:
             return False
-    given = None if node is None else node.meta.get("grapharg")
-    if given is None or _name_of(given.source).startswith(_MICRO_BATCH):
+    argument = None if node is None else node.meta.get("grapharg")
+    if argument is None or _name_of(argument.source).startswith(_MICRO_BATCH):
         return False  # The next one is another.
-    return given.example is before
+    return argument.example is before
 
 
 def _name_of(source: Any) -> str:
@@ -457,6 +484,6 @@ def _why_not(problem: Exception) -> str:
     places = [place for place in places if not place[0].startswith((_TORCH, _HERE, *_PYTHON))]
     file, number, code = places[-1] if places else ("", "", "")
     where = f" ({Path(file).name}, line {number}: {code.strip()})" if places else ""
-    if any(one.lower() in text.lower() for one in _READS_VALUES):
+    if any(word.lower() in text.lower() for word in _READS_VALUES):
         return f"its code branches on the value of a tensor{where}"
     return f"Dynamo cannot follow its code: {first_line(problem)}{where}"

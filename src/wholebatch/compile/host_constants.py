@@ -47,7 +47,7 @@ def _is_on(node: fx.Node, module: fx.GraphModule, kind: str) -> bool:
     if node.op == "get_attr":
         value = getattr(module, str(node.target), None)
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(one, Tensor) and one.device.type == kind for one in values)
+    return any(isinstance(item, Tensor) and item.device.type == kind for item in values)
 
 
 def _constant(module: fx.GraphModule, node: fx.Node, value: Tensor, number: int) -> fx.Node:
@@ -56,8 +56,8 @@ def _constant(module: fx.GraphModule, node: fx.Node, value: Tensor, number: int)
     module.register_buffer(name, value, persistent=False)
     with module.graph.inserting_after(node):
         constant = module.graph.get_attr(name)
-    values = (one.meta.get("val") for one in module.graph.nodes)
-    mode = next((one.fake_mode for one in values if hasattr(one, "fake_mode")), None)
+    values = (inner.meta.get("val") for inner in module.graph.nodes)
+    mode = next((fake.fake_mode for fake in values if hasattr(fake, "fake_mode")), None)
     if mode is not None:
         constant.meta["val"] = mode.from_tensor(value)
     return constant

@@ -65,8 +65,8 @@ def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
     sizes = [hint_of(size) for size in (rows, inner, columns)]
     if 0 in sizes or 1 / sum(1 / size for size in sizes) < _INTENSITY:
         return False
-    made = sizes[2] * first.element_size() % _BOUNDARY == 0
-    return not (made and aligned(first) and aligned(second))
+    is_aligned = sizes[2] * first.element_size() % _BOUNDARY == 0
+    return not (is_aligned and aligned(first) and aligned(second))
 
 
 def aligned(matrix: torch.Tensor) -> bool:

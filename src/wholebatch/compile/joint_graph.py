@@ -141,11 +141,11 @@ def _rewritten(
     rewritten = rewrite(traced, trained, dtypes, fusions)
     tail = [*casts.of(rewritten.casts), *gradients.of(traced.used)]
     for places in rewritten.joined:
-        one = as_one([tail[place] for place in places])
-        if one is None:  # Another graph has had some of them put elsewhere before.
+        whole = as_one([tail[place] for place in places])
+        if whole is None:  # Another graph has had some of them put elsewhere before.
             fusions = replace(fusions, shared_inputs=False)
             return _rewritten(traced, trained, gradients, casts, fusions)
-        tail.append(one)
+        tail.append(whole)
     return rewritten, tail
 
 

@@ -58,7 +58,7 @@ class Slot:
     """A kind of micro-batch, while its code reads the same: its graph, and what is made of it."""
 
     reading: Reading | None = None
-    seen: int = 0
+    times: int = 0
     """The number of micro-batches of this kind, until its graph is captured."""
     traced: Traced | None = None
     """The graph for exactly this kind; None if a graph of dynamic sizes serves it."""
@@ -106,6 +106,8 @@ class Kinds:
         """Drop every graph."""
         self.by_key: dict[Key, Kind] = {}
         self._readings: list[Reading] = []
+        self.constants: set[str] = set()
+        """The names of numbers in the batch that cannot be symbols of a graph."""
         self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
 
     def of(self, key: Key) -> Kind:
@@ -114,7 +116,9 @@ class Kinds:
         if len(self.by_key) > _KEPT:
             first, *_ = self.by_key
             unused = (
-                k for k, one in self.by_key.items() if one is not kind and not any(one.ready())
+                k
+                for k, other in self.by_key.items()
+                if other is not kind and not any(other.ready())
             )
             del self.by_key[next(unused, first)]
         return kind
@@ -128,11 +132,11 @@ class Kinds:
 
     def compiled(self) -> int:
         """Return the number of compiled graphs."""
-        return len({id(one.joint) for one in self.ready() if one.joint.compiled})
+        return len({id(graph.joint) for graph in self.ready() if graph.joint.compiled})
 
     def compiling(self) -> int:
         """Return the number of graphs that threads are compiling."""
-        futures = {one.joint.beside for one in self.ready() if one.joint.beside is not None}
+        futures = {graph.joint.beside for graph in self.ready() if graph.joint.beside is not None}
         return sum(not future.done() for future in futures)
 
     def begin_window(self) -> None:
@@ -165,7 +169,7 @@ class Kinds:
             kind.slots.insert(0, fresh)
             del kind.slots[_STATES:]
             used = {id(slot.reading) for slot in self.slots()}
-            self._readings = [one for one in self._readings if id(one) in used]
+            self._readings = [reading for reading in self._readings if id(reading) in used]
         return fresh
 
     def _note_change(self, kind: Kind, inputs: Inputs) -> None:
@@ -206,11 +210,11 @@ class Kinds:
         refuse_hooks(self._model)
         refuse_recurrent_layers(self._model)
         with self._as_traced():
-            guards = Guards(self.reads, self._model, inputs.micro)
+            guards = Guards(self.reads, self._model, inputs.micro, inputs.marked())
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")
-        reading = Reading(guards, SharedGraphs(self._notes, self._failed))
+        reading = Reading(guards, SharedGraphs(self._notes, self._failed, self.constants))
         self._readings.append(reading)
         return reading
 

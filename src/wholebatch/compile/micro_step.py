@@ -140,7 +140,7 @@ class Executor:
 
     def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
-        inputs = take_apart(micro)
+        inputs = take_apart(micro, self.kinds.constants)
         is_open = self._window.open_early()
         self._begin_window()
         self._plan.micro_batches += 1
@@ -149,8 +149,11 @@ class Executor:
         if slot is None or (slot.ready is not None and not is_open):
             return None  # The seed of the first window is that of its first loss, by eager code.
         if slot.ready is None or not slot.ready.captured:
-            slot.seen += 1
+            slot.times += 1
         stage = self._advance(kind, slot, inputs)
+        if slot.ready is None and is_open:
+            slot.ready = self._maker.with_other_numbers(slot, inputs)
+            stage = slot.stage if slot.ready is not None else stage
         if stage is not slot.stage:
             run = partial(eager, micro)
             return self._prepare(kind, slot, inputs, run, compiled=stage is Stage.COMPILED)
@@ -186,12 +189,12 @@ class Executor:
         shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
-            others = (one for one in kinds.by_key.values() if one is not kind)
-            now = [ready for one in others for ready in list(one.ready())[:1]]
-            first = first or (len(kind.slots) > 1 and slot.seen > 1)
+            others = (other for other in kinds.by_key.values() if other is not kind)
+            now = [ready for other in others for ready in list(other.ready())[:1]]
+            first = first or (len(kind.slots) > 1 and slot.times > 1)
             own = sum(ready.joint.sizes is None for ready in now)
             by_shared = None if shared is None else len(now) - own
-            if not plan.prepares(own, slot.seen, first=first, shared=by_shared):
+            if not plan.prepares(own, slot.times, first=first, shared=by_shared):
                 return stage
             at_once = plan.compiles_at_once(kinds.compiled()) or (plan.compiles and is_compiled)
             return Stage.COMPILED if at_once else Stage.TRACED
@@ -241,7 +244,7 @@ class Executor:
         if self.memory.gradients.lends:
             return False
         kinds = self.kinds.by_key.values()
-        is_eager = bool(kinds) and all(one.is_eager and not any(one.ready()) for one in kinds)
+        is_eager = bool(kinds) and all(kind.is_eager and not any(kind.ready()) for kind in kinds)
         return self._plan.eager or is_eager
 
     @property
@@ -263,7 +266,7 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
         try:
-            inputs = take_apart(inputs.around(inputs.tensors))
+            inputs = take_apart(inputs.around(inputs.tensors), self.kinds.constants)
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem

@@ -94,8 +94,8 @@ def _grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
             f"its experts multiply groups of tokens in {kind}, which reads the sizes of the groups "
             "on the host; only bfloat16 does not (precision='bf16')"
         )
-    made: Tensor = _GROUPED_MM(left, right, **more)
-    return made
+    product: Tensor = _GROUPED_MM(left, right, **more)
+    return product
 
 
 class _Uniform:

@@ -75,15 +75,17 @@ def refuse_recurrent_layers(model: nn.Module) -> None:
 def only_our_draws(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     """Refuse code that draws from a generator that a graph does not know; put them all back."""
     random = capture_python_random()
-    own = [(one, state_of(one)) for one in own_generators(model, loss)]
+    own = [(generator, state_of(generator)) for generator in own_generators(model, loss)]
     try:
         yield
     finally:
         now = capture_python_random()
         restore_random(random)
-        drawn = [one for one, state in own if not same_random(state, state_of(one))]
-        for one, state in own:
-            set_state_of(one, state)
+        drawn = [
+            generator for generator, state in own if not same_random(state, state_of(generator))
+        ]
+        for generator, state in own:
+            set_state_of(generator, state)
     for name, library in (("python", "Python"), ("numpy", "numpy")):
         if name in random and not same_random(random[name], now[name]):
             raise CannotTrace(f"its forward draws from {library}'s random module")

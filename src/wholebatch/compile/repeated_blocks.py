@@ -99,10 +99,10 @@ class Piece:
     def examples(self) -> list[Any]:
         """Return inputs like those that it is for; they are fake within a fake tensor mode."""
         return [
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
-            if isinstance(one, Tensor)
-            else one
-            for one in (node.meta["val"] for node in self.inputs)
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if isinstance(value, Tensor)
+            else value
+            for value in (node.meta["val"] for node in self.inputs)
         ]
 
     @property
@@ -115,10 +115,10 @@ class Piece:
         """Run its compiled code on zeros, if there is memory for them."""
         with suppress(torch.OutOfMemoryError), torch.no_grad():
             examples = self.examples()
-            for one in examples:
-                if isinstance(one, Tensor):
-                    held = one.untyped_storage().nbytes() // one.element_size()
-                    one.as_strided((held,), (1,)).zero_()  # Expanded tensors, too.
+            for example in examples:
+                if isinstance(example, Tensor):
+                    held = example.untyped_storage().nbytes() // example.element_size()
+                    example.as_strided((held,), (1,)).zero_()  # Expanded tensors, too.
             run(examples)
 
 
@@ -216,8 +216,8 @@ class Blocks:
         kept = {*self._inputs, *self._results}
         calls = []
         for piece, key in zip(reversed(self._pieces), reversed(self._keys), strict=True):
-            made = [piece.nodes[number] for number in outputs[key]]
-            written = [node if node in piece.own and node in kept else None for node in made]
+            results = [piece.nodes[number] for number in outputs[key]]
+            written = [node if node in piece.own and node in kept else None for node in results]
             freed = [node for node in piece.inputs if node not in kept]
             kept.update(freed)
             calls.append(Call(runs[key], piece.inputs, written, freed))
@@ -238,7 +238,10 @@ def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     plain = getattr(run, "_torchdynamo_orig_callable", run)
     inner: Callable[[list[Any]], Any] | None = getattr(plain, "__wrapped__", None)
     if inner is not None and getattr(inner, "_boxed_call", False):
-        kinds = [one.kind for one in signature(inner, follow_wrapped=False).parameters.values()]
+        kinds = [
+            parameter.kind
+            for parameter in signature(inner, follow_wrapped=False).parameters.values()
+        ]
         if kinds == [Parameter.POSITIONAL_OR_KEYWORD]:
             return inner
     return lambda arguments: run(*arguments)
@@ -271,7 +274,9 @@ def fill_values(graph: fx.Graph, arguments: dict[fx.Node, Tensor]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fakes = (one.fake_mode for one in arguments.values() if isinstance(one, FakeTensor))
+    fakes = (
+        argument.fake_mode for argument in arguments.values() if isinstance(argument, FakeTensor)
+    )
     mode = next(fakes, None) or FakeTensorMode(shape_env=ShapeEnv())
     for node in graph.nodes:
         if node in arguments:
@@ -318,15 +323,15 @@ def find_pieces(nodes: Sequence[fx.Node]) -> list[Part]:
         if cut is None:
             break
         pattern = labels[cut : cut + best.period]
-        found = [
+        parts = [
             Part(at, at + best.period)
             for part in free
             for at in _occurrences(labels, pattern, part.start, part.end)
             if at not in bonds and at + best.period not in bonds
         ]
-        if len(found) < 2:
+        if len(parts) < 2:
             break
-        taken = sorted(taken + found)
+        taken = sorted(taken + parts)
     return sorted(taken + _gaps(taken, len(nodes)))
 
 
@@ -366,13 +371,13 @@ class _Run:
 
 def _best_run(labels: Sequence[int], start: int, end: int) -> _Run:
     """Return the run that saves the most in this range."""
-    seen: dict[tuple[int, ...], int] = {}
+    latest: dict[tuple[int, ...], int] = {}
     distances: Counter[int] = Counter()
     for at in range(start, end - _WINDOW + 1):
         window = tuple(labels[at : at + _WINDOW])
-        if window in seen:
-            distances[at - seen[window]] += 1
-        seen[window] = at
+        if window in latest:
+            distances[at - latest[window]] += 1
+        latest[window] = at
     best = _Run(start, start, 0)
     for period, _ in distances.most_common(_CANDIDATES):
         if period < _SHORTEST:
@@ -382,7 +387,9 @@ def _best_run(labels: Sequence[int], start: int, end: int) -> _Run:
             if at == end - period or labels[at] != labels[at + period]:
                 if at - began >= period:  # It saves something.
                     run = _Run(began, at + period, period)
-                    best = max(best, run, key=lambda one: (one.saved, -one.period))
+                    best = max(
+                        best, run, key=lambda candidate: (candidate.saved, -candidate.period)
+                    )
                 began = at + 1
     return best
 
@@ -408,8 +415,8 @@ def _bonds(nodes: Sequence[fx.Node], place: dict[fx.Node, int]) -> set[int]:
     for node in nodes:
         if node.target is operator.getitem:
             last[node.all_input_nodes[0]] = place[node]
-        for one in written_by(node):
-            last[base_of(one)] = place[node]
+        for target in written_by(node):
+            last[base_of(target)] = place[node]
     return {
         cut
         for source, end in last.items()
@@ -441,14 +448,21 @@ def _best_cut(
         if at in bonds or offset in bonds:
             continue
         crossing = [
-            one
-            for one in range(at - period, at)
-            if one in uses and any(at <= user < at + period for user in uses[one])
+            position
+            for position in range(at - period, at)
+            if position in uses and any(at <= user < at + period for user in uses[position])
         ]
-        last = next((one for one in range(at - 1, at - period, -1) if is_external(nodes[one])), 0)
-        since = [one for one in crossing if place[_tuple_of(nodes[one])] > last]
-        lost = sum(_size(nodes[one].meta["val"]) for one in since)
-        cost = (lost, sum(_size(nodes[one].meta["val"]) for one in crossing), offset)
+        last = next(
+            (
+                position
+                for position in range(at - 1, at - period, -1)
+                if is_external(nodes[position])
+            ),
+            0,
+        )
+        since = [position for position in crossing if place[_tuple_of(nodes[position])] > last]
+        lost = sum(_size(nodes[position].meta["val"]) for position in since)
+        cost = (lost, sum(_size(nodes[position].meta["val"]) for position in crossing), offset)
         best = cost if best is None else min(best, cost)
     return None if best is None else best[2]
 
@@ -477,11 +491,15 @@ class _Cutter:
         self._nodes = nodes
         self._home = {node: part for part in parts for node in nodes[part.start : part.end]}
         self._place = {node: place for place, node in enumerate(nodes)}
-        written = [(base_of(one), at) for at, node in enumerate(nodes) for one in written_by(node)]
+        written = [
+            (base_of(target), at) for at, node in enumerate(nodes) for target in written_by(node)
+        ]
         self._written = {node for node, _ in written}
         self._backward = len(nodes)  # where it begins: with the first addition into a buffer
         if saves:
-            self._backward = min((at for one, at in written if one not in self._home), default=0)
+            self._backward = min(
+                (at for target, at in written if target not in self._home), default=0
+            )
         self._stored: dict[fx.Node, bool] = {}
         self.saved = 0
         """The bytes that are not stored because the backward computes them again."""
@@ -499,14 +517,14 @@ class _Cutter:
 
         def write(node: fx.Node) -> None:
             known.add(node)
-            for one in node.all_input_nodes:
-                if one in known:
+            for source in node.all_input_nodes:
+                if source in known:
                     continue
-                if one in again:
-                    write(one)
+                if source in again:
+                    write(source)
                 else:
-                    known.add(one)
-                    piece.inputs.append(one)
+                    known.add(source)
+                    piece.inputs.append(source)
             piece.nodes.append(node)
 
         for node in own:
@@ -520,21 +538,21 @@ class _Cutter:
         """
         again: set[fx.Node] = set()
         foreign = dict.fromkeys(
-            _without_views(one, again)
+            _without_views(source, again)
             for node in own
-            for one in node.all_input_nodes
-            if self._home.get(one, part) is not part and not _is_size(one)
+            for source in node.all_input_nodes
+            if self._home.get(source, part) is not part and not _is_size(source)
         )
         later = {node for node in foreign if self._is_for_backward(node, part)}
         read = {node for node in foreign if node not in later and not self._may_repeat(node)}
         for node in sorted(foreign.keys() - read, key=self._place.__getitem__):
             chain: set[fx.Node] = set()
             sources = self._sources(node, read, chain)
-            new = [one for one in sources if one in self._home and one not in read]
+            new = [source for source in sources if source in self._home and source not in read]
             size, saves = _size(node.meta["val"]), node in later
             if saves:
-                new = [one for one in new if max(self._homes(one)) < part.start]
-            if sum(_size(one.meta["val"]) for one in new) <= (0 if saves else size):
+                new = [source for source in new if max(self._homes(source)) < part.start]
+            if sum(_size(source.meta["val"]) for source in new) <= (0 if saves else size):
                 again |= chain
                 read.update(new)
                 self.saved += size * saves
@@ -543,7 +561,9 @@ class _Cutter:
         again -= read
         open_ = [*own, *again]
         while open_ and self._sizes:
-            sizes = {one for one in open_.pop().all_input_nodes if _is_size(one)} - again
+            sizes = {
+                size_node for size_node in open_.pop().all_input_nodes if _is_size(size_node)
+            } - again
             again |= sizes
             open_ += sizes
         return again.difference(self._sizes)
@@ -552,7 +572,7 @@ class _Cutter:
         """True if it is cheap, and gives the same whenever it is computed."""
         if node not in self._home or not is_cheap(node):
             return False
-        return not any(base_of(one) in self._written for one in node.all_input_nodes)
+        return not any(base_of(source) in self._written for source in node.all_input_nodes)
 
     def _may_repeat(self, node: fx.Node) -> bool:
         """True if a compiler of the whole graph would not have stored this result either."""
@@ -586,17 +606,17 @@ class _Cutter:
         Nodes in `read` are read in any case.
         """
         chain.add(node)
-        found: dict[fx.Node, None] = {}
-        for one in node.all_input_nodes:
-            source = _without_views(one, chain)
+        reached: dict[fx.Node, None] = {}
+        for argument in node.all_input_nodes:
+            source = _without_views(argument, chain)
             if source in chain:
                 continue  # Paths that meet again are followed once.
             near = self._home.get(source) is self._home[node] and source not in read
             if near and self._may_repeat(source):
-                found.update(self._sources(source, read, chain))
+                reached.update(self._sources(source, read, chain))
             else:
-                found[source] = None
-        return found
+                reached[source] = None
+        return reached
 
 
 def _without_views(node: fx.Node, views: set[fx.Node]) -> fx.Node:

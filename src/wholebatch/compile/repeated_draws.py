@@ -103,7 +103,9 @@ def _again(func: Any, args: Any, results: Any) -> Any:
 
 
 def _copied(results: Any) -> Any:
-    return map_aggregate(results, lambda one: one.clone() if isinstance(one, Tensor) else one)
+    return map_aggregate(
+        results, lambda value: value.clone() if isinstance(value, Tensor) else value
+    )
 
 
 def _shape(leaf: Any) -> Any:

@@ -55,7 +55,7 @@ class SharedInputs:
     ) -> None:
         self._graph = graph
         self._casts = casts
-        self._weights = {one.cast: one for one in weights if _can_adjoin(one.cast)}
+        self._weights = {weight.cast: weight for weight in weights if _can_adjoin(weight.cast)}
         self.joined: dict[tuple[fx.Node, ...], fx.Node] = {}
         """For each tuple of inputs of the graph, the input that is all of them in one."""
 
@@ -72,22 +72,22 @@ class SharedInputs:
             _find_backward(layer)
         for run in groups:
             self._join_forward(run)
-            if all(one.of_weight is not None for one in run):
+            if all(member.of_weight is not None for member in run):
                 self._join_backward(run)
         return sum(len(run) - 1 for run in groups)
 
     def _groups(self) -> list[list[_Layer]]:
         """Return products of one input, written alike, whose weights lie one behind the other."""
-        found: dict[Any, list[_Layer]] = {}
+        groups: dict[Any, list[_Layer]] = {}
         for node in self._graph.nodes:
             if node.target is aten.mm.default or _adds_a_row(node):
                 x, turned = node.args[-2:]
                 weight = self._weights.get(_untransposed(turned, odd=True))
                 if weight is not None and x not in self._weights:
-                    found.setdefault((node.target, x), []).append(_Layer(weight, node))
+                    groups.setdefault((node.target, x), []).append(_Layer(weight, node))
         runs = []
-        for layers in found.values():
-            layers.sort(key=lambda one: one.weight.place)
+        for layers in groups.values():
+            layers.sort(key=lambda member: member.weight.place)
             numbered = groupby(enumerate(layers), lambda pair: pair[1].weight.place - pair[0])
             runs += [[layer for _, layer in run] for _, run in numbered]
         return [run for run in runs if len(run) > 1]
@@ -97,56 +97,58 @@ class SharedInputs:
         key = tuple(parts)
         if key not in self.joined:
             with self._graph.inserting_after(self._last_input):
-                made = self._graph.placeholder("_and_".join(one.name for one in parts))
-            self._last_input = made
+                joined = self._graph.placeholder("_and_".join(part.name for part in parts))
+            self._last_input = joined
             if "val" in parts[0].meta:  # Buffers get theirs later.
-                made.meta["val"] = result_of(self._mode, aten.cat.default, ([*parts],))
-            self.joined[key] = made
+                joined.meta["val"] = result_of(self._mode, aten.cat.default, ([*parts],))
+            self.joined[key] = joined
         return self.joined[key]
 
     def _join_forward(self, run: Sequence[_Layer]) -> None:
         first = run[0].product
         # The backward reads these results of the forward.
-        kept = [any(user > self._backward for user in readers_of(one.product)) for one in run]
-        biases = [one.product.args[0] for one in run] if len(first.args) == 3 else []
-        with self._graph.inserting_before(min(one.product for one in run)):
-            weight = self._call(aten.t.default, self._all_in_one([one.weight.cast for one in run]))
+        kept = [any(user > self._backward for user in readers_of(layer.product)) for layer in run]
+        biases = [layer.product.args[0] for layer in run] if len(first.args) == 3 else []
+        with self._graph.inserting_before(min(layer.product for layer in run)):
+            weight = self._call(
+                aten.t.default, self._all_in_one([layer.weight.cast for layer in run])
+            )
             bias = [self._bias(biases)] if biases else []
-            made = self._call(first.target, *bias, first.args[-2], weight)
+            product = self._call(first.target, *bias, first.args[-2], weight)
             end = 0
-            for one, is_kept in zip(run, kept, strict=True):
-                start, end = end, end + one.weight.cast.meta["val"].shape[0]
-                part = self._call(aten.slice.Tensor, made, 1, start, end)
+            for layer, is_kept in zip(run, kept, strict=True):
+                start, end = end, end + layer.weight.cast.meta["val"].shape[0]
+                part = self._call(aten.slice.Tensor, product, 1, start, end)
                 if is_kept and not all(kept):  # As a view, it would hold the others' memory too.
                     part = self._call(aten.clone.default, part)
-                one.product.replace_all_uses_with(part)
+                layer.product.replace_all_uses_with(part)
                 self._refresh_views(part)
-        for one in run:
-            self._graph.erase_node(one.product)
+        for layer in run:
+            self._graph.erase_node(layer.product)
 
     def _bias(self, biases: list[Any]) -> fx.Node:
-        if all(one in self._casts and _can_adjoin(one) for one in biases):
+        if all(bias_node in self._casts and _can_adjoin(bias_node) for bias_node in biases):
             return self._all_in_one(biases)
         return self._call(aten.cat.default, biases)
 
     def _join_backward(self, run: Sequence[_Layer]) -> None:
         """Join the gradients of the weights, and those of the input if only their sum is read."""
-        additions = [one.of_weight for one in run if one.of_weight is not None]
+        additions = [layer.of_weight for layer in run if layer.of_weight is not None]
         last = max(additions)
-        products = [one.of_input for one in run if one.of_input is not None]
+        products = [layer.of_input for layer in run if layer.of_input is not None]
         sums = len(products) == len(run) and self._summed(products)
         if sums:
             last = max(last, *products)
         with self._graph.inserting_before(last):
-            gradient = self._call(aten.cat.default, [one.of_output for one in run], 1)
+            gradient = self._call(aten.cat.default, [layer.of_output for layer in run], 1)
             turned = self._call(aten.t.default, gradient)
-            buffers = [one.weight.buffer for one in run if one.weight.buffer is not None]
+            buffers = [layer.weight.buffer for layer in run if layer.weight.buffer is not None]
             x = additions[0].args[2]
             self._graph.call_function(add_product(), (self._all_in_one(buffers), turned, x))
             if sums:
-                weight = self._all_in_one([one.weight.cast for one in run])
-                made = self._call(aten.mm.default, gradient, weight)
-                max(products).replace_all_uses_with(made)
+                weight = self._all_in_one([layer.weight.cast for layer in run])
+                product = self._call(aten.mm.default, gradient, weight)
+                max(products).replace_all_uses_with(product)
         for node in additions:
             self._graph.erase_node(node)
 
@@ -161,7 +163,7 @@ class SharedInputs:
             return False
         for addend in addends:
             [user] = addend.users
-            [rest] = [one for one in user.all_input_nodes if one is not addend]
+            [rest] = [source for source in user.all_input_nodes if source is not addend]
             user.replace_all_uses_with(rest)
             self._graph.erase_node(user)
         return True
@@ -231,7 +233,8 @@ def _is_summed(addend: fx.Node) -> bool:
     user = next(iter(addend.users)) if len(addend.users) == 1 else None
     if user is None or user.target is not aten.add.Tensor or user.kwargs:
         return False
-    values = [one.meta["val"] for one in (user, *user.all_input_nodes)]
+    values = [node.meta["val"] for node in (user, *user.all_input_nodes)]
     return len(values) == 3 and all(
-        one.dtype is values[0].dtype and same_shape(one.shape, values[0].shape) for one in values
+        value.dtype is values[0].dtype and same_shape(value.shape, values[0].shape)
+        for value in values
     )

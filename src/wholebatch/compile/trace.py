@@ -214,12 +214,12 @@ class _MicroStep:
 
     def __call__(self, *flat: Tensor) -> list[Tensor]:
         lengths = len(self.state.trained), len(self.state.others), len(self.inputs.tensors)
-        one, two, three = accumulate(lengths)
-        leaves = [tensor.detach().requires_grad_() for tensor in flat[:one]]
-        held = dict(zip(self.state.others, flat[one:two], strict=True))
+        first, second, third = accumulate(lengths)
+        leaves = [tensor.detach().requires_grad_() for tensor in flat[:first]]
+        held = dict(zip(self.state.others, flat[first:second], strict=True))
         for name, attributes in self.state.attributes.items():
             vars(held[name]).update(attributes)
-        micro, seeds = flat[two:three], flat[three:]
+        micro, seeds = flat[second:third], flat[third:]
 
         def run() -> list[Tensor]:
             terms = self._forward(self.inputs.around(micro), held)
@@ -228,10 +228,10 @@ class _MicroStep:
         tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
         named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
         with traceable_calls(self.reads.sources), self.repeated.as_generator():
-            made: list[Tensor] = torch.func.functional_call(
+            gradients: list[Tensor] = torch.func.functional_call(
                 _Within(self.model), named, (run,), tie_weights=False
             )
-        return made
+        return gradients
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what the trace records in place of this operation, or NotImplemented."""
@@ -241,12 +241,12 @@ class _MicroStep:
     def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
         with torch.enable_grad(), self.precision.forward():
             result = as_loss(self.loss(self.model, micro))
-        found = Form.of(result)
-        self.units = found.units
+        form = Form.of(result)
+        self.units = form.units
         self.extras = tuple(extras_of(result).values())
         if self.sizes is not None:
-            found = replace(found, units=tuple(map(self.sizes.value, found.units)))
-        if found != self.form:
+            form = replace(form, units=tuple(map(self.sizes.value, form.units)))
+        if form != self.form:
             raise CannotTrace("its loss differs in form from one call to the next")
         for name, buffer in self.model.named_buffers():
             if buffer is not held[name]:

@@ -42,7 +42,7 @@ def attention(
         if _always_causal(attn_mask, query.shape[-2], key.shape[-2], sources):
             attn_mask, is_causal = None, True
             if (times := _repeats(query, key, value)) > 1:
-                key, value = (one.unflatten(1, (-1, times))[:, :, 0] for one in (key, value))
+                key, value = (tensor.unflatten(1, (-1, times))[:, :, 0] for tensor in (key, value))
                 enable_gqa = True
         elif attn_mask.dim() and attn_mask.stride(-1) != 1:
             attn_mask = attn_mask.contiguous()  # Fused kernels refuse T5's, whose heads come last.
@@ -59,9 +59,9 @@ def _always_causal(mask: Tensor, rows: Any, columns: Any, sources: list[Tensor])
     if node is None or mask.requires_grad:
         return False
     if _CAUSAL not in node.meta:  # Every layer asks.
-        found = computed(node, root, {}, sources)
+        hidden = computed(node, root, {}, sources)
         with _disable_current_modes():
-            node.meta[_CAUSAL] = isinstance(found, Tensor) and _hides_the_future(found)
+            node.meta[_CAUSAL] = isinstance(hidden, Tensor) and _hides_the_future(hidden)
     return bool(node.meta[_CAUSAL])
 
 

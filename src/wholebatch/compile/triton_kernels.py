@@ -58,9 +58,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, seed: Tensor, ignored: int) ->
     """Return the loss of every row, and overwrite `logits` with the gradient times the seed."""
     rows, classes = logits.shape
     if logits.stride(1) != 1:
-        made = logits.contiguous()
-        losses = cross_entropy(made, labels, seed, ignored)
-        logits.copy_(made)
+        dense = logits.contiguous()
+        losses = cross_entropy(dense, labels, seed, ignored)
+        logits.copy_(dense)
         return losses
     labels = labels.contiguous()  # The kernel reads them with stride 1.
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

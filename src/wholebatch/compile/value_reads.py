@@ -66,8 +66,8 @@ def node_of(tensor: Tensor) -> tuple[fx.Node | None, Any]:
     mode = get_proxy_mode()
     if mode is None:
         return None, None
-    found = get_proxy_slot(tensor, mode.tracer, None)
-    return (None if found is None else found.proxy.node), getattr(mode.tracer, "root", None)
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return (None if slot is None else slot.proxy.node), getattr(mode.tracer, "root", None)
 
 
 def _settled(node: fx.Node, root: Any, sources: list[Tensor]) -> Any:
@@ -82,9 +82,9 @@ def _settled(node: fx.Node, root: Any, sources: list[Tensor]) -> Any:
             if bound < 0 or (bound == 0 and not strict):
                 return below
             return above if bound >= 1 else None
-    found = computed(node, root, {}, sources)
+    value = computed(node, root, {}, sources)
     with _disable_current_modes():
-        return found.item() if isinstance(found, Tensor) and found.numel() == 1 else None
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def computed(
@@ -112,8 +112,8 @@ def computed(
             sources.append(constant)
     elif node.op == "call_function" and _is_pure(node):
         inputs = {
-            one: computed(one, root, known, sources, any_size=any_size)
-            for one in node.all_input_nodes
+            source: computed(source, root, known, sources, any_size=any_size)
+            for source in node.all_input_nodes
         }
         if all(value is not None for value in inputs.values()):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__)
@@ -146,6 +146,6 @@ def draws(target: Any, args: Any, kwargs: Any) -> bool:
         if argument.name == "philox_seed":  # A backward of attention: it has the forward's seed.
             return False
         if argument.name == "dropout_p":  # Attention draws only with dropout.
-            given = args[position] if position < len(args) else None
-            return bool(kwargs.get("dropout_p", given if given is not None else 0.0))
+            dropout = args[position] if position < len(args) else None
+            return bool(kwargs.get("dropout_p", dropout if dropout is not None else 0.0))
     return True

@@ -383,9 +383,9 @@ class TrainingStep:
         logged: dict[str, Tensor] = {}
         log = self._log_into(logged, is_traced, is_step)
 
-        def log_dict(values: Mapping[str, Any], **given: Any) -> None:
+        def log_dict(values: Mapping[str, Any], **options: Any) -> None:
             for key, value in values.items():
-                log(key, value, **given)
+                log(key, value, **options)
 
         with replaced_attributes(self._module, log=log, log_dict=log_dict):
             output = self._inner(batch, *rest)

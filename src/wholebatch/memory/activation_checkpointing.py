@@ -81,7 +81,7 @@ def _is_stack(module: nn.Module) -> bool:
     """True if the module contains a sequence with more than two blocks of one class."""
     for inside in module.modules():
         if isinstance(inside, nn.ModuleList | nn.Sequential):
-            kinds = Counter(_class_of(one) for one in inside if _is_block(one))
+            kinds = Counter(_class_of(part) for part in inside if _is_block(part))
             if any(count > 2 for count in kinds.values()):
                 return True
     return False
@@ -194,8 +194,8 @@ def _without_caches(
     """
     if getattr(module, "_can_checkpoint_with_cache", False):  # It only reads the cache.
         return args, kwargs
-    caches = [one for one in (*args, *kwargs.values()) if _is_cache(one)]
-    if any(one.get_seq_length() > 0 for one in caches):
+    caches = [argument for argument in (*args, *kwargs.values()) if _is_cache(argument)]
+    if any(cache.get_seq_length() > 0 for cache in caches):
         raise UnsupportedError(
             f"{_class_of(module).__name__} is checkpointed and got a cache with keys and values: "
             "the cache would be written twice. Train without checkpointing, or pass no "

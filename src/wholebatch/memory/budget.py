@@ -111,10 +111,10 @@ def free_memory(device: torch.device | str = "cpu") -> int:
             device = torch.device("cuda", torch.cuda.current_device())
         free, _ = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_allocated(device)
-        found = int(free + torch.cuda.memory_reserved(device) - own)
+        room = int(free + torch.cuda.memory_reserved(device) - own)
         # Respect torch.cuda.set_per_process_memory_fraction, if this torch can report it.
         share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-        return min(found, max(0, int(share * device_memory(device)) - own))
+        return min(room, max(0, int(share * device_memory(device)) - own))
     available = _available()
     limit, used = _control_group("memory.max"), _control_group("memory.current")
     if limit is not None and used is not None:

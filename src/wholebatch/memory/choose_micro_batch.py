@@ -129,7 +129,7 @@ def resize_batch(batch: Any, samples: int, *, static: Static = ()) -> Any:
         if isinstance(value, Tensor):
             return torch.cat(parts)  # Unlike indexing, this keeps the memory format.
         if isinstance(value, (list, tuple)):
-            return type(value)(one for part in parts for one in part)
+            return type(value)(item for part in parts for item in part)
         return take(value, [row % layout.size for row in range(samples)])
 
     return layout.structure.build(

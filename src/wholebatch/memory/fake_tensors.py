@@ -210,7 +210,7 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if place is not None and args[place] is not None and args[place].dtype != args[0].dtype:
         # With 16-bit input and fp32 weights, the statistics are saved in the weights' dtype.
         output, *saved = result
-        return (output, *(one.to(args[place].dtype) for one in saved))
+        return (output, *(tensor.to(args[place].dtype) for tensor in saved))
     return result
 
 

@@ -49,18 +49,19 @@ def ladder(
     if blocks and not checkpoints:
         ways[f"checkpointing of {len(blocks)} blocks"] = {"checkpoints": True}
 
-    def rung(what: str, found: Prediction, options: dict[str, Any]) -> Rung:
-        return Rung(what, found, found.needed(simulation.device) <= budget, options)
+    def rung(what: str, prediction: Prediction, options: dict[str, Any]) -> Rung:
+        return Rung(what, prediction, prediction.needed(simulation.device) <= budget, options)
 
     used: list[str] = []
     options: dict[str, Any] = {"precision": precision, "checkpoints": checkpoints}
     best = as_is or simulation.predict(sample, **options)
     rungs = [rung("as it is", best, options)]
     for what, option in ways.items():
-        found = simulation.predict(sample, **{**options, **option})
-        rungs.append(rung(" and ".join([*used, what]), found, {**options, **option}))
-        if found.peak < best.peak:  # 16-bit copies of the weights may cost more than they save.
-            best = found
+        prediction = simulation.predict(sample, **{**options, **option})
+        rungs.append(rung(" and ".join([*used, what]), prediction, {**options, **option}))
+        # 16-bit copies of the weights may cost more than they save.
+        if prediction.peak < best.peak:
+            best = prediction
             used.append(what)
             options |= option
     return rungs

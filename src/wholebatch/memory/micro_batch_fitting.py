@@ -126,19 +126,19 @@ class Fitting:
         if self._is_undivided():
             return [self._whole(batches)]
         whole = self._joined(batches)
-        given = batches if whole is None else (whole,)
+        pieces = batches if whole is None else (whole,)
         if self._micro_batch == "auto" and self._fits is None:
-            self._fits = self._chosen_size(given)
+            self._fits = self._chosen_size(pieces)
         micros: list[Any] = []
         self._numbers, self._ends = [], []
-        for one in given:
+        for piece in pieces:
             start = self._ends[-1] if self._ends else 0
-            parts = self._parts(one)
+            parts = self._parts(piece)
             self._ends.append(start + sum(len(numbers) for _, numbers in parts))
             micros += [micro for micro, _ in parts]
             self._numbers += [[start + n for n in numbers] for _, numbers in parts]
         if whole is not None:
-            sizes = (batch_size_of(one, **self._layout) for one in batches)
+            sizes = (batch_size_of(piece, **self._layout) for piece in batches)
             self._ends = list(accumulate(sizes))
         return micros
 
@@ -213,16 +213,16 @@ class Fitting:
 
     def _size_for(self, batch: Any) -> int | Tokens | None:
         """Return what was given or chosen, or as much of it as was found to fit."""
-        given = self._micro_batch
-        if isinstance(given, Tokens):
-            return given if self._fits is None else replace(given, budget=self._fits)
-        size = self._fits if isinstance(given, str) else given
+        asked = self._micro_batch
+        if isinstance(asked, Tokens):
+            return asked if self._fits is None else replace(asked, budget=self._fits)
+        size = self._fits if isinstance(asked, str) else asked
         if self._fitting_bytes is not None:
             samples = self._samples_of(batch)
             share = self._fitting_bytes / _bytes_of(batch, samples)
             most = max(1, int(samples * share + 1e-6))
             size = most if size is None else min(size, most)
-        if size != given:
+        if size != asked:
             self._size = size
         return size
 
@@ -251,10 +251,10 @@ class Fitting:
         self, batch: Any, micros: Sequence[Any], discard: Callable[[], None]
     ) -> Iterator[Attempt]:
         """Yield attempts at the window of this batch until one fits."""
-        seen = len(self.recovered)
+        before = len(self.recovered)
 
         def smaller(attempt: Attempt) -> Sequence[Any]:
-            was_measured = self.said is not None and len(self.recovered) == seen
+            was_measured = self.said is not None and len(self.recovered) == before
             return self._smaller(batch, attempt, _STEPS_BACK if was_measured else 1 / 2)
 
         yield from self._recovery.attempts(
@@ -282,7 +282,7 @@ class Fitting:
                 "shorter samples, or a sharded model"
             )
         before, micros = self._numbers, attempt.micros
-        largest = max(_bytes_of(*one) for one in zip(micros, map(len, before), strict=True))
+        largest = max(_bytes_of(*pair) for pair in zip(micros, map(len, before), strict=True))
         while self._numbers == before:  # a budget that is a little smaller may change nothing
             if isinstance(self._micro_batch, Tokens):
                 self._fits = max(1, int((self._fits or self._micro_batch.budget) * share))
@@ -310,7 +310,7 @@ class Fitting:
     def agree(self, failure: torch.OutOfMemoryError | None = None) -> None:
         """End the window on all ranks if one of them has no memory for its smallest size."""
         failed = failure is not None
-        if self.may_begin_again():
+        if self._sync.ranks > 1 and self.may_begin_again():
             failed = self._sync.group.sum([float(failed)])[0] > 0
         if failure is not None:
             raise failure
@@ -331,8 +331,8 @@ class Fitting:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes that were found to fit, and what they were found for."""
-        found = {name: getattr(self, f"_{name}") for name in _FOUND}
-        return {"given": str(self._micro_batch), **found}
+        values = {name: getattr(self, f"_{name}") for name in _FOUND}
+        return {"given": str(self._micro_batch), **values}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with those sizes, unless another `micro_batch` is given now."""

@@ -31,7 +31,7 @@ def _with_repeated_heads(formula: Callable[..., int], query: int) -> Callable[..
 
     def count(*shapes: Any, **_: Any) -> int:
         heads = shapes[query][1]
-        repeated = [(one[0], heads, *one[2:]) for one in shapes[query + 1 : query + 3]]
+        repeated = [(shape[0], heads, *shape[2:]) for shape in shapes[query + 1 : query + 3]]
         return formula(*shapes[: query + 1], *repeated, *shapes[query + 3 :])
 
     return count

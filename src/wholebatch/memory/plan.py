@@ -104,20 +104,20 @@ def make_plan(
     device = target_device(model, device)
     most = -(-batch_size // ranks)
     shapes = shapes_of(batch)
-    made: dict[int, Prediction] = {}
+    by_size: dict[int, Prediction] = {}
     # Data-parallel ranks all-reduce buckets of gradients during the last backward.
     how: dict[str, Any] = {"reduces": ranks > 1 and sharding is None, "sharding": sharding}
     with simulating(model, loss, optimizer=optimizer, device=device, **how) as simulation:
 
         def peak(size: int) -> int:
             """Return the bytes that a device must have for this size."""
-            if size not in made:
+            if size not in by_size:
                 micro = resize_batch(shapes, size, static=static)
                 steps = -(-most // size)
-                made[size] = simulation.predict(
+                by_size[size] = simulation.predict(
                     micro, precision=precision, micro_batches=steps, checkpoints=checkpoints
                 )
-            return made[size].needed(device)
+            return by_size[size].needed(device)
 
         choice = choose_micro_batch(peak, budget=budget, most=most, growth=64)
         largest = 1 if choice is None else choice.micro_batch
@@ -134,14 +134,14 @@ def make_plan(
                 budget=budget,
                 precision=precision,
                 checkpoints=checkpoints,
-                as_is=made[1],
+                as_is=by_size[1],
             )
         undivided = peak(most) if beside_undivided else None
         operations = simulation.operations(shapes) if beside_undivided else None
     modes: tuple[Mode, ...] = ()
     if sharding is not None:
         size, count = (1, most) if choice is None else (even, steps)
-        modes = _modes(model, sharding, made[size], count, device=device, budget=budget)
+        modes = _modes(model, sharding, by_size[size], count, device=device, budget=budget)
     fewest = None
     if rungs and device.type == "cuda" and not any(rung.fits for rung in rungs):
         with suppress(UnsupportedError):  # 16-bit parameters
@@ -162,15 +162,15 @@ def make_plan(
         budget=budget,
         precision=precision,
         points=tuple(
-            Point(size, found.peak, found.by_category, needed <= budget, needed)
-            for size, found in sorted(made.items())
-            for needed in [found.needed(device)]
+            Point(size, prediction.peak, prediction.by_category, needed <= budget, needed)
+            for size, prediction in sorted(by_size.items())
+            for needed in [prediction.needed(device)]
         ),
         micro_batch=None if choice is None else even,
         largest=None if choice is None else largest,
         steps=0 if choice is None else steps,
         rungs=tuple(rungs),
-        seconds=sum(found.seconds for found in made.values()),
+        seconds=sum(prediction.seconds for prediction in by_size.values()),
         sync=None if sharding is None else sharding.sync,
         checkpointing=checkpoints,
         fewest_ranks=fewest,
@@ -232,23 +232,23 @@ def _fewest_ranks(
 
     ranks = 2 if sharding is None else sharding.ranks
     is_known = sharding is not None and sharding.sync == "every"
-    found = rung.prediction if is_known else predict(ranks)
+    prediction = rung.prediction if is_known else predict(ranks)
     held = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
-    too_few, fits, rest = 1, None, 2 * found.peak
+    too_few, fits, rest = 1, None, 2 * prediction.peak
     for _ in range(6):
-        if found.needed(device) <= budget:
+        if prediction.needed(device) <= budget:
             fits = ranks
         else:
             too_few = ranks
-        shared = held + ranks * found.by_category["optimizer state"]
-        before, rest = rest, found.peak - shared // ranks
-        room = min(budget - found.largest, budget * 25 // 26) - rest
+        shared = held + ranks * prediction.by_category["optimizer state"]
+        before, rest = rest, prediction.peak - shared // ranks
+        room = min(budget - prediction.largest, budget * 25 // 26) - rest
         guess = -(-shared // room) if room > 0 else 8 * ranks
         is_least = fits is not None and (fits == too_few + 1 or guess >= fits)
         if is_least or (room <= 0 and rest > 0.99 * before):
             break
         ranks = max(too_few + 1, guess)
-        found = predict(ranks)
+        prediction = predict(ranks)
     return fits
 
 

@@ -333,8 +333,8 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False)
         fake.step()
-    state = {id(one): one for one in tensors_of(list(fake.state.values()))}.values()
-    return sum(one.nbytes for one in state if one.device.type == device.type)
+    state = {id(tensor): tensor for tensor in tensors_of(list(fake.state.values()))}.values()
+    return sum(tensor.nbytes for tensor in state if tensor.device.type == device.type)
 
 
 def is_sixteen_bit(model: torch.nn.Module) -> bool:

@@ -92,8 +92,9 @@ def trial_peak(
 
     `missing_state` is the optimizer's state that the first update will create, in bytes.
     """
-    copies = {id(one): map_tensors(one, torch.clone) for one in micros}  # Views hold the batch.
-    micros = [copies[id(one)] for one in micros]
+    # Views would hold the batch.
+    copies = {id(micro): map_tensors(micro, torch.clone) for micro in micros}
+    micros = [copies[id(micro)] for micro in micros]
     device = next(model.parameters()).device
     on_cuda = device.type == "cuda"
     limit = None if on_cuda else max(0, budget - missing_state)

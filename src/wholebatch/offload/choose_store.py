@@ -33,9 +33,9 @@ def choose(
     if place not in ("device", "host"):
         raise OptionError(f'optimizer_state={place!r}: must be "device" or "host"')
     if sync.owns_hooks and (on_gradient or not target.steps):
-        given = "on_gradient=" if on_gradient else "optimizer=None"
+        option = "on_gradient=" if on_gradient else "optimizer=None"
         raise UnsupportedError(
-            f"{given} with DeepSpeed's ZeRO 1 to 3: its gradients are in the engine's own slices, "
+            f"{option} with DeepSpeed's ZeRO 1 to 3: its gradients are in the engine's own slices, "
             "not in .grad; use ZeRO 0, DDP or FSDP2"
         )
     if place == "device":

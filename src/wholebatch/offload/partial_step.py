@@ -52,10 +52,10 @@ def post_hooks_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def refuse_pre_hooks(optimizer: torch.optim.Optimizer, option: str) -> None:
     """Refuse the user's own code in a step: it would run once per bucket."""
-    found = user_code_in_step(optimizer)
-    if found is not None:
+    method = user_code_in_step(optimizer)
+    if method is not None:
         raise UnsupportedError(
-            f"{option} with {found} on {type(optimizer).__name__}: the optimizer steps on a few "
+            f"{option} with {method} on {type(optimizer).__name__}: the optimizer steps on a few "
             "parameters at a time, so it would run several times per update; remove it, or leave "
             f"{option} out"
         )
@@ -96,8 +96,8 @@ def _trained(optimizer: torch.optim.Optimizer, streamed: bool) -> list[Tensor]:
 
     parameters = [nn.Parameter(random(scale)) for scale in (1.0, 5.0)]
     takes = inspect.signature(kind).parameters
-    given = {name: value for name, value in optimizer.defaults.items() if name in takes}
-    trial: torch.optim.Optimizer = kind(parameters, **given)
+    options = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    trial: torch.optim.Optimizer = kind(parameters, **options)
     state = StreamedState()
     for _ in range(3):
         for parameter, scale in zip(parameters, (0.1, 10.0), strict=True):

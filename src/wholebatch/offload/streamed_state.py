@@ -130,13 +130,13 @@ class StreamedState:
 def only(optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter]) -> Iterator[None]:
     """Make `optimizer.step()` step these parameters alone, each with its group's options."""
     chosen = {id(parameter) for parameter in parameters}
-    found = [group["params"] for group in optimizer.param_groups]
+    all_of_them = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
     try:
         yield
     finally:
-        for group, everyone in zip(optimizer.param_groups, found, strict=True):
+        for group, everyone in zip(optimizer.param_groups, all_of_them, strict=True):
             group["params"] = everyone
 
 

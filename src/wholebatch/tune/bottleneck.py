@@ -70,11 +70,11 @@ class Bottleneck:
         took = 1000 * sum(self.seconds.values())
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         lines = [f"a window of {steps} took {took:.1f} ms: {parts}"]
-        share, found = self.shares["reduction"], self.seconds["reduction"]
-        if found:
+        share, seconds = self.shares["reduction"], self.seconds["reduction"]
+        if seconds:
             lines.append(
-                f"ranks reduced {bytes_said(self.reduced)} in {1000 * found:.1f} ms, "
-                f"{self.reduced / found / 1e9:.2g} GB/s; 2, 4, 8 times the steps for each update "
+                f"ranks reduced {bytes_said(self.reduced)} in {1000 * seconds:.1f} ms, "
+                f"{self.reduced / seconds / 1e9:.2g} GB/s; 2, 4, 8 times the steps for each update "
                 "would make its share "
                 + ", ".join(f"{share / (share + k * (1 - share)):.0%}" for k in (2, 4, 8))
             )

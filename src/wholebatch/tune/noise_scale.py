@@ -161,7 +161,7 @@ class Estimator:
         windows, count = self.windows, len(self.windows)
         if count < _FEWEST:
             return None
-        sizes = [max(one.square, 1e-300) for one in (windows[0], *islice(windows, count - 1))]
+        sizes = [max(window.square, 1e-300) for window in (windows[0], *islice(windows, count - 1))]
         pairs = [(w.spread / size, w.signal / size) for w, size in zip(windows, sizes, strict=True)]
         x, y = (sum(values) / count for values in zip(*pairs, strict=True))
         products = [((a - x) ** 2, (b - y) ** 2, (a - x) * (b - y)) for a, b in pairs]
@@ -173,11 +173,11 @@ class Estimator:
             critical=ratio if x > 0.0 else 0.0,
             low=low,
             high=high,
-            spread=sum(one.spread for one in windows) / count,
-            signal=sum(one.signal for one in windows) / count,
+            spread=sum(window.spread for window in windows) / count,
+            signal=sum(window.signal for window in windows) / count,
             samples=count,
-            batch=median(one.units for one in recent),
-            micro_batches=int(median(one.micro_batches for one in recent)),
+            batch=median(window.units for window in recent),
+            micro_batches=int(median(window.micro_batches for window in recent)),
         )
 
 

@@ -143,9 +143,9 @@ class Tuned:
             if trial.is_measured:
                 fastest[trial.setting.precision] = trial
         for name, distance in self.distances.items():
-            one, other = fastest.get(name), fastest.get(self.precision)
-            if one is not None and other is not None:
-                times = (f"{1000 * (it.seconds or 0):.1f} ms" for it in (one, other))
+            candidate, other = fastest.get(name), fastest.get(self.precision)
+            if candidate is not None and other is not None:
+                times = (f"{1000 * (it.seconds or 0):.1f} ms" for it in (candidate, other))
                 yield (
                     f"{name} {' against '.join(times)} in {self.precision}; its first update is "
                     f"{percent(distance)} off"
@@ -296,13 +296,13 @@ def _candidates(
     checkpointing: Sequence[bool],
 ) -> list[Setting]:
     """Return every setting that this model can run in; refuse unknown names and sizes."""
-    for name, given, allowed in (
+    for name, values, allowed in (
         ("precisions", precisions, PRECISIONS),
         ("executes", executes, EXECUTES),
     ):
-        unknown = [one for one in given if one not in allowed]
-        if unknown or not given:
-            raise OptionError(f"{name}={(*given,)}: must be one or more of {', '.join(allowed)}")
+        unknown = [value for value in values if value not in allowed]
+        if unknown or not values:
+            raise OptionError(f"{name}={(*values,)}: must be one or more of {', '.join(allowed)}")
     sizes = sizes_of(samples) if sizes is None else sorted(set(sizes), reverse=True)
     if not sizes or not all(1 <= size <= samples for size in sizes):
         raise OptionError(f"micro_batches={sizes}: must be sizes from 1 to the batch of {samples}")
@@ -405,7 +405,7 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
     # Other work can only slow a window down: the faster half shows what the setting can do.
     fast = sorted(windows)[: -(-len(windows) // 2)]
     rate = statistics.median(units / spent for spent, units in fast)
-    found = replace(
+    best = replace(
         blank,
         seconds=statistics.median(spent for spent, _ in fast),
         units_per_second=rate,
@@ -413,8 +413,8 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
     )
     if peak > budget:
         why = f"needs {bytes_said(peak)}, more than {bytes_said(budget)}"
-        return replace(found, why=why)
-    return found
+        return replace(best, why=why)
+    return best
 
 
 def _recommended(trials: Iterable[Trial], budget: int) -> Trial:

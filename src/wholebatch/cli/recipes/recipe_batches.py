@@ -209,12 +209,12 @@ class Batches:
             self._stream_state = deepcopy(self._data.state_dict())
         with seeded(self._seed, self._name, self.position.epoch, self._in_stream):
             if self.kind == "loader":
-                found = [*islice(self._stream, 1)]
-                batch = found[0] if found else None
+                batches = [*islice(self._stream, 1)]
+                batch = batches[0] if batches else None
             else:
-                found = [*islice(self._stream, self.batch_size)]
-                batch = _collated(self._collate, found) if found else None
-        if not found:
+                samples = [*islice(self._stream, self.batch_size)]
+                batch = _collated(self._collate, samples) if samples else None
+        if not samples:
             return None
         self._in_stream += 1
         return (batch,)

@@ -128,8 +128,8 @@ class _Accumulation:
             sums = jax.lax.psum(sums, self.axis_name)
         total, counted, gradient = sums
         factor = 1.0 / (counted * seed)
-        one = isinstance(self.argnums, int)
-        originals = args[wanted[0]] if one else tuple(args[i] for i in wanted)
+        single = isinstance(self.argnums, int)
+        originals = args[wanted[0]] if single else tuple(args[i] for i in wanted)
         gradient = jax.tree.map(
             lambda leaf, like: (leaf * factor.astype(leaf.dtype)).astype(jnp.result_type(like)),
             gradient,
@@ -232,10 +232,10 @@ class _Accumulation:
 
 
 def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    if not found or any(not isinstance(number, int) or number < 0 for number in found):
+    places = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not places or any(not isinstance(number, int) or number < 0 for number in places):
         raise OptionError(f"{numbers!r}: must be the position of an argument, 0 or more, or some")
-    return found
+    return places
 
 
 def _batch_size(args: Sequence[Any], batched: Sequence[int]) -> int:
@@ -256,9 +256,9 @@ def _batch_size(args: Sequence[Any], batched: Sequence[int]) -> int:
                 )
             sizes.setdefault(shape[0], name)
     if len(sizes) != 1:
-        found = ", ".join(f"{name} has {size}" for size, name in sizes.items()) or "no arrays"
+        listed = ", ".join(f"{name} has {size}" for size, name in sizes.items()) or "no arrays"
         raise SplitError(
-            f"the leaves of the batch must have one number of samples: {found}; "
+            f"the leaves of the batch must have one number of samples: {listed}; "
             "batch_argnums= names the arguments that are split"
         )
     size = next(iter(sizes))
@@ -303,8 +303,8 @@ def _scalar(value: Any, like: Any = None) -> Any:
 def _mesh_axes(aval: Any) -> frozenset[str]:
     """Return the mesh axes a value varies over in `shard_map`; the attribute differs by version."""
     manual = getattr(aval, "manual_axis_type", None)
-    found = getattr(aval, "vma", None) if manual is None else manual.varying
-    return frozenset(found or ())
+    axes = getattr(aval, "vma", None) if manual is None else manual.varying
+    return frozenset(axes or ())
 
 
 def _cast(leaf: Any, names: frozenset[str]) -> Any:

@@ -51,21 +51,21 @@ def untested_because(
     try:
         with jax.default_matmul_precision("highest"):
             samples = _Samples(loss, args, batched, few, wanted)
-            found = samples.totals()
+            sides = samples.totals()
     except jax.errors.JAXTypeError:  # The loss closes over a traced value, such as a key.
         return _UNDER_JIT
     except Exception as error:  # Most often the loss's own: the whole batch will raise it too.
         return repr(error)
-    totals = [total for side in found for total in side]
+    totals = [total for side in sides for total in side]
     if any(total[4] > 1e-6 * abs(total[0]) for total in totals):
         raise LossError(_LEARNT)
     for at, (what, by, close) in enumerate((("units", 0, 1), ("loss", 1, 1), ("gradient", 3, 10))):
-        one, other = (sum(total[at] for total in side) for side in found)
+        first, second = (sum(total[at] for total in side) for side in sides)
         size_of = sum(abs(total[by]) for total in totals)
         if not math.isfinite(size_of):
             return f"the loss of the first {few} samples is not finite"
-        if abs(one - other) > close * (3e-2 if samples.has_16_bit else 1e-5) * size_of:
-            raise LossError(_MESSAGE.format(what=what, few=few, one=one, other=other))
+        if abs(first - second) > close * (3e-2 if samples.has_16_bit else 1e-5) * size_of:
+            raise LossError(_MESSAGE.format(what=what, few=few, one=first, other=second))
     return None
 
 
@@ -126,8 +126,12 @@ class _Samples:
             (total, units), pull = jax.vjp(pair, *wanted)
             seed = jnp.asarray(1.0 if len(rows) == self._few else 0.25, total.dtype)
             slopes, none = map(jax.tree.leaves, (pull((seed, 0 * seed)), pull((0 * seed, seed))))
-            mixed = sum(jnp.real(one).ravel() @ jnp.cos(jnp.arange(one.size)) for one in slopes)
-            sizes = [jnp.sqrt(sum((abs(one) ** 2).sum() for one in of)) for of in (slopes, none)]
+            mixed = sum(
+                jnp.real(slope).ravel() @ jnp.cos(jnp.arange(slope.size)) for slope in slopes
+            )
+            sizes = [
+                jnp.sqrt(sum((abs(slope) ** 2).sum() for slope in of)) for of in (slopes, none)
+            ]
             return units, total, mixed / seed, sizes[0] / seed, sizes[1] / seed
 
         if len(rows) not in self._compiled:
@@ -135,7 +139,7 @@ class _Samples:
             self._draws = any(word in program for word in _RANDOM)
             self.has_16_bit = any(word in program for word in _16_BIT)
             self._compiled[len(rows)] = jax.jit(totals)
-        return tuple(float(one) for one in self._compiled[len(rows)](batch, wanted))
+        return tuple(float(number) for number in self._compiled[len(rows)](batch, wanted))
 
 
 def with_values(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:

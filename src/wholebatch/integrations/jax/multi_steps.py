@@ -135,17 +135,17 @@ class _Windows:
                 total,
                 updates,
             )
-            made, new = self.inner.update(mean, inner_state, params, **extra)
-            return made, jax.tree.map(_no_narrower, new, inner_state)
+            changes, new = self.inner.update(mean, inner_state, params, **extra)
+            return changes, jax.tree.map(_no_narrower, new, inner_state)
 
         def keep(inner_state: Any) -> tuple[Any, Any]:
             shapes, new = jax.eval_shape(close, inner_state)
             none = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
             return none, jax.tree.map(_no_narrower, inner_state, new)
 
-        made, inner_state = jax.lax.cond(makes, close, keep, state.inner)
+        changes, inner_state = jax.lax.cond(makes, close, keep, state.inner)
         open_ = jnp.logical_not(closes)
-        return made, WindowState(
+        return changes, WindowState(
             place=place * open_,
             units=window * open_,
             total=jax.tree.map(lambda sum_: jnp.where(open_, sum_, jnp.zeros_like(sum_)), total),

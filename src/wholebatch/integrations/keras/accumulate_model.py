@@ -191,8 +191,8 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
         # In a graph, what does not depend on the data (counting the update) would run even where
         # the iterator has come to its end.
-        given = [each for each in keras.tree.flatten(args) if each is not None]
-        with tf.control_dependencies(given):
+        leaves = [each for each in keras.tree.flatten(args) if each is not None]
+        with tf.control_dependencies(leaves):
             return super().train_step(*args)
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -239,7 +239,9 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     def _scope(self) -> Any:
         """Return a scope with the values of all variables, which forgets what a forward changes."""
-        held = [(one, one.value) for one in (*self.variables, *self.metrics_variables)]
+        held = [
+            (variable, variable.value) for variable in (*self.variables, *self.metrics_variables)
+        ]
         return keras.StatelessScope(state_mapping=held, collect_losses=True)
 
     # ------------------------------------------------------------ save and load

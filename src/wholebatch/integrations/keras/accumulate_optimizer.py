@@ -172,8 +172,8 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         if not self.scaled:
             finite = ops.where(ops.isfinite(ops.cast(loss, wide())), finite, float("nan"))
         if units is NO_UNITS:  # Sums of micro-batches add up: the sum is divided by 1.
-            one = ops.maximum(ops.convert_to_tensor(self._units), 1.0 / replicas())
-            self._units.assign(one * finite)
+            divisor = ops.maximum(ops.convert_to_tensor(self._units), 1.0 / replicas())
+            self._units.assign(divisor * finite)
         else:
             self.assign_add(self._units, units * finite)
         for number, gradient in enumerate(gradients):
@@ -205,10 +205,10 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         sums = self._over_replicas([ops.convert_to_tensor(each) for each in self._sums])
         # Not divide_no_nan: on the torch backend it rounds numbers to float32.
         factor = ops.where(counted > 0, 1.0 / ops.where(counted > 0, counted, 1.0), 0.0)
-        seen = self._seen if any(self._seen) else [True] * len(self._seen)
+        have_gradients = self._seen if any(self._seen) else [True] * len(self._seen)
         means = [
             each * ops.cast(factor, each.dtype) if used else None
-            for each, used in zip(sums, seen, strict=True)
+            for each, used in zip(sums, have_gradients, strict=True)
         ]
         checked = [counted, *(gradient for gradient in means if gradient is not None)]
         return means, ops.all(ops.stack([ops.all(ops.isfinite(each)) for each in checked]))
@@ -247,22 +247,22 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         """Return True (a tensor) if the window has all its micro-batches."""
         return ops.greater_equal(ops.convert_to_tensor(self._place), self.accum_steps)
 
-    def _on_replicas_if(self, condition: Any, run: Callable[..., None], *given: Any) -> None:
+    def _on_replicas_if(self, condition: Any, run: Callable[..., None], *arguments: Any) -> None:
         """Call `run(*given)` on every replica if the condition holds, inside of a graph."""
         if replicas() == 1:
-            ops.cond(condition, lambda: run(*given), lambda: None)
+            ops.cond(condition, lambda: run(*arguments), lambda: None)
             return
         import tensorflow as tf
 
-        def on_all(strategy: Any, condition: Any, *given: Any) -> None:
+        def on_all(strategy: Any, condition: Any, *arguments: Any) -> None:
             # A condition around an update must be outside of the replicas (as Keras's loss scale).
             ops.cond(
                 strategy.experimental_local_results(condition)[0],
-                lambda: strategy.extended.call_for_each_replica(run, args=given),
+                lambda: strategy.extended.call_for_each_replica(run, args=arguments),
                 lambda: None,
             )
 
-        tf.distribute.get_replica_context().merge_call(on_all, args=(condition, *given))
+        tf.distribute.get_replica_context().merge_call(on_all, args=(condition, *arguments))
 
     @property
     def skipped(self) -> int:

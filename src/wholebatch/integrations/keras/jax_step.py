@@ -110,8 +110,8 @@ def stateless_apply(optimizer: Any, variables: Any, grads: Any, trainable: Any) 
     """Apply a `GradientAccumulateOptimizer` used alone, whose micro-batches count alike."""
     import jax.numpy as jnp
 
-    one = jnp.ones((), wide())
-    return _add(optimizer, list(variables), trainable, grads, one, one)
+    unit = jnp.ones((), wide())
+    return _add(optimizer, list(variables), trainable, grads, unit, unit)
 
 
 def flush(optimizer: Any) -> None:

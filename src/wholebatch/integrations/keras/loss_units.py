@@ -68,32 +68,32 @@ class ObservedLoss:
         self.name = loss.name
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        seen: list[Any] = []
+        losses: list[Any] = []
         original = self.loss.call
 
         def call(y_true: Any, y_pred: Any) -> Any:
-            seen.append(original(y_true, y_pred))
-            return seen[-1]
+            losses.append(original(y_true, y_pred))
+            return losses[-1]
 
         self.loss.call = call  # On the instance, so that other losses are not affected.
         try:
             value = self.loss(y_true, y_pred, sample_weight)
         finally:
             del self.loss.call
-        self.noted.append(NotedLoss(*self._units(seen, y_pred, sample_weight)))
+        self.noted.append(NotedLoss(*self._units(losses, y_pred, sample_weight)))
         return value
 
-    def _units(self, seen: list[Any], y_pred: Any, sample_weight: Any) -> tuple[Hashable, Any]:
+    def _units(self, losses: list[Any], y_pred: Any, sample_weight: Any) -> tuple[Hashable, Any]:
         reduction = self.loss.reduction
         if reduction in ("sum", "none", None):
             return SUM, NO_UNITS
-        if len(seen) != 1 or len(seen[0].shape) == 0:
+        if len(losses) != 1 or len(losses[0].shape) == 0:
             raise LossError(
                 f"the loss {self.name!r} returns one number, which may be a sum or a mean: let it "
                 "return one value per sample, or pass GradientAccumulateModel(..., units=), a "
                 "function that counts what it is a mean over"
             )
-        values = seen[0]
+        values = losses[0]
         mask = None if tree.is_nested(y_pred) else backend.get_keras_mask(y_pred)
         own = backend.get_keras_mask(values)
         if mask is None or own is None:
@@ -220,9 +220,9 @@ def _copy(leaf: Any, part: slice) -> Any:
     return leaf[part] if copy is None else copy()
 
 
-def check_halves(found: Sequence[tuple[Any, Any]]) -> None:
+def check_halves(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Refuse a loss (with its units) of a batch that is not that of its halves together."""
-    (total, units), *parts = (_numbers(*each) for each in found)
+    (total, units), *parts = (_numbers(*each) for each in pairs)
     totals, counts = zip(*parts, strict=True)
     if not all(map(math.isfinite, (total, *totals, units, *counts))):
         return  # nonfinite= decides
@@ -263,10 +263,10 @@ def test_loss(model: Any, data: Any, scope: Callable[[], Any]) -> bool:
     parts = halves(data)
     if parts is None:
         return False
-    found = []
+    pairs = []
     for part in parts:
         with scope():
             inputs = keras.utils.unpack_x_y_sample_weight(part)
-            found.append(run_loss(model, inputs, training=False)[:2])
-    check_halves(found)
+            pairs.append(run_loss(model, inputs, training=False)[:2])
+    check_halves(pairs)
     return True

@@ -113,11 +113,11 @@ def _reward_loss(
     *,
     center: float,
 ) -> Loss:
-    given = _stacked(inputs)
-    margin = given.pop("margin", 0.0)
-    rewards = wide(model(**given, use_cache=False).logits.squeeze(-1))
+    inputs_of_both = _stacked(inputs)
+    margin = inputs_of_both.pop("margin", 0.0)
+    rewards = wide(model(**inputs_of_both, use_cache=False).logits.squeeze(-1))
     chosen, rejected = rewards.chunk(2)
-    found = reward_loss(chosen, rejected, margin=margin, center=center)
+    loss = reward_loss(chosen, rejected, margin=margin, center=center)
     chosen, rejected, rewards = chosen.detach(), rejected.detach(), rewards.detach()
     extras = {
         "pairs": torch.ones_like(chosen).sum(),
@@ -127,9 +127,9 @@ def _reward_loss(
         "max_reward": rewards.max(),
         "accuracy": (chosen > rejected).sum(),
         "margin": (chosen - rejected).sum(),
-        "tokens": count_tokens(given),
+        "tokens": count_tokens(inputs_of_both),
     }
-    return Loss(found.total, found.units, extras=extras)
+    return Loss(loss.total, loss.units, extras=extras)
 
 
 # ---------------------------------------------------------------------------- DPO
@@ -278,10 +278,10 @@ _PAIR_LOSSES: dict[str, Callable[[_Pairs], Tensor]] = {
 
 
 def _log_probabilities(
-    model: Any, given: Mapping[str, Any], labels: Tensor
+    model: Any, model_inputs: Mapping[str, Any], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the log probability of each label, and the logits."""
-    logits = model(**given, use_cache=False).logits[:, :-1]
+    logits = model(**model_inputs, use_cache=False).logits[:, :-1]
     logits = logits[:, -labels.shape[1] :]  # Prompt learning puts virtual tokens first.
     return -token_losses(wide(logits), labels), logits
 
@@ -297,15 +297,17 @@ def _dpo_loss(
     tau: float,
     is_precomputed: bool,
 ) -> Loss:
-    given = _stacked(inputs)
-    mask = given.pop("completion_mask")
-    known: Any = [given.pop(name, None) for name in ("ref_chosen_logps", "ref_rejected_logps")]
-    labels, counted = _completion_labels(given["input_ids"], mask)
-    by_token, logits = _log_probabilities(model, given, labels)
+    model_inputs = _stacked(inputs)
+    mask = model_inputs.pop("completion_mask")
+    known: Any = [
+        model_inputs.pop(name, None) for name in ("ref_chosen_logps", "ref_rejected_logps")
+    ]
+    labels, counted = _completion_labels(model_inputs["input_ids"], mask)
+    by_token, logits = _log_probabilities(model, model_inputs, labels)
     if not is_precomputed:
         with torch.no_grad(), _without_adapters(model) if reference is None else nullcontext():
             frozen = model if reference is None else reference
-            known = _log_probabilities(frozen, given, labels)[0].sum(1).chunk(2)
+            known = _log_probabilities(frozen, model_inputs, labels)[0].sum(1).chunk(2)
     chosen, rejected = by_token.sum(1).chunk(2)
     lengths = mask.sum(1).clamp(min=1).chunk(2)
     pairs = _Pairs(
@@ -314,7 +316,7 @@ def _dpo_loss(
     losses = [weight * _PAIR_LOSSES[kind](pairs) for kind, weight in weighted]
     total = torch.stack(losses).sum()
     rewards = beta * pairs.chosen.detach(), beta * pairs.rejected.detach()
-    extras = _token_extras(logits, labels, counted, given) | {
+    extras = _token_extras(logits, labels, counted, model_inputs) | {
         "pairs": torch.ones_like(chosen).sum(),
         "rewards/chosen": rewards[0].sum(),
         "rewards/rejected": rewards[1].sum(),
@@ -333,7 +335,7 @@ def _completion_labels(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _token_extras(
-    logits: Tensor, labels: Tensor, counted: Tensor, given: Mapping[str, Any]
+    logits: Tensor, labels: Tensor, counted: Tensor, model_inputs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return the sums over tokens, of chosen and rejected answers, that TRL's metrics need."""
     entropies, likeliest, means = statistics_of(logits)
@@ -341,7 +343,7 @@ def _token_extras(
     tokens = counted.sum(1).chunk(2)
     is_correct = (likeliest == labels) & counted
     return {
-        "tokens": count_tokens(given),
+        "tokens": count_tokens(model_inputs),
         "entropy": (entropies * counted).sum(),
         "logits/chosen": mean_logits[0].sum(),
         "logits/rejected": mean_logits[1].sum(),
@@ -425,8 +427,8 @@ class ExactKTO(RecordedTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return TRL's loss, with the reference of the pass before."""
-        given = {"precompute_ref_logps": True} if self.model_wrapped.training else {}
-        with replaced_attributes(self, **given):
+        changed = {"precompute_ref_logps": True} if self.model_wrapped.training else {}
+        with replaced_attributes(self, **changed):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def needs_trl_loss(self) -> str | None:
@@ -446,10 +448,10 @@ class ExactKTO(RecordedTrainer):
 
     def metrics_of(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return TRL's means over tokens and over the samples of both kinds, where there are."""
-        found = super().metrics_of(sums)
+        metrics = super().metrics_of(sums)
         if sums["chosen"] and sums["rejected"]:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
 
 
 _KTO_ONLY = ("completion_mask", "label", "ref_logps", "ref_KL_logps")
@@ -462,13 +464,13 @@ def _kto_loss(
     beta: float,
     weights: tuple[float, float],
 ) -> Loss:
-    given = {
+    model_inputs = {
         name: value
         for name, value in inputs.items()
         if name not in _KTO_ONLY and not name.startswith("KL_")
     }
-    labels, counted = _completion_labels(given["input_ids"], inputs["completion_mask"])
-    by_token, logits = _log_probabilities(model, given, labels)
+    labels, counted = _completion_labels(model_inputs["input_ids"], inputs["completion_mask"])
+    by_token, logits = _log_probabilities(model, model_inputs, labels)
     logps = by_token.sum(1)
     good, kl = inputs["label"].bool(), -inputs["ref_KL_logps"].clamp(max=0)
     ratios = logps - inputs["ref_logps"]
@@ -482,7 +484,7 @@ def _kto_loss(
         "logps": logps.detach(),
     }
     extras = {
-        "tokens": count_tokens(given),
+        "tokens": count_tokens(model_inputs),
         "samples": torch.ones_like(logps).sum(),
         "answer_tokens": counted.sum(),
         "kl": kl.sum(),

@@ -47,11 +47,11 @@ def _sft_loss(
     *,
     weighs_by_probability: bool,
 ) -> Loss:
-    given = dict(inputs)
-    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    model_inputs = dict(inputs)
+    labels, shifted = model_inputs.pop("labels", None), model_inputs.pop("shift_labels", None)
     # Shifted are the labels: a part of the logits would be a copy of them.
     labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
-    logits = logits_of(model, labels, **given, use_cache=False)
+    logits = logits_of(model, labels, **model_inputs, use_cache=False)
     of_rows = functools.partial(_sums_of_rows, weighs_by_probability=weighs_by_probability)
     total, entropy, correct = in_slices(logits, labels, of_rows)
     count = (labels != IGNORED).sum()

@@ -113,7 +113,7 @@ class ExactTrainerMixin(_Trainer):
         """Return the batches of the next window; count their units on the way."""
         self._open, self._is_counting = TrainerWindow(), True
         try:
-            samples, _ = found = super().get_batch_samples(*args, **kwargs)
+            samples, _ = batches = super().get_batch_samples(*args, **kwargs)
         finally:
             self._is_counting = False
         self._open.batches, self._open.size = list(samples), len(samples)
@@ -121,7 +121,7 @@ class ExactTrainerMixin(_Trainer):
         # A loader without a length has run out: the Trainer steps only after as many as it asked
         # for, so the last one is given again, and does not count.
         samples += samples[-1:] * (asked - len(samples))
-        return found
+        return batches
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         if not self._is_counting:
@@ -186,7 +186,7 @@ class ExactTrainerMixin(_Trainer):
         self._made_for_optimizer, self._operations = self.optimizer, {}
 
     def _whole_windows(self, model: nn.Module) -> GivenWindows:
-        given = self.micro_batch
+        size = self.micro_batch
         execute = self.execute
         if execute == "auto" and self.args.torch_compile:
             execute = "graph" if self.args.device.type == "cuda" else "compile"
@@ -196,7 +196,7 @@ class ExactTrainerMixin(_Trainer):
             model,
             getattr(self.optimizer, "optimizer", self.optimizer),
             host=self,
-            micro_batch=Samples(None) if given is None else given,  # type: ignore[arg-type]
+            micro_batch=Samples(None) if size is None else size,  # type: ignore[arg-type]
             precision=own,
             batchnorm=self.batchnorm,
             execute=execute,
@@ -233,8 +233,8 @@ class ExactTrainerMixin(_Trainer):
             return super().floating_point_ops(inputs)
         shapes = tuple((n, value.shape) for n, value in inputs.items() if isinstance(value, Tensor))
         if shapes not in self._operations:
-            found = super().floating_point_ops(cast("dict[str, Any]", inputs))
-            self._operations[shapes] = found
+            operations = super().floating_point_ops(cast("dict[str, Any]", inputs))
+            self._operations[shapes] = operations
         return self._operations[shapes]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,8 +243,8 @@ class ExactTrainerMixin(_Trainer):
         It would wait for the device after each micro-batch. A loss that is not finite raises here.
         """
         raises = self.window_close.nonfinite == "raise" and not self.args.fp16
-        given = {"logging_nan_inf_filter": False} if raises else {}
-        with replaced_attributes(self.args, **given):
+        changed = {"logging_nan_inf_filter": False} if raises else {}
+        with replaced_attributes(self.args, **changed):
             return super().train(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,7 +309,7 @@ def reason_for_trainer_steps(trainer: Any) -> str | None:
 
 def refuse_own_batches(trainer: type[Any]) -> None:
     """Refuse a trainer of TRL's that makes its batches, and counts them, itself."""
-    kind = next((one for one in trainer.__mro__ if "_prepare_inputs" in vars(one)), None)
+    kind = next((base for base in trainer.__mro__ if "_prepare_inputs" in vars(base)), None)
     if kind is None or not kind.__module__.startswith("trl."):
         return
     raise UnsupportedError(
@@ -327,11 +327,11 @@ def refuse_router_balance(trainer: Any) -> None:
         trainer, "aux_loss_enabled", False
     )
     names = ("router_aux_loss_coef", "aux_loss_coef")
-    found = [getattr(one, name, None) for one in (trainer, model, config) for name in names]
-    if is_on and any(found):
+    weights = [getattr(holder, name, None) for holder in (trainer, model, config) for name in names]
+    if is_on and any(weights):
         raise UnsupportedError(
             f"{type(model).__name__} adds the load balance of each batch to its loss "
-            f"(router_aux_loss_coef={next(filter(None, found))}), and the balance of a window is "
+            f"(router_aux_loss_coef={next(filter(None, weights))}), and the balance of a window is "
             "not their mean: pass exact(Trainer, loss=wb.moe_loss()), which computes it over the "
             "whole window, or set router_aux_loss_coef=0 (audit=False keeps the balance of each "
             "batch)"

@@ -46,12 +46,12 @@ class GivenWindows(WholeBatch):
 
     def __init__(
         self,
-        *given: Any,
+        *arguments: Any,
         host: object = None,
         combined_by: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*given, **options)
+        super().__init__(*arguments, **options)
         self._host = host
         self._combined_by = combined_by or {}
         self._announced: dict[str, float] | None = None
@@ -124,11 +124,11 @@ class GivenWindows(WholeBatch):
 
     def check_untouched(self) -> None:
         """Refuse to go on if others have written the gradient since `make_gradient`."""
-        found = self._watch.changed(self._ledger.target.trained())
-        if found is None:
+        change = self._watch.changed(self._ledger.target.trained())
+        if change is None:
             self._watch.warn_of_rates()
             return
-        parameter, what = found
+        parameter, what = change
         raise WindowError(
             f"the {'gradient' if what == 'gradient' else 'value'} of "
             f"{self._ledger.target.name_of(parameter)} has changed in the middle of the window: "

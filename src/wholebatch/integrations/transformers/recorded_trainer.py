@@ -140,7 +140,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def statistics_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the entropy of each position, its most likely class, and its mean logit."""
     results = token_statistics(logits.flatten(0, 1))
-    entropies, likeliest, means = (one.view(logits.shape[:2]) for one in results)
+    entropies, likeliest, means = (result.view(logits.shape[:2]) for result in results)
     return entropies, likeliest, means
 
 

@@ -233,5 +233,5 @@ def _refuse_not_finite(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def zero_loss(model: nn.Module) -> Tensor:
     """Return zero, with a gradient of zero for every parameter: engines wait for all of them."""
-    zeros = [(one * 0.0).sum() for one in model.parameters() if one.requires_grad]
-    return torch.stack([one.to(zeros[0].device, zeros[0].dtype) for one in zeros]).sum()
+    zeros = [(parameter * 0.0).sum() for parameter in model.parameters() if parameter.requires_grad]
+    return torch.stack([zero.to(zeros[0].device, zeros[0].dtype) for zero in zeros]).sum()

@@ -234,11 +234,11 @@ class LoopWindow:
         ]
         # `optimizer, scheduler = build(...)`
         pairs = [(m.value, w) for m, w in known if isinstance(m, ast.Subscript)]
-        if not any(isinstance(made, ast.Call) for made, _ in known):
+        if not any(isinstance(built, ast.Call) for built, _ in known):
             values = self.facts.assigned.get(name, ())
             known = [(unmoved(value), self.facts.env_around(value)) for value in values]
-        calls = [(made, where) for made, where in known if isinstance(made, ast.Call)]
-        return calls + [(made, where) for made, where in pairs if isinstance(made, ast.Call)]
+        calls = [(built, where) for built, where in known if isinstance(built, ast.Call)]
+        return calls + [(built, where) for built, where in pairs if isinstance(built, ast.Call)]
 
     @cached_property
     def finite(self) -> bool:

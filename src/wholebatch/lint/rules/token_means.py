@@ -187,7 +187,7 @@ def _ignores_labels(call: ast.Call, around: Surroundings) -> bool:
 
 def _paddings(around: Surroundings) -> set[float | None]:
     """Return the numbers that something is padded or filled with: `pad_right(x, pad_id=-1)`."""
-    calls = [call for name, made in around.calls.items() if "full" in name for call in made]
+    calls = [call for name, named in around.calls.items() if "full" in name for call in named]
     calls += around.calls.get("masked_fill", [])
     options = [n for n in around.nodes if isinstance(n, ast.keyword) and "pad" in (n.arg or "")]
     return {number(value) for value in (*(o.value for o in options), *(c.args[1] for c in calls))}
