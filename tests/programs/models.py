@@ -592,9 +592,12 @@ def data_text(program: Program) -> str:
     text += (_SEQUENCES if program.has_tokens else _ROWS).rstrip() + _LABELS.rstrip()
     if program.loss in NEXT_TOKEN:  # of one token, none is the next
         text = text.replace("torch.randint(1, 6,", "torch.randint(2, 6,")
-    if program.tokens:  # padding, which may be trimmed, but where its labels count
-        text += "\n    x[~mask] = 0"
-        text = text.replace(".masked_fill(~mask, -100)", "") if program.seed % 4 == 1 else text
+    if program.tokens and program.seed % 4 == 1:  # labels that count where nothing else does
+        counted = "\n    y[~mask] = 2 * torch.arange(int((~mask).sum())) % 3"
+        text = text.replace(".masked_fill(~mask, -100)", counted).replace(
+            ", 6, (rows,)", ", 4, (rows,)"
+        )
+    text += "\n    x[~mask] = 0" if program.tokens else ""  # padding, which may be trimmed
     text += _WEIGHT.rstrip() if "weight" in program.fields else ""
     text += _TARGET.rstrip() if "target" in program.fields else ""
     return f"{text}\n    return {', '.join(program.fields)}"
