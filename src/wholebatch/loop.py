@@ -89,8 +89,10 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
-        """True if the item is all of its window."""
-        return self.is_last and not self.items
+        """True if the item is all of its window; outside of a window, if the next will be one."""
+        if self.state is State.BETWEEN or self.state is State.WINDOW_GONE:
+            return self.size == 1
+        return self.is_last and self.items == (1 if self.state is State.DONE else 0)
 
     @property
     def is_item_open(self) -> bool:
@@ -353,9 +355,10 @@ class Loop:
         """Begin the item for a member, and with its first item a window."""
         assert self.feed is not None
         progress = member._progress
-        if last is None:
-            last = progress.items + 1 >= progress.size or not self.feed.has_next()
-        if progress.begin_item(last=last, counts=counts):
+        begins = progress.begin_item(last=last, counts=counts)
+        if last is None and not progress.is_last:
+            progress.is_last = not self.feed.has_next()
+        if begins:
             member._begin_window()
 
     def _leave_item(self, member: Driven) -> None:

@@ -123,12 +123,8 @@ class LoopWindows(HasLedger):
 
     @property
     def _in_parts(self) -> bool:
-        """True if this micro-batch is not the whole global batch."""
-        return self._is_part(is_whole=self._progress.is_whole)
-
-    def _is_part(self, *, is_whole: bool) -> bool:
-        """True if a window, whole or not on this rank, is not the whole global batch."""
-        return not is_whole or self._ledger.sync.ranks > 1
+        """True if a micro-batch of this window, or of the next, is not the whole global batch."""
+        return not self._progress.is_whole or self._ledger.sync.ranks > 1
 
     @property
     def _planned_steps(self) -> tuple[int, ...]:
@@ -138,13 +134,13 @@ class LoopWindows(HasLedger):
     def _watch(self) -> None:
         """Check the forwards of a first window in parts; none with collectives is repeated."""
         sync = self._ledger.sync
-        if self._checks.active and self._is_part(is_whole=self._progress.size == 1):
+        if self._checks.active and self._in_parts:
             self._checks.watch(calls=sync.runs_alone)
 
     def _close(self) -> Step:
         self._untouched.check(rates=True)
         progress, loop = self._progress, self._progress.loop
-        if self._is_part(is_whole=progress.items <= 1 and progress.is_last):
+        if self._in_parts:
             self._checks.end_window(self._ledger.added.micro_batches)
         if loop is not None:
             loop.before_close(self)

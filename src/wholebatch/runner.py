@@ -27,8 +27,9 @@ from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
 from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
-    needs_whole_batch,
+    NORMS,
     running_buffers,
+    uses_whole_batch,
     whole_batch_norms,
 )
 from wholebatch.coupled.padding import check_padding
@@ -207,7 +208,6 @@ class Runner:
         self._ledger = ledger
         self._precision = precision
         self._device = ledger.target.device
-        self._norms: list[tuple[str, nn.Module]] = []  # of the model in this window
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._untouched = Untouched(ledger, by="the loss function")
         read = loss.encode if isinstance(loss, Coupled) else loss
@@ -299,10 +299,9 @@ class Runner:
         self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
-        self._norms = whole_batch_norms(self._root)
-        training = [norm for _, norm in self._norms if norm.training]
-        if before is None and training:
-            before = ForwardState(*training, every=False)
+        if before is None:
+            training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
+            before = ForwardState(*training, every=False) if training else None
         self._before = before
         self.extras = []
 
@@ -319,7 +318,8 @@ class Runner:
     def discard_window(self) -> None:
         """Forget the window; one without an update leaves no trace in running statistics."""
         if self._before is not None:
-            moved = {(id(m), name) for _, m in self._norms for name in running_buffers(m)}
+            norms = whole_batch_norms(self._root)
+            moved = {(id(norm), name) for _, norm in norms for name in running_buffers(norm)}
             self._before.restore(only=moved)
         self._before = None
 
@@ -365,7 +365,8 @@ class Runner:
 
     def is_undivided(self) -> bool:
         """True if the batch must not be split: a layer trains with the statistics of the batch."""
-        return self.policy is None and needs_whole_batch(self._root)
+        norms = (module for module in self._root.modules() if isinstance(module, NORMS))
+        return self.policy is None and any(map(uses_whole_batch, norms))
 
     def _norms_meet(self) -> bool:
         """True if BatchNorms of an undivided batch run collectives."""
@@ -381,7 +382,7 @@ class Runner:
                 'batchnorm="exact" on a sharded model: it is tested with plain models and '
                 'DistributedDataParallel only; use DDP, batchnorm="freeze" or GroupNorm'
             )
-        return norms_over_ranks(self._norms, sync.group.sum_tensor)
+        return norms_over_ranks(whole_batch_norms(self._root), sync.group.sum_tensor)
 
     def needs_every_rank(self) -> str | None:
         """Return why no rank may be without data; None where one may."""

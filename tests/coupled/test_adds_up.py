@@ -17,8 +17,7 @@ from tests.support import grouped, mlp, samples, sgd
 from wholebatch.batch.samples import layout_of
 from wholebatch.coupled.adds_up import check_adds_up
 from wholebatch.coupled.sample_runs import SampleRun, Tolerance
-from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.model_parts import ModelParts
+from wholebatch.window.forward_state import ForwardState, ModelParts
 
 SIZES = [(8, 20), (4, 10), (2, 7)]  # of the micro-batch, of the batch
 Case = tuple[Callable[[Any, Any], Any], type[Exception], str]

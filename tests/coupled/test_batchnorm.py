@@ -43,6 +43,20 @@ def test_freeze_leaves_forward_as_found() -> None:
     assert model[1].num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_layer_is_frozen_as_long_as_one_policy_lives(first: int) -> None:
+    model = first_layer()
+    policies = [choose("freeze", model), choose("freeze", model)]
+    policies.pop(first).detach()
+    model(data())
+    assert model[1].num_batches_tracked == 0
+    copied = copy.deepcopy(model)
+    policies.clear()
+    assert "forward" not in vars(model[1])
+    copied(data())
+    assert copied[1].num_batches_tracked == 0, "the copy of a frozen model is frozen"
+
+
 def test_freeze_runs_in_evaluation_mode_whatever_train_says() -> None:
     model = first_layer()
     model[1].running_mean.fill_(0.7)

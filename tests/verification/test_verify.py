@@ -105,6 +105,7 @@ def test_batchnorm_policies_that_are_exact(policy: str) -> None:
     assert verdict.micro_batches == (1 if policy == "exact" else 5)
     assert ("units of the loss were not tested" in str(verdict)) == verdict.undivided
     assert [type(module) for module in model.modules()] == before, "the conversion was left behind"
+    assert not any("forward" in vars(module) for module in model.modules()), "it is still frozen"
 
 
 @pytest.mark.parametrize("execute", ["eager", "auto"])

@@ -156,15 +156,14 @@ class Feed:
 
     def take(self) -> bool:
         """Make the next item `current`; return False if there is none."""
-        if self._error is not None and not self._held:
-            error, self._error = self._error, None
-            raise error
-        item = self._held.pop(0) if self._held else self._fetch()
-        if item is NOTHING:
+        if not (self._held or self.look_ahead(1)):
             self.current = NOTHING
             self.is_exhausted = True
             return False
-        self.current = item
+        if not self._held and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        self.current = self._held.pop(0)
         return True
 
     def has_next(self) -> bool:
@@ -175,20 +174,15 @@ class Feed:
         """Return how many items follow the current one, up to `most`, and keep them."""
         while len(self._held) < most and self._error is None:
             try:
-                item = self._fetch()
+                item = next(self._iterator, NOTHING)
             except Exception as error:  # items before it are still good: raise when its turn comes
                 self._error = error
                 break
             if item is NOTHING:
                 break
+            self.fetched += 1
             self._held.append(item)
         return min(most, len(self._held) + (self._error is not None))
-
-    def _fetch(self) -> Any:
-        item = next(self._iterator, NOTHING)
-        if item is not NOTHING:
-            self.fetched += 1
-        return item
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the items that were taken."""

@@ -70,18 +70,16 @@ class LoopChecks:
     ) -> None:
         self._models, self._audits = list(models), audit
         self.list = [law() for law in LAWS] if checks is None else list(checks)
-        self.active = audit
-        """False after the first window: then only types and units of losses are checked."""
-        self.tests_units = False
-        """True in windows 1, 2, 4, 8, …"""
+        self._ask(first=audit, tested=False)
         self._calls = ModelCalls(self._models)
         self._have_warned: set[Check] = set()
         self._has_stopped = False
 
-    @property
-    def are_asked(self) -> bool:
+    def _ask(self, *, first: bool, tested: bool) -> None:
+        """Ask the checks of the first window, and those of windows 1, 2, 4, 8, …"""
+        self.active, self.tests_units = first, tested
+        self.are_asked = first or tested
         """True if checks are asked in this window."""
-        return self.active or self.tests_units
 
     def _asked(self) -> list[Check]:
         """Return the checks that are asked in this window."""
@@ -94,7 +92,7 @@ class LoopChecks:
     def begin_window(self, number: int) -> None:
         """Begin a window; `number` counts windows from 1."""
         is_tested = self._audits and is_tested_window(number)
-        self.tests_units = is_tested and not self._has_stopped
+        self._ask(first=self.active, tested=is_tested and not self._has_stopped)
         if is_tested:
             self._report((check, check.window_begins()) for check in self.list)
 
@@ -142,7 +140,8 @@ class LoopChecks:
 
     def end_window(self, micro_batches: int = 0) -> None:
         """End a window that is about to make its update, of this many micro-batches."""
-        checks, was_first, self.active = self._asked(), self.active, False
+        checks, was_first = self._asked(), self.active
+        self._ask(first=False, tested=self.tests_units)
         bypassed = self._calls.bypassed() if was_first else None
         if bypassed is not None:
             begin = f"{type(bypassed).__name__} itself was not called"
@@ -173,7 +172,7 @@ class LoopChecks:
 
     def stop(self) -> None:
         """Take the hooks off the models, and check nothing more but the type of losses."""
-        self.active = self.tests_units = False
+        self._ask(first=False, tested=False)
         self._has_stopped = True
         self._take_hooks_off()
 

@@ -1,12 +1,13 @@
 """Micro-batches as inputs of a graph: copied to the device, flattened, with a key by shape.
 
-A traced graph is valid for one shape, dtype and stride of every tensor: its `Key`. What the code
-reads of the rest of a micro-batch is guarded (`guards.py`).
+A traced graph is valid for one shape, dtype and stride of every tensor: its `Key`. A whole number
+in the batch (a step, a length) is a size too: that of a tensor without elements, so that it can be
+a symbol of a graph. What the code reads of the rest of a micro-batch is guarded (`guards.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,8 @@ from wholebatch.batch.samples import Structure, flatten
 from wholebatch.compile.execute_mode import CannotTrace
 
 Key: TypeAlias = tuple[Hashable, ...]
+NUMBER = object()
+"""Stands for a whole number of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +30,46 @@ class Inputs:
     micro: Any
     """The micro-batch with these tensors."""
     tensors: tuple[Tensor, ...]
+    """One of shape (0, n) stands for the number n."""
     key: Key
+    numbers: Mapping[int, str]
+    """The names of the numbers, by their places among the tensors."""
     _values: tuple[Any, ...]
     _structure: Structure
 
     def around(self, tensors: Sequence[Tensor]) -> Any:
         """Rebuild the micro-batch with these tensors instead of its own."""
         remaining = iter(tensors)
-        return self._structure.build(
-            [next(remaining) if isinstance(v, Tensor) else v for v in self._values]
-        )
+        values = []
+        for value in self._values:
+            if value is NUMBER:
+                value = next(remaining).shape[1]
+            elif isinstance(value, Tensor):
+                value = next(remaining)
+            values.append(value)
+        return self._structure.build(values)
+
+    def marked(self) -> Any:
+        """Rebuild the micro-batch with `NUMBER` in the place of each number."""
+        return self._structure.build(list(self._values))
+
+    @property
+    def without_numbers(self) -> Key:
+        """The key of this kind, whatever its numbers are."""
+        sizes = [part for part in self.key if not (isinstance(part, tuple) and part[0] is NUMBER)]
+        return tuple(sizes)
 
 
-def take_apart(micro: Any) -> Inputs:
-    """Return the micro-batch's tensors and key; raise CannotTrace if one of them is not dense."""
+def take_apart(micro: Any, constants: Collection[str] = ()) -> Inputs:
+    """Return the micro-batch's tensors and key; raise CannotTrace if one of them is not dense.
+
+    Numbers with these names are `constants`, which are guarded.
+    """
     leaves, structure = flatten(micro)
     parts: list[Hashable] = []
     values: list[Any] = []
+    tensors: list[Tensor] = []
+    numbers = {}
     is_copied = False
     for leaf in leaves:
         value = leaf.value
@@ -57,10 +83,19 @@ def take_apart(micro: Any) -> Inputs:
             if not is_dense(value, memory_order(value)):
                 value, is_copied = value.contiguous(), True
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
+            tensors.append(value)
+        elif type(value) is int and 0 <= value < _LARGEST and leaf.name not in constants:
+            numbers[len(tensors)] = leaf.name
+            tensors.append(torch.empty((0, value)))
+            parts.append((NUMBER, tensors[-1].shape, leaf.name, (), None))
+            value = NUMBER
         values.append(value)
-    tensors = tuple(value for value in values if isinstance(value, Tensor))
-    inputs = Inputs(micro, tensors, tuple(parts), tuple(values), structure)
+    inputs = Inputs(micro, tuple(tensors), tuple(parts), numbers, tuple(values), structure)
     return replace(inputs, micro=inputs.around(tensors)) if is_copied else inputs
+
+
+_LARGEST = 2**62
+"""No size may be larger."""
 
 
 def memory_order(tensor: Tensor) -> list[int]:

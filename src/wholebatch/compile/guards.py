@@ -31,10 +31,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.batch.samples import flatten
 from wholebatch.compile.execute_mode import CannotTrace, first_line
+from wholebatch.compile.graph_inputs import NUMBER
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.autograd_graph import version_of
-from wholebatch.window.model_parts import ModelParts
+from wholebatch.window.forward_state import ModelParts
 from wholebatch.window.replaced_attributes import emptied, replaced_attributes
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -59,9 +60,16 @@ class _Captured(Exception):
 class Guards:
     """The guards of one capture of `loss(model, micro)`."""
 
-    def __init__(self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any) -> None:
-        """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
+    def __init__(
+        self, loss: Callable[[Any, Any], Any], model: nn.Module, micro: Any, marked: Any = None
+    ) -> None:
+        """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something.
+
+        `marked` is the micro-batch with `NUMBER` in the place of each number that is not guarded.
+        """
         self._loss = loss
+        names = {"function": loss, "args": (model, marked)}
+        self._marked = {"L": names, **names}
         self._parts = ModelParts(model)
         self._of_batch = [leaf.value for leaf in flatten(micro)[0]]
         self._inputs: list[tuple[str, Tensor]] = []
@@ -202,19 +210,29 @@ class Guards:
     def _to_check(self, guards: Any) -> list[bool]:
         """Leave out guards on the micro-batch's tensors, on hooks, and on what is replaced.
 
-        A graph is for one shape, dtype and device of each tensor, or knows by itself for which
-        others. Arrays of NumPy are compared by `_written_into`, hooks of the model by `ModelParts`.
+        A graph is for one shape, dtype and device of each tensor, and for one of each number, or
+        knows by itself for which others. Arrays of NumPy are compared by `_written_into`, hooks of
+        the model by `ModelParts`.
         """
         checked = []
         for guard in guards:
             if guard.guard_type == "TENSOR_MATCH":
                 of_batch = (_MICRO_BATCH, "args[1]", "___from_numpy(")
                 checked.append(not str(guard.name).startswith(of_batch))
+            elif type(guard.value) is int and self._is_number(str(guard.name)):
+                checked.append(False)
             elif guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
                 checked.append(not self._parts.include(guard.value))
             else:
                 checked.append(not any(guard.value is replacement for replacement in REPLACEMENTS))
         return checked
+
+    def _is_number(self, path: str) -> bool:
+        """True if this path leads to a number that the micro-batch's kind contains."""
+        try:
+            return eval(path, dict(self._marked)) is NUMBER  # Dynamo's names are Python.
+        except Exception:
+            return False
 
     def _watch_array(self, source: Any, shared: Tensor) -> None:
         """Count a write into a NumPy array as a change: nothing else tells of one."""

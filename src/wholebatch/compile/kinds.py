@@ -106,6 +106,8 @@ class Kinds:
         """Drop every graph."""
         self.by_key: dict[Key, Kind] = {}
         self._readings: list[Reading] = []
+        self.constants: set[str] = set()
+        """The names of numbers in the batch that cannot be symbols of a graph."""
         self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
 
     def of(self, key: Key) -> Kind:
@@ -208,11 +210,11 @@ class Kinds:
         refuse_hooks(self._model)
         refuse_recurrent_layers(self._model)
         with self._as_traced():
-            guards = Guards(self.reads, self._model, inputs.micro)
+            guards = Guards(self.reads, self._model, inputs.micro, inputs.marked())
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")
-        reading = Reading(guards, SharedGraphs(self._notes, self._failed))
+        reading = Reading(guards, SharedGraphs(self._notes, self._failed, self.constants))
         self._readings.append(reading)
         return reading
 

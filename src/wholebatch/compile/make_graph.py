@@ -127,7 +127,17 @@ class GraphMaker:
             shapes.drop(shared, problem)
             return None
         shared.proven.add(compiled)
+        shared.checked.add(done.inputs.without_numbers)
         return step
+
+    def with_other_numbers(self, slot: Slot, inputs: Inputs) -> Prepared | None:
+        """Return the graph of a kind that differs from a checked one only in numbers; or None."""
+        reading = slot.reading if inputs.numbers else None
+        shared = None if reading is None else reading.shapes.find(inputs)
+        if shared is None or inputs.without_numbers not in shared.checked:
+            return None
+        joint = shared.joints[max(shared.proven)]
+        return Prepared(joint, joint, shared.traced.form_for(inputs.tensors), joint.addresses())
 
     def compile_beside(self, joint: JointStep, inputs: Inputs) -> None:
         """Compile the same step in a thread, while this one runs as traced."""
@@ -136,7 +146,13 @@ class GraphMaker:
         joint.beside = in_a_thread(make, self._device)
 
     def captures(self, slot: Slot) -> bool:
-        """True if a shared graph, which runs this kind as it is, is to be captured for it."""
+        """True if a shared graph, which runs this kind as it is, is to be captured for it.
+
+        A number of the batch would be fixed in what is captured, and may be another in each window.
+        """
+        sizes = None if slot.ready is None else slot.ready.joint.sizes
+        if sizes is not None and sizes.numbers_of_batch(are_open=True):
+            return False
         return self._plan.records(sum(graph.captured for graph in self._kinds.ready()), slot.times)
 
     def captured(self, prepared: Prepared, inputs: Inputs, seeds: list[Tensor]) -> Prepared:

@@ -140,7 +140,7 @@ class Executor:
 
     def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
-        inputs = take_apart(micro)
+        inputs = take_apart(micro, self.kinds.constants)
         is_open = self._window.open_early()
         self._begin_window()
         self._plan.micro_batches += 1
@@ -151,6 +151,9 @@ class Executor:
         if slot.ready is None or not slot.ready.captured:
             slot.times += 1
         stage = self._advance(kind, slot, inputs)
+        if slot.ready is None and is_open:
+            slot.ready = self._maker.with_other_numbers(slot, inputs)
+            stage = slot.stage if slot.ready is not None else stage
         if stage is not slot.stage:
             run = partial(eager, micro)
             return self._prepare(kind, slot, inputs, run, compiled=stage is Stage.COMPILED)
@@ -263,7 +266,7 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
         try:
-            inputs = take_apart(inputs.around(inputs.tensors))
+            inputs = take_apart(inputs.around(inputs.tensors), self.kinds.constants)
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem

@@ -17,6 +17,8 @@ _TRIES = 3
 
 Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
 """
+_KEPT = 1024
+"""The most kinds for which it is remembered if a graph serves them."""
 
 
 class SharedGraph:
@@ -29,9 +31,16 @@ class SharedGraph:
         """The joint steps; the key is True for the compiled one."""
         self.proven: set[bool] = set()
         """The keys of the joint steps whose gradients matched eager code."""
+        self.checked: set[Key] = set()
+        """The kinds, without their numbers, for which they did."""
         self.usable = True
         self._sizes = traced.sizes
         self._admitted: dict[Key, bool] = {}
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of the batch's numbers for which it stays open."""
+        return self._sizes.numbers_of_batch(are_open=True)
 
     @property
     def as_hoped(self) -> bool:
@@ -41,6 +50,8 @@ class SharedGraph:
     def admits(self, inputs: Inputs) -> bool:
         """True if it is valid for micro-batches like this one."""
         if inputs.key not in self._admitted:
+            if len(self._admitted) > _KEPT:
+                self._admitted.clear()
             self._admitted[inputs.key] = self._sizes.admit(inputs.tensors)
         return self.usable and self._admitted[inputs.key]
 
@@ -56,12 +67,18 @@ class SharedGraph:
 class SharedGraphs:
     """The graphs of open sizes while the code reads the same, by the pattern of micro-batches.
 
-    `failed` holds the dimensions that could not be left open, whatever the code reads.
+    `failed` holds the dimensions that could not be left open, whatever the code reads, and
+    `constants` the names of such numbers in the batch.
     """
 
-    def __init__(self, notes: Notes, failed: dict[Key, list[set[tuple[Place, ...]]]]) -> None:
+    def __init__(
+        self,
+        notes: Notes,
+        failed: dict[Key, list[set[tuple[Place, ...]]]],
+        constants: set[str],
+    ) -> None:
         self._notes = notes
-        self._failed = failed
+        self._failed, self._constants = failed, constants
         self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
         """The dimensions that were left open, and the graph, or None if there is none."""
 
@@ -110,8 +127,10 @@ class SharedGraphs:
         if not wanted or failed or len(tried) >= _TRIES:
             return None
         shared = None
+        sizes = Sizes.of(inputs, places)
+        opened = sizes.numbers_of_batch(are_open=True)
         try:
-            graph = SharedGraph(trace(Sizes.of(inputs, places)))
+            graph = SharedGraph(trace(sizes))
             if not graph.admits(inputs):
                 raise CannotTrace("its own sizes are not among those it is for")
             shared = graph
@@ -123,12 +142,15 @@ class SharedGraphs:
             before_failed.append(wanted)
         finally:
             tried.append((wanted, shared))
+            pinned = sizes.numbers_of_batch(are_open=False)
+            self._constants.update(opened if shared is None else pinned)
         return shared
 
     def drop(self, graph: SharedGraph, problem: Exception) -> None:
         """Use this graph no more: its results are not those of eager code, or nothing compiles."""
         graph.usable = False
         self.tell(problem)
+        self._constants.update(graph.numbers)
         for of, tried in self._tried.items():
             wanted = [places for places, other in tried if other is graph]
             self._failed.setdefault(of, []).extend(wanted)

@@ -77,6 +77,8 @@ class Sizes:
     """The mode of the fake tensors."""
     _hints: tuple[int, ...]
     _orders: list[list[int]]
+    _names: Mapping[int, str]
+    """The names of numbers, by the places of the tensors that stand for them."""
     flat: list[Tensor] = field(default_factory=list)
     """The fake tensors that the graph was traced with, in the order of its inputs."""
 
@@ -110,7 +112,7 @@ class Sizes:
                 tensors.append(
                     torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
                 )
-        return Sizes(places, tensors, symbols, environment, mode, numbers, orders)
+        return Sizes(places, tensors, symbols, environment, mode, numbers, orders, inputs.numbers)
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor for a tensor of the model, with fixed sizes."""
@@ -130,6 +132,15 @@ class Sizes:
         """
         still = {symbol.node._expr for symbol in self.symbols if is_open(symbol)}
         return bool(still) and not any(_pins(g.expr, still) for g in self._environment.guards)
+
+    def numbers_of_batch(self, *, are_open: bool) -> list[str]:
+        """Return the names of the batch's numbers that are symbols still, or no longer."""
+        return [
+            self._names[place[0]]
+            for places, symbol in zip(self.places, self.symbols, strict=True)
+            for place in places
+            if place[0] in self._names and is_open(symbol) == are_open
+        ]
 
     def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
         """Return the number, or the value of a symbolic expression for this micro-batch."""

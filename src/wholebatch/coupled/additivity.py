@@ -36,12 +36,12 @@ from wholebatch.errors import UnsupportedError, WholebatchError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.forward_state import (
     ForwardState,
+    ModelParts,
     capture_random,
     restore_random,
     set_state_of,
     state_of,
 )
-from wholebatch.window.model_parts import ModelParts
 from wholebatch.window.reachable_objects import own_generators
 from wholebatch.window.window import is_tested_window
 

@@ -15,6 +15,7 @@ from wholebatch.window.replaced_attributes import replaced_attributes
 BatchNorm: Any = nn.BatchNorm1d.__base__
 """The class of all BatchNorms of torch, and of those of other libraries."""
 InstanceNorm: Any = nn.InstanceNorm1d.__base__
+NORMS = (BatchNorm, InstanceNorm)
 
 
 def batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -45,26 +46,26 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     )
 
 
-def is_whole_batch_norm(module: nn.Module) -> bool:
-    """True if the output or running statistics of a layer depend on how the batch is split."""
-    tracks = isinstance(module, InstanceNorm) and module.track_running_stats
-    return tracks or isinstance(module, BatchNorm)
-
-
 def whole_batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return every layer whose output or running statistics depend on how the batch is split."""
-    return [(name, module) for name, module in model.named_modules() if is_whole_batch_norm(module)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNorm)
+        or (isinstance(module, InstanceNorm) and module.track_running_stats)
+    ]
 
 
 def uses_whole_batch(module: nn.Module) -> bool:
-    """True if one of `whole_batch_norms` would now give other results in micro-batches."""
-    return uses_batch_statistics(module) if isinstance(module, BatchNorm) else module.training
+    """True if this one of `NORMS` would now give other results in micro-batches."""
+    if isinstance(module, BatchNorm):
+        return uses_batch_statistics(module)
+    return module.training and bool(module.track_running_stats)
 
 
 def needs_whole_batch(model: nn.Module) -> bool:
     """True if a layer of the model trains now with the statistics of the whole batch."""
-    norms = filter(is_whole_batch_norm, model.modules())
-    return any(map(uses_whole_batch, norms))
+    return any(uses_whole_batch(module) for module in model.modules() if isinstance(module, NORMS))
 
 
 def running_buffers(module: nn.Module) -> dict[str, Tensor]:

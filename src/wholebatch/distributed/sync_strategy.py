@@ -26,6 +26,7 @@ OTHER_SETTINGS = (
 
 Parameters: TypeAlias = Sequence[nn.Parameter]
 Context: TypeAlias = AbstractContextManager[None]
+_NOTHING_AROUND: Context = nullcontext()
 
 
 class Sync(ABC):
@@ -196,7 +197,7 @@ class Single(Sync):
     takes_graphs = True
 
     def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
-        return nullcontext()
+        return _NOTHING_AROUND
 
     def reduce_now(self, parameters: Parameters) -> None:
         return

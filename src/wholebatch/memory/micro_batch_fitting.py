@@ -310,7 +310,7 @@ class Fitting:
     def agree(self, failure: torch.OutOfMemoryError | None = None) -> None:
         """End the window on all ranks if one of them has no memory for its smallest size."""
         failed = failure is not None
-        if self.may_begin_again():
+        if self._sync.ranks > 1 and self.may_begin_again():
             failed = self._sync.group.sum([float(failed)])[0] > 0
         if failure is not None:
             raise failure

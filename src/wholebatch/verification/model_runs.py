@@ -122,6 +122,9 @@ class ModelRuns:
     silences: list[Callable[[nn.Module], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # With "freeze", the undivided batch too is that of the frozen model.
+        policy = self.batchnorm if self.batchnorm == "freeze" else "allow"
+        self.policy = choose_batchnorm(policy, self.model)
         self.start = StartingState(self.model, self.optimizer)
         # Shards are always reduced by their backward. Read now: a forward leaves the root whole.
         self.is_sharded = any(hasattr(p, "to_local") for p in self.model.parameters())
@@ -197,8 +200,6 @@ class ModelRuns:
     def whole(self, batch: Any) -> WindowRun:
         """Make the update of the undivided batch."""
         self.begin()
-        if self.batchnorm == "freeze":  # its undivided batch is that of the changed model
-            choose_batchnorm(self.batchnorm, self.model)
         with self._observed() as gradients:
             with choose(self.precision, self.device.type).window():
                 loss = self._backward(batch)

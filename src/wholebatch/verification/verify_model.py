@@ -130,6 +130,7 @@ def verify(
         return replace(verdict, seconds=time.perf_counter() - began)
     finally:
         runs.start.leave()
+        runs.policy.detach()
 
 
 def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verdict:

@@ -134,7 +134,7 @@ def close_gradients(
 
 def column(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return numbers and 0-dim tensors as one float64 tensor on the device."""
-    if not any(isinstance(value, Tensor) for value in values):
+    if not any(issubclass(kind, Tensor) for kind in set(map(type, values))):
         return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
     tensors = [value for value in values if isinstance(value, Tensor)]
     kinds = {(tensor.dtype, tensor.device) for tensor in tensors}

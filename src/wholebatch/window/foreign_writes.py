@@ -252,11 +252,11 @@ class Untouched:
 
         With `rates`, warn of a learning rate that has changed since its first backward.
         """
-        ledger = self._ledger
-        change = self._watch.changed(ledger.inputs)
-        if change is None or ledger.open is None or ledger.added.broken:
+        ledger, window = self._ledger, self._ledger.open
+        change = None if window is None else self._watch.changed(window.inputs)
+        if change is None or ledger.added.broken:
             if rates:
-                ledger.schedules.refuse_moved(in_window=ledger.open is not None)
+                ledger.schedules.refuse_moved(in_window=window is not None)
                 self._watch.warn_of_rates()
             return
         parameter, what = change

@@ -1,10 +1,12 @@
-"""Everything besides gradients that a forward may change, to restore or to compare.
+"""What a model holds beside its weights: what a forward changes, and what decides its results.
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
 moves BatchNorm's running statistics, buffers and attributes of the user's own modules, and random
 generators. Buffers and generators are put back exactly. An attribute is put back if it is a
 number, a string, a tensor, an array, a generator or a container of such values: it is compared
 first, and only what has changed is written. Objects of other classes are left alone.
+
+`ModelParts` compares what no forward changes: the modules themselves, and their hooks.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from wholebatch.errors import StateError
 
+_NUMBERS = (int, float, str, NoneType)
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, deque, set)
 # Attributes that are not the model's state. The last is Transformers' note that hooks which record
@@ -365,6 +369,51 @@ def attributes_restored(owner: object) -> Iterator[None]:
             _restored(container)
         own.clear()
         own.update(before)
+
+
+class ModelParts:
+    """The modules of a model with their hooks, as they were when this object was made.
+
+    With `numbers`, the numbers and strings among their attributes too. It is compared at each
+    window or micro-step, while a GPU waits: so there are few steps of Python per module.
+    """
+
+    def __init__(self, model: nn.Module, *, numbers: bool = False) -> None:
+        modules = [vars(module) for module in model.modules()]
+        parts = [
+            part
+            for fields in modules
+            for name, part in fields.items()
+            if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict))
+        ]
+        self._empty = [part for part in parts if not part]
+        self.filled = [(part, list(part.items())) for part in parts if part]
+        """The dictionaries that are not empty, with what they held."""
+        self._ids = set(map(id, parts))
+        self._numbers = []
+        for fields in modules if numbers else ():
+            names = [name for name, value in fields.items() if isinstance(value, _NUMBERS)]
+            read = partial(self._read, fields, names)
+            self._numbers.append((read, read()))
+
+    @staticmethod
+    def _read(fields: dict[str, Any], names: list[str]) -> list[Any]:
+        return [len(fields), *map(fields.get, names)]
+
+    def hold(self) -> bool:
+        """True if all of it is as it was."""
+        try:
+            return (
+                not any(self._empty)
+                and all([*part.items()] == before for part, before in self.filled)
+                and all(read() == before for read, before in self._numbers)
+            )
+        except (RuntimeError, ValueError):  # a number has become a tensor or an array
+            return False
+
+    def include(self, part: Any) -> bool:
+        """True if `hold` compares this dictionary of modules or hooks."""
+        return id(part) in self._ids
 
 
 # ------------------------------------------------------------ random generators

@@ -250,24 +250,24 @@ class Ledger:
         `last`: it is the window's last backward, which reduces. One that does not count only takes
         part in the collectives of the other ranks.
         """
-        terms = terms_of(loss)
+        terms, window = terms_of(loss), self.open
         if isinstance(loss, Terms):
             check_terms(self.known, terms)
             if self.current.has_terms and not self.added.owners and self.sync.ranks == 1:
                 self.open, self._last_seed = self.current.rounded_least(terms), None
-        elif self.open is None:
+        elif window is None:
             self.begin(loss.units)
-        elif self.open.has_terms:
+        elif window.has_terms:
             raise LossError(
                 f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
         self.added.record(terms, counts=counts)
-        seeds = [
-            self.seed_of(name, term.total, term.weight, counts=counts)
-            for name, term in terms.items()
-        ]
-        self.backward([term.total for term in terms.values()], seeds, last=last)
+        totals, seeds = [], []
+        for name, term in terms.items():
+            totals.append(term.total)
+            seeds.append(self.seed_of(name, term.total, term.weight, counts=counts))
+        self.backward(totals, seeds, last=last)
 
     def backward(
         self,
@@ -278,25 +278,25 @@ class Ledger:
         last: bool = False,
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
-        sync, inputs = self.sync, self.current.inputs
-        self.added.refuse_broken()
+        sync, inputs, added = self.sync, self.current.inputs, self.added
         try:
             with sync.backward(inputs, reduces=last):
                 # A mean over no units adds nothing, and its backward may divide by zero.
-                if sync.runs_alone and any(map(is_nothing, totals)):
+                if any(map(is_nothing, totals)) and sync.runs_alone:
                     pairs = [p for p in zip(totals, seeds, strict=True) if not is_nothing(p[0])]
                     totals, seeds = [total for total, _ in pairs], [seed for _, seed in pairs]
                 if totals:
                     sync.run_backward(totals, seeds, [*inputs, *also] if also else inputs)
-            if sync.adds_to_parameters and all(p.grad is None for p in inputs):
+            has_none = inputs[0].grad is None and all(p.grad is None for p in inputs)
+            if has_none and sync.adds_to_parameters:
                 refuse_reentrant(totals)  # torch finds none of the inputs in the graph
         except BaseException as error:
-            self.added.broken = True  # some gradients of this micro-batch are in, others are not
+            added.broken = True  # some gradients of this micro-batch are in, others are not
             refuse_freed_graph(error)
             if isinstance(error, RuntimeError) and sync.adds_to_parameters:
                 refuse_reentrant(totals)
             raise
-        self.added.reduced = last and sync.reduces_in_backward
+        added.reduced = last and sync.reduces_in_backward
 
     # ------------------------------------------------------------------ close
 

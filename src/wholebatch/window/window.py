@@ -117,15 +117,14 @@ class Window:
     started: float = field(default_factory=perf_counter)
     inputs: list[nn.Parameter] = field(init=False)
     """The parameters, without their groups."""
+    has_terms: bool = field(init=False)
+    """True if each term is divided by its own units, which were counted before."""
 
     def __post_init__(self) -> None:
         inputs = [parameter for group in self.groups for parameter in group]
         object.__setattr__(self, "inputs", inputs)
-
-    @property
-    def has_terms(self) -> bool:
-        """True if each term is divided by its own units, which were counted before."""
-        return self.known is not None and self.known.keys() != {SINGLE}
+        has_terms = self.known is not None and self.known.keys() != {SINGLE}
+        object.__setattr__(self, "has_terms", has_terms)
 
     def seed_of(self, name: str, weight: float) -> float | Tensor:
         """Return the number that the backward of a term's total starts from."""

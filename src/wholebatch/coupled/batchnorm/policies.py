@@ -13,17 +13,16 @@ statistics would change with each of them. The policies treat it like a BatchNor
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, final, get_args
+from weakref import finalize
 
 from torch import nn
 
 from wholebatch.coupled.normalisation_layers import (
+    NORMS,
     BatchNorm,
-    is_whole_batch_norm,
-    needs_whole_batch,
     uses_whole_batch,
     whole_batch_norms,
 )
@@ -69,7 +68,7 @@ class Refuse(Policy):
         self.begin_window()
 
     def begin_window(self) -> None:
-        if not needs_whole_batch(self._model):
+        if not any(map(uses_whole_batch, _norms_of(self._model))):
             return
         norms = whole_batch_norms(self._model)
         layers = [(repr(name), module) for name, module in norms if uses_whole_batch(module)]
@@ -86,7 +85,10 @@ class Refuse(Policy):
 
 @final
 class Freeze(Policy):
-    """A policy that runs the layers in evaluation mode until `detach`, despite `model.train()`."""
+    """A policy that runs the layers in evaluation mode, despite `model.train()`.
+
+    A layer is frozen as long as a policy for it exists that was not detached.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, norms = model, whole_batch_norms(model)
@@ -97,26 +99,53 @@ class Freeze(Policy):
                 'to freeze: use "exact", or GroupNorm layers'
             )
         self._frozen = {norm for _, norm in norms}
-        self._replaced = ExitStack()
-        for module in self._frozen:
-            # A partial, so that in a copy of the model it runs the module of the copy.
-            frozen = partial(_frozen_forward, module, module.forward)
-            if "forward" in vars(module):
-                self._replaced.callback(setattr, module, "forward", module.forward)
-            else:
-                self._replaced.callback(delattr, module, "forward")
-            module.forward = frozen  # until `detach`, also if nobody holds this policy
+        _freeze(self._frozen)
+        self._thaw = finalize(self, _thaw, self._frozen)
+        self._thaw.atexit = False
 
     def begin_window(self) -> None:
-        norms = filter(is_whole_batch_norm, self._model.modules())
-        if any(norm not in self._frozen and uses_whole_batch(norm) for norm in norms):
+        others = (norm for norm in _norms_of(self._model) if norm not in self._frozen)
+        if any(map(uses_whole_batch, others)):
             raise UnsupportedError(
                 'batchnorm="freeze": a BatchNorm was added to the model later, and is not frozen; '
                 "create this object again after you change the model"
             )
 
     def detach(self) -> None:
-        self._replaced.close()
+        self._thaw()
+
+
+def _norms_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, NORMS)]
+
+
+def _frozen_forward_of(module: nn.Module) -> Any:
+    """Return the forward that a policy has given to a layer; None if there is none."""
+    forward = vars(module).get("forward")
+    return forward if getattr(forward, "func", None) is _frozen_forward else None
+
+
+def _freeze(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        frozen: Any = _frozen_forward_of(module)
+        if frozen is None:
+            # A partial, so that in a copy of the model it runs the module of the copy.
+            frozen = partial(_frozen_forward, module, module.forward)
+            frozen.policies, frozen.own = 0, vars(module).get("forward")
+            module.forward = frozen
+        frozen.policies += 1
+
+
+def _thaw(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        frozen = _frozen_forward_of(module)
+        if frozen is None:
+            continue  # other code has replaced it
+        frozen.policies -= 1
+        if not frozen.policies:
+            del module.forward
+            if frozen.own is not None:
+                module.forward = frozen.own
 
 
 def _frozen_forward(
