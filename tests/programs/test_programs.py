@@ -175,7 +175,8 @@ def planted(name: str, way: str, given: str) -> Program:
     models = [model for model in models_of(plan) if model not in TOKEN_MODELS] or plan.models
     return Program(
         model=models[len(name + way) % len(models)],
-        windows=((Micro(5), Micro(5 if whole else 2), Micro(2 if whole else 3)),) * 2,
+        windows=((Micro(5), Micro(5 if whole else 2), Micro(2 if whole else 3)),)
+        * max(2, plan.windows),
         loss=plan.losses[0],
         given=given,
         way=way,
