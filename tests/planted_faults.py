@@ -115,6 +115,7 @@ FAULTS = (
                 "seed = self.seed * weight / units if units else 0.0",
                 "seed = self.seed / units if units else 0.0",
             ),
+            ("        seed = self.seed * weight\n", "        seed = self.seed\n"),
         ),
         (*WINDOW, *LOSS),
     ),
@@ -122,7 +123,7 @@ FAULTS = (
         "dummy-counts",
         (
             ("append(units[name] if counts else 0)", "append(units[name])"),
-            ("counted = units[name] if counts else 0", "counted = units[name]"),
+            ("counted = term.units if counts else 0", "counted = term.units"),
         ),
         (*RANKS, *LOOP),
     ),
@@ -186,7 +187,10 @@ FAULTS = (
     ),
     Fault(
         "ignored-weights-count",
-        (("(weight[places] * counted).sum()", "weight[places].sum()"),),
+        (
+            ("(weight[places] * counted).sum()", "weight[places].sum()"),
+            ("(wide(weight)[places] * counted).sum()", "wide(weight)[places].sum()"),
+        ),
         LOSS,
     ),
     Fault(
@@ -214,6 +218,10 @@ FAULTS = (
             (
                 "cross_entropy(logits[:, : logits.shape[1] - shift], labels[:, shift:], dim=-1)",
                 "cross_entropy(logits[:, shift:], labels[:, shift:], dim=-1)",
+            ),
+            (
+                "cross_entropy(logits[:, :-1], labels[:, 1:], dim=-1)",
+                "cross_entropy(logits[:, 1:], labels[:, 1:], dim=-1)",
             ),
         ),
         (*LOSS, *COMPILE),
@@ -251,7 +259,13 @@ FAULTS = (
     ),
     Fault(
         "size-one-too-large",
-        (("progress.items + 1 >= progress.size", "progress.items >= progress.size"),),
+        (
+            ("progress.items + 1 >= progress.size", "progress.items >= progress.size"),
+            (
+                "self.is_last = self.items + 1 >= self.size",
+                "self.is_last = self.items >= self.size",
+            ),
+        ),
         LOOP,
     ),
     # Splitting.
@@ -270,6 +284,10 @@ FAULTS = (
         (
             ("zip(lengths, _ends(counted), strict=True)", "zip(lengths, strict=True)"),
             ("zip(lengths, _ends(labels != _IGNORED), strict=True)", "zip(lengths, strict=True)"),
+            (
+                "return ends if _is_padding_beyond(ends, arrays, width) else [width] * len(ends)",
+                "return ends",
+            ),
         ),
         BATCH,
     ),
@@ -361,7 +379,10 @@ FAULTS = (
     Fault("replay-without-random", (("restore_random(self._starts[index])", "pass"),), COUPLED),
     Fault(
         "replay-not-checked",
-        (("    if not found <= allowed:\n", "    if found > 1e9:\n"),),
+        (
+            ("    if not found <= allowed:\n", "    if found > 1e9:\n"),
+            ("    if not distance <= allowed:\n", "    if distance > 1e9:\n"),
+        ),
         COUPLED,
     ),
     # Adapters.

@@ -300,6 +300,36 @@ def test_a_graph_of_nodes_is_not_refused(caplog: pytest.LogCaptureFixture) -> No
     assert "wb.samples" not in caplog.text
 
 
+def test_labels_of_graphs_are_counted_beside_rows_that_are_nodes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The nodes of three graphs can be cut, and their three labels cannot: nodes are no samples."""
+    torch.manual_seed(0)
+    model = mlp()
+    start = copy.deepcopy(model)
+    acc, whole = wb.Accumulator(model, sgd(model), steps=2), sgd(start)
+    graphs = [
+        {
+            "x": samples(sum(sizes))["x"],
+            "of": torch.repeat_interleave(torch.tensor(sizes)),
+            "y": torch.tensor([0, 1, 2][: len(sizes)]),
+        }
+        for sizes in ([3, 3, 2], [1, 4])
+    ]
+
+    def logits(net: nn.Module, graph: Batch) -> torch.Tensor:
+        return torch.zeros(len(graph["y"]), 3).double().index_add(0, graph["of"], net(graph["x"]))
+
+    for graph in graphs:
+        acc.run(lambda one: wb.cross_entropy(logits(model, one), one["y"]), graph)
+    assert "a number that the batch holds as a whole" in caplog.text
+    labels = torch.cat([graph["y"] for graph in graphs])
+    F.cross_entropy(torch.cat([logits(start, graph) for graph in graphs]), labels).backward()
+    whole.step()
+    for ours, right in zip(model.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
+
+
 def test_an_error_that_comes_once_is_the_users() -> None:
     model, calls = mlp(), 0
 

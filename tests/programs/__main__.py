@@ -60,13 +60,15 @@ def search(arguments: argparse.Namespace, known: Path) -> int:
     counts: Counter[str] = Counter()
     failures: dict[str, str] = {}
     often: Counter[str] = Counter()
+    by_kind: dict[str, Counter[str]] = {}
     started, shown, open_ = time.monotonic(), 0.0, len(workers)
     while open_ and not (arguments.first and often):
-        _, kind, failure = tell.get()
+        of, kind, failure = tell.get()
         if kind == "done":
             open_ -= 1
         elif kind is not None:
             counts[kind] += 1
+            by_kind.setdefault(of, Counter())[kind] += 1
             often.update([failure] if failure else ())
         else:
             text, source, found = failure
@@ -85,6 +87,9 @@ def search(arguments: argparse.Namespace, known: Path) -> int:
     for worker in workers if open_ else []:
         worker.terminate()
     print(line(counts, started, arguments.seconds))
+    for of, some in sorted(by_kind.items()):
+        told = ", ".join(f"{many} {kind}" for kind, many in some.most_common())
+        print(f"{of}: {sum(some.values())} programs, {told}")
     for signature, many in often.most_common():
         print(f"FAILED {many} times: {signature}\n       {failures.get(signature, '')}")
     return 1 if often else 0

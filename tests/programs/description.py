@@ -17,7 +17,9 @@ LOOPS = ("backward", "more", "announce")
 """The ways in whose loop runs the forward pass itself."""
 TOKEN_MODELS = ("tokens", "attention", "lstm", "gru", "encoder", "causal", "time first")
 """The models that read sequences of token ids, with padding."""
-OWN_DATA = ("ce", "smooth", "classes", "weighted", "terms", "coupled")
+NEXT_TOKEN = ("next", "next unlabelled")
+"""The losses of `wb.causal_lm`, with labels and without."""
+OWN_DATA = ("ce", "smooth", "classes", "weighted", "terms", "coupled", *NEXT_TOKEN)
 """The losses without a `target`: numbers beside the labels."""
 
 
@@ -73,7 +75,9 @@ class Program:
     at: int = 0
     """The window that the event belongs to."""
     ranks: int = 1
-    """Processes with DDP; each gets every `ranks`-th micro-batch of a window."""
+    """Processes; each gets every `ranks`-th micro-batch of a window."""
+    sharded: str = "ddp"
+    """What holds the model on ranks: "ddp", "fsdp", or "hsdp"."""
     mistake: str = "none"
     seed: int = 0
 
@@ -95,6 +99,12 @@ class Program:
     def is_random(self) -> bool:
         """True if the model draws random numbers: no two splits give the same update."""
         return self.model == "random" or self.mistake == "negatives drawn"
+
+    @property
+    def dealt(self) -> str:
+        """The slice of a window that a rank gets: its first or its last rank gets most."""
+        is_reversed = self.seed % 2 == 1 and len(self.windows[-1]) >= self.ranks
+        return f"{self.ranks - 1} - rank::{self.ranks}" if is_reversed else f"rank::{self.ranks}"
 
     @property
     def has_tokens(self) -> bool:
@@ -124,7 +134,7 @@ class Program:
     def fields(self) -> tuple[str, ...]:
         """The fields of a batch, in their order."""
         names = ["x", "mask"] if self.has_tokens else ["x"]
-        names += ["y"]
+        names += [] if self.loss == "next unlabelled" else ["y"]
         names += ["weight"] if self.loss == "weighted" else []
         names += ["target"] if self.loss not in OWN_DATA else []
         return tuple(names)

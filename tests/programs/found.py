@@ -81,6 +81,13 @@ FOUND = (
     ),
     # A mean beside a weighted mean, as a sum.
     Program(windows=((Micro(4), Micro(3)),), way="backward", mistake="means as total"),
+    # Two experts with a row each, whose samples are not the same, beside a gate with two rows.
+    Program(
+        model="experts",
+        windows=((Micro(2, "all"), Micro(1, "all")),),
+        way="backward",
+        call="forward",
+    ),
     # A sum of squares, as a mean.
     Program(
         windows=((Micro(3), Micro(2)),),

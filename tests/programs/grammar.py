@@ -8,13 +8,23 @@ from importlib.util import find_spec
 from typing import Any
 
 from tests.programs import draws as st
-from tests.programs.description import LOOPS, TOKEN_MODELS, WHOLE_BATCH, Micro, Program
+from tests.programs.description import (
+    LOOPS,
+    NEXT_TOKEN,
+    TOKEN_MODELS,
+    WHOLE_BATCH,
+    Micro,
+    Program,
+)
 from tests.programs.hosts import HOSTS
 from tests.programs.mistakes import MISTAKES, Mistake
 from tests.programs.models import MODELS, ROW_LOSSES
 
-PACKAGES = {"fabric": "lightning", "trainer": "transformers"}
+PACKAGES = {"fabric": "lightning", "trainer": "transformers", "jax steps": "optax"}
+PACKAGES["pipeline"] = "torch"
 INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
+_EAGER_BY_CODE = ("experts", "random", "batchnorm", "physics", "counter", "remembers")
+"""Models whose code branches on data, or changes the model: they run eagerly, with a warning."""
 EAGER = ("sparse", "lstm", "gru")
 """Models that no graph can be made of."""
 STYLES = ["module", "main", "closure", "class", "callable", "criterion", "partial"]
@@ -53,20 +63,26 @@ def _right(draw: Any) -> Program:
     model = _pick(draw, list(MODELS))
     loss = _loss(draw, way, model)
     given = _given(draw, way, loss)
-    event = _event(draw, way, model)
+    event = _event(draw, way, model, loss)
     windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model))
     at = 0
     if event != "none":
         windows = windows if len(windows) > 1 else windows * 2
         at = draw(st.integers(1, len(windows) - 1))
+    if event == "empty":
+        empty = tuple(Micro(micro.rows, "none") for micro in windows[at])
+        windows = (*windows[:at], empty, *windows[at + 1 :])
     if event == "nan":  # in a row that counts: micro-batches without units are left out
         planted = (Micro(windows[at][0].rows), *windows[at][1:])
         windows = (*windows[:at], planted, *windows[at + 1 :])
     is_whole = way in WHOLE_BATCH
+    is_next = loss in NEXT_TOKEN
     counts = loss == "terms" and is_whole
     if is_whole and not counts and loss != "coupled":
         counts = _pick(draw, [False, True], 3)
     batch = _pick(draw, ["dict", "tuple", "dataclass", "namedtuple", "object", "nested", "list"])
+    if is_next:
+        batch = "dict"
     if batch == "object" and is_whole:
         batch = "dict"  # refused with advice: WholeBatch cannot split an unknown class
     if event == "oom" and loss == "coupled":
@@ -79,7 +95,7 @@ def _right(draw: Any) -> Program:
         optimizer = "adamw"
     if event == "group" and optimizer == "adagrad":  # torch's own fails: no state for the group
         optimizer = "sgd"
-    call = _call(draw, model, event)
+    call = "plain" if is_next else _call(draw, model, event)
     may_be_two = event == "none" and way != "gradient" and model not in ("tied", "sparse")
     if may_be_two and draw(st.integers(0, 9)) == 5:
         optimizer = "two"
@@ -89,10 +105,12 @@ def _right(draw: Any) -> Program:
     lengths = [1] if is_whole else [*map(len, windows)]
     again = loads and event == "none" and len({*lengths[:-1], max(lengths)}) == 1
     close = _close(draw, way, model, event)
+    if event == "empty" and "zero_units" not in close:
+        close = (*close, "zero_units")
     if call == "pair" or optimizer == "two":
         close = tuple(name for name in close if name != "ema")
     precise = precision != "fp16" and model not in ("random", "batchnorm")
-    joint = way == "backward" and loop == "over" and event == "none" and precise
+    joint = way == "backward" and not is_next and loop == "over" and event == "none" and precise
     joint = joint and optimizer != "two" and "ema" not in close and draw(st.booleans())
     return Program(
         model=model,
@@ -109,10 +127,10 @@ def _right(draw: Any) -> Program:
         epochs=_pick(draw, [1, 2]) if again else 1,
         loop=loop,
         style=_pick(draw, STYLES),
-        names=_pick(draw, ["short", "long", "strange", "globals"]),
+        names="long" if is_next else _pick(draw, ["short", "long", "strange", "globals"]),
         optimizer=optimizer,
-        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer, way),
-        clip=_clip(draw, way, model, optimizer),
+        scheduler="none" if optimizer == "two" else _scheduler(draw, event, optimizer, way, model),
+        clip=_clip(draw, way, model, optimizer, event),
         close=close,
         memory="none" if way == "gradient" or optimizer in ("hooked", "two") else _memory(draw),
         counts=counts,
@@ -145,6 +163,8 @@ def _loss(draw: Any, way: str, model: str) -> str:
     if way == "more":
         return _pick(draw, losses[:3])  # type: ignore[no-any-return]
     losses += list(ROW_LOSSES) if draw(st.integers(0, 2)) == 1 else []
+    if model in TOKEN_MODELS:
+        losses += NEXT_TOKEN
     if way in WHOLE_BATCH:
         losses += ["terms"] + (["coupled"] if model not in ("batchnorm", *TOKEN_MODELS) else [])
     return _pick(draw, losses)  # type: ignore[no-any-return]
@@ -153,6 +173,8 @@ def _loss(draw: Any, way: str, model: str) -> str:
 def _given(draw: Any, way: str, loss: str) -> str:
     if loss == "coupled":
         return "total"
+    if loss in NEXT_TOKEN:
+        return "helper"
     given = ["total", "mean"]
     if loss in ("ce", "smooth", "classes") and way != "more":
         given += ["helper"]
@@ -178,7 +200,7 @@ def _windows(draw: Any, whole: bool, loss: str, model: str, least: int = 1) -> A
             )
             labels = _pick(draw, ["all", "some", "one", "none"], 2)
             micros.append(Micro(rows, "all" if loss == "coupled" else labels))
-        if all(micro.labels == "none" for micro in micros) or loss == "weighted":
+        if all(micro.labels == "none" for micro in micros) or loss in ("weighted", "next"):
             filled = draw(st.integers(0, many - 1))
             micros[filled] = Micro(micros[filled].rows, "all")
         if model == "batchnorm" and sum(micro.rows for micro in micros) < 2:
@@ -202,14 +224,17 @@ def _loop(draw: Any, way: str, event: str, windows: Any = ()) -> str:
     if event in ("raise", "discard") or way == "announce":
         return "last"
     # A schedule of steps= counts updates: after a skipped window, its entry holds once more.
-    if event == "nan" and len({*map(len, windows)}) > 1:
+    if event in ("nan", "empty") and len({*map(len, windows)}) > 1:
         return "last"
     return _pick(draw, ["over", "last", "flush"], 3)  # type: ignore[no-any-return]
 
 
-def _event(draw: Any, way: str, model: str) -> str:
+def _event(draw: Any, way: str, model: str, loss: str) -> str:
     events = ["none", "rate", "freeze", "thaw", "evaluate", "load", "raise", "resume"]
     events += ["nan"] if model not in TOKEN_MODELS and model != "batchnorm" else []
+    always = ("coupled", "terms", "weighted", "next unlabelled")  # has units
+    if model not in ("sparse", "batchnorm") and loss not in always:
+        events += ["empty"]
     events += ["group"] * 6 if model == "frozen" else []
     events += ["oom"] if way in ("step", "over") and model != "batchnorm" else []
     events += ["discard"] if way in (*LOOPS, "run") and way != "announce" else []
@@ -228,7 +253,7 @@ def _optimizer(draw: Any, model: str) -> str:
     return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
-def _scheduler(draw: Any, event: str, optimizer: str, way: str) -> str:
+def _scheduler(draw: Any, event: str, optimizer: str, way: str, model: str) -> str:
     kinds = ["none", "exponential", "step", "lambda", "cosine", "restarts", "one cycle", "cyclic"]
     kinds += ["polynomial", "several", "warmup", "chained"]
     kinds += ["list"] if way != "gradient" and event != "resume" else []
@@ -237,7 +262,8 @@ def _scheduler(draw: Any, event: str, optimizer: str, way: str) -> str:
         return "none"
     if event == "group":  # torch's LambdaLR fails: no function for the new group
         return _pick(draw, ["none", "exponential", "step"])  # type: ignore[no-any-return]
-    return _pick(draw, [*kinds, "plateau"] if event == "none" else kinds, 3)  # type: ignore[no-any-return]
+    kinds += ["plateau"] if event == "none" and model != "random" else []  # it reads the loss
+    return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
 def _precision(draw: Any, model: str) -> str:
@@ -247,10 +273,11 @@ def _precision(draw: Any, model: str) -> str:
     return _pick(draw, kinds[:3] if model == "lstm" else kinds, 4)  # type: ignore[no-any-return]
 
 
-def _clip(draw: Any, way: str, model: str, optimizer: str) -> str:
+def _clip(draw: Any, way: str, model: str, optimizer: str, event: str) -> str:
     if model == "sparse":
         return "none"
-    grouped = optimizer == "groups" and way != "gradient"
+    # A limit for each group: a new group has none.
+    grouped = optimizer == "groups" and way != "gradient" and event != "group"
     kinds = ["none", "norm", "loose", "value"] + (["groups"] if grouped else [])
     return _pick(draw, kinds, 2)  # type: ignore[no-any-return]
 
@@ -277,7 +304,7 @@ def _wrong(draw: Any) -> Program:
     model = _pick(draw, models_of(plan))
     loss = _pick(draw, list(plan.losses))
     if plan.wide:
-        windows = draw(_wide_windows(whole=way in WHOLE_BATCH))
+        windows = draw(_wide_windows(whole=way in WHOLE_BATCH, least=plan.windows or 1))
     else:
         windows = draw(_windows(whole=way in WHOLE_BATCH, loss=loss, model=model, least=2))
     if mistake == "divided by steps":
@@ -322,11 +349,11 @@ def models_of(plan: Mistake) -> list[str]:
 
 
 @st.composite
-def _wide_windows(draw: Any, whole: bool) -> Any:
+def _wide_windows(draw: Any, whole: bool, least: int) -> Any:
     """Draw windows whose samples can be compared: all have labels, and the first are several."""
     size = draw(st.integers(4, 7))
     windows = []
-    for _ in range(draw(st.integers(1, 2))):
+    for _ in range(draw(st.integers(least, max(least, 2)))):
         further = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 2)))]
         rows = [size, *further] if not whole else [size, size, further[0]]
         windows.append(tuple(Micro(number) for number in rows))
@@ -357,13 +384,20 @@ def _on_ranks(draw: Any) -> Program:
     """Draw a program on 2 or 3 ranks, of which some have fewer micro-batches at the end."""
     ranks = draw(st.integers(2, 3))
     way = _pick(draw, ["over", "backward", "run"])
+    if draw(st.integers(0, 5)) == 3:
+        return draw(_in_host_on_ranks())  # type: ignore[no-any-return]
+    sharded = _pick(draw, ["ddp", "fsdp", "hsdp"], 2)
     model = _pick(
         draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random")]
     )
+    if model == "shared":  # fully_shard takes no scalar parameter
+        sharded = "ddp"
     loss = _pick(draw, ["ce", "smooth", "classes", "mse"])
     whole = way == "over"
     windows = draw(_windows(whole=whole, loss=loss, model=model))
     windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
+    if sharded != "ddp" or model == "counter":  # what is noted, all ranks gather
+        windows = (*windows[:-1], (windows[-1] * ranks)[: max(ranks, len(windows[-1]))])
     if whole:
         size = windows[0][0].rows
         windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
@@ -379,6 +413,7 @@ def _on_ranks(draw: Any) -> Program:
         scheduler=_pick(draw, ["none", "exponential"]),
         clip=_pick(draw, ["none", "norm"]),
         ranks=ranks,
+        sharded=sharded,
         seed=draw(st.integers(0, 50)),
     )
 
@@ -386,8 +421,8 @@ def _on_ranks(draw: Any) -> Program:
 @st.composite
 def _in_host(draw: Any) -> Program:
     """Draw a program whose loop another library owns."""
-    way = _pick(draw, INSTALLED)
-    whole = way in ("keras", "jax")
+    way = _pick(draw, [way for way in INSTALLED if way != "pipeline"])
+    whole = way in ("keras", "jax", "jax steps")
     model = "linear" if whole else _pick(draw, RUN_ANYWHERE)
     loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])
     windows = draw(_windows(whole=whole, loss=loss, model=model))
@@ -405,11 +440,37 @@ def _in_host(draw: Any) -> Program:
         loss=loss,
         given="mean" if means else _pick(draw, ["total", "mean"]),
         way=way,
-        batch=_pick(draw, ["dict"] if way in ("trainer", "keras", "jax") else ["dict", "tuple"]),
+        batch=_pick(draw, ["dict"] if whole or way == "trainer" else ["dict", "tuple"]),
         names=_pick(draw, ["short", "long"]),
         optimizer="sgd" if whole or model == "sparse" else _pick(draw, ["sgd", "adamw"]),
         clip=_pick(draw, ["none", "norm"]) if clips else "none",
         precision="float32" if way == "keras" else "float64",  # Keras's rate is a float32
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def _in_host_on_ranks(draw: Any) -> Program:
+    """Draw a program on two ranks whose loop another library owns, or a pipeline of two stages."""
+    ways = [way for way in ("pipeline", "trainer") if way in INSTALLED]
+    way = _pick(draw, ways)
+    steps = 2 * draw(st.integers(1, 2))
+    windows = tuple(
+        tuple(Micro(draw(st.integers(1, 3)), _pick(draw, ["all", "some"])) for _ in range(steps))
+        for _ in range(draw(st.integers(1, 2)))
+    )
+    windows = tuple((Micro(window[0].rows), *window[1:]) for window in windows)
+    is_pipeline = way == "pipeline"
+    return Program(
+        model="mlp" if is_pipeline else _pick(draw, ["linear", "mlp", "attention", "heads"]),
+        windows=windows,
+        loss="ce" if is_pipeline else _pick(draw, ["ce", "classes", "mse"]),
+        given="mean",
+        way=way,
+        names="short" if is_pipeline else _pick(draw, ["short", "long"]),
+        optimizer="sgd" if is_pipeline else _pick(draw, ["sgd", "adamw"]),
+        clip=_pick(draw, ["none", "norm"]),
+        ranks=2,
         seed=draw(st.integers(0, 50)),
     )
 
@@ -421,8 +482,17 @@ def _traced(draw: Any) -> Program:
         program = draw(_right())
         # "compile" is for one model and a loss that adds up, and is refused for others.
         is_plain = program.loss != "coupled" and program.call not in ("pair", "parts")
-        if is_plain and program.way in ("step", "over", "run") and program.model not in EAGER:
+        is_plain = is_plain and program.way in ("step", "over", "run")
+        if is_plain and (_has_a_graph(program) or draw(st.integers(0, 99)) == 50):
             return replace(program, execute="traced")
+
+
+def _has_a_graph(program: Program) -> bool:
+    """Return whether no size and no branch of a program depends on what the data holds."""
+    by_mask = program.given == "unit" or program.loss in (*ROW_LOSSES, "mse")
+    by_mask |= program.loss == "classes" and program.given != "helper"
+    is_eager = program.model in (*EAGER, *_EAGER_BY_CODE)
+    return not (by_mask or is_eager or program.numbers or program.batch == "object")
 
 
 @st.composite
@@ -453,3 +523,14 @@ KINDS = {
     "traced": _traced,
     "compiled": _compiled,
 }
+
+
+def kind_of(program: Program) -> str:
+    """Return the kind of which a program is."""
+    if program.mistake != "none":
+        return "wrong"
+    if program.way in HOSTS:
+        return "hosts"
+    if program.ranks > 1:
+        return "ranks"
+    return {"traced": "traced", "compile": "compiled"}.get(program.execute, "right")

@@ -1,4 +1,4 @@
-"""The text of loops that others own: Accelerate, Fabric, Lightning, Trainer, Keras, JAX."""
+"""The text of loops that others own: Accelerate, Fabric, Lightning, Trainer, Keras, JAX, stages."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ IMPORTS = {
     "jax": "import jax\n"
     "from jax import numpy as jnp\n"
     "from wholebatch.integrations.jax import accumulate",
+    "jax steps": "import jax\n"
+    "import optax\n"
+    "from jax import numpy as jnp\n"
+    "from wholebatch.integrations.jax import multi_steps",
+    "pipeline": "from torch.distributed.pipelining import PipelineStage",
 }
 HOSTS = tuple(IMPORTS)
 
@@ -38,7 +43,7 @@ def loop_text(
 
     The lines `left` stand after each backward that is not the last of its window.
     """
-    steps = str(len(program.windows[0]))
+    steps = str(len(program.windows[0]) // program.ranks)
     text = dedent(_LOOPS[program.way]).strip().replace("STEPS", steps)
     lines = {
         "FORWARD": "\n".join(forward),
@@ -239,6 +244,46 @@ _JAX = """
         flat = [float(number) for p in parameters for number in p.ravel()]
         record.append({"loss": float(value), "parameters": flat})
 """
+_JAX_STEPS = """
+    jax.config.update("jax_enable_x64", True)
+    parameters = [jnp.asarray(p.detach().numpy()) for p in model.parameters()]
+
+
+    def loss_of(parameters, x, y):
+        chances = jax.nn.log_softmax(x @ parameters[0].T + parameters[1])
+        losses = -jnp.take_along_axis(chances, jnp.maximum(y, 0)[:, None], 1)[:, 0]
+        return (losses * (y != -100)).sum() / jnp.maximum((y != -100).sum(), 1)
+
+
+    train = multi_steps(optax.sgd(0.1), STEPS)
+    state = train.init(parameters)
+    for window in drawn:
+        for place, fields in enumerate(window):
+            x, y = (jnp.asarray(one.numpy()) for one in fields)
+            gradient = jax.grad(loss_of)(parameters, x, y)
+            units, last = (y != -100).sum(), place == len(window) - 1
+            updates, state = train.update(gradient, state, parameters, units=units, last=last)
+            parameters = optax.apply_updates(parameters, updates)
+        flat = [float(number) for p in parameters for number in p.ravel()]
+        record.append({"parameters": flat})
+"""
+_PIPELINE = """
+    part = model.layers[2 * rank : 2 * rank + 2]
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    train = wb.Pipeline(
+        PipelineStage(part, rank, 2, torch.device("cpu")),
+        optimizer,
+        loss=wb.cross_entropy,
+        micro_batch=MICRO_BATCH,
+        clip_norm=MAX_NORM or None,
+    )
+    for window in drawn:
+        x, y = (torch.cat(parts) for parts in zip(*window))
+        step = train.step(*[x][rank:], target=y if rank == 1 else None)
+        for number, p in enumerate(model.parameters()):
+            dist.broadcast(p.detach(), int(number >= 2))
+        note(step)
+"""
 _LOOPS = {
     "accelerate": _ACCELERATE,
     "fabric": _FABRIC,
@@ -246,4 +291,6 @@ _LOOPS = {
     "trainer": _TRAINER,
     "keras": _KERAS,
     "jax": _JAX,
+    "jax steps": _JAX_STEPS,
+    "pipeline": _PIPELINE,
 }

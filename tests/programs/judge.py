@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -91,6 +92,8 @@ def _listed(program: Program) -> str:
     """Return the words of docs/laws.md that name the program's mistake, if any."""
     if program.mistake == "none":
         return ""
+    if len(program.windows[0]) == 1:
+        return ONE_ROW
     if program.in_one_row and program.way not in LOOPS:
         return ONE_ROW
     sizes = {3, 5, *(micro.rows for window in program.windows for micro in window)}
@@ -115,24 +118,35 @@ def compare(program: Program, right: list[Window], seen: list[Window]) -> str | 
     """
     if program.way == "keras":  # `fit` reports once, at its end
         right = right[-1:]
+    if program.precision == "fp16" and any(window["skipped"] for window in seen):
+        undivided = _true(program, "fp16")  # it may overflow, too: what comes after is the scaler's
+        finite = takewhile(lambda window: math.isfinite(window.get("norm", 0.0)), undivided)
+        right = right[: len([*finite])]
+        seen = seen[: len(right)]
     if len(right) != len(seen):
         return f"number of windows: {len(seen)} instead of {len(right)}"
     for number, (expected, given) in enumerate(zip(right, seen, strict=True)):
-        for name in ("skipped",) if program.way == "gradient" else ("update", "skipped"):
+        numbers = (
+            ("skipped", "skips") if program.way == "gradient" else ("update", "skipped", "skips")
+        )
+        for name in numbers:
             if expected[name] != given.get(name, expected[name]):
                 return f"{name}: {given[name]} instead of {expected[name]} in window {number}"
         for one, other in zip(expected["rate"], given.get("rate", expected["rate"]), strict=True):
             if _off(one, other) > 1e-12:
                 return f"rate: {given['rate']} instead of {expected['rate']} in window {number}"
-    undivided: list[dict[str, float]] | None = None
+        if expected.get("seen") != given.get("seen", expected.get("seen")):
+            return f"buffers: {given['seen']} instead of {expected['seen']} in window {number}"
+    rounded: list[dict[str, float]] | None = None
     for number, ours in enumerate(distances(program, right, seen)):
         rounding = ROUNDING[program.precision] * (1 + 2 * number)
         for name, distance in ours.items():
             if distance <= rounding:
                 continue
-            if undivided is None and program.precision != "float64":
-                undivided = distances(program, right, _true(program, program.precision))
-            own = _SEVERAL * undivided[number].get(name, 0.0) if undivided is not None else 0.0
+            if rounded is None and program.precision != "float64":
+                undivided = _true(program, program.precision)[: len(right)]
+                rounded = distances(program, right, undivided)
+            own = _SEVERAL * rounded[number].get(name, 0.0) if rounded is not None else 0.0
             if not distance <= rounding + own:
                 return f"{name}: {distance:.1e} off in window {number} ({rounding + own:.1e} is)"
     return None

@@ -52,6 +52,10 @@ class Mistake:
     """The class of a module that is put behind the model."""
     own_truth: bool = False
     """True if the undivided batch has the mistake, too: its loss is another one."""
+    encode: tuple[str, ...] = ()
+    """Lines in the `encode` of a `wb.Coupled`."""
+    windows: int = 0
+    """How many windows it needs at least."""
     wide: bool = False
     """True if it needs several samples in a micro-batch, with all their labels."""
     counts: bool = False
@@ -61,7 +65,7 @@ class Mistake:
 SIZE = "a sum divided by a number that is also a size of what it sums"
 """Words of docs/laws.md: it may be a mean over the parts of a sample."""
 ONE_ROW = "A batch with one sample"
-"""Words of docs/laws.md: where one sample alone has units, there is nothing to compare."""
+"""Words of docs/laws.md: where one sample or micro-batch is all, there is nothing to compare."""
 LATER = "whatever but the units shows only after the first window"
 """Words of docs/laws.md: most checks of a loop are asked in its first window."""
 
@@ -111,6 +115,14 @@ _UNITS = {
         losses=("ce", "smooth"),
         values={"count": "y.numel()"},
         counts=True,
+    ),
+    "count a little off": Mistake(
+        r"units",
+        ways=WHOLE_BATCH,
+        losses=("ce", "smooth"),
+        values={"count": "counted.sum() * 1.05"},
+        counts=True,
+        wide=True,
     ),
     "count of rows": Mistake(
         r"units",
@@ -335,6 +347,21 @@ _COMPARING = {
 # ----------------------------------------------------------- state that moves in the loss
 
 _MOVING = {
+    "another encoding": Mistake(  # in a window that no test looks at
+        r"different representations",
+        ways=WHOLE_BATCH,
+        given=("total",),
+        losses=("coupled",),
+        models=("linear", "mlp", "heads", "images"),
+        before=("calls = [0]",),
+        encode=(
+            "calls[0] += 1",
+            "if len(record) == 2:",
+            "    logits = logits * (1 + 0.1 * (calls[0] % 7))",
+        ),
+        windows=3,
+        wide=True,
+    ),
     "moving baseline": _compares(
         ("baseline.mul_(0.8).add_(losses.detach().mean(), alpha=0.2)",),
         MOVES + "|" + COUPLES,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from tests.programs.description import Program
+from tests.programs.description import NEXT_TOKEN, Program
 from tests.programs.mistakes import mistake_of
 
 _LINEAR = """
@@ -154,7 +154,7 @@ _ATTENTION = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(7, 4)
+        self.table = nn.Embedding(7, 4, padding_idx=0)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.out = nn.Linear(4, 3)
 
@@ -475,6 +475,15 @@ class Output(nn.Module):
     def forward(self, *inputs):
         return {"logits": self.net(*inputs), "loss": None}
 """
+_LANGUAGE = """
+class Language(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.head = net, nn.Linear(3, 7)
+
+    def forward(self, input_ids, attention_mask):
+        return self.head(self.net(input_ids, attention_mask))
+"""
 JUDGE = "judge = nn.Linear(3, 2).to(dtype=dtype)"
 JUDGED = "judge(logits.detach()[counted]).square().sum()"
 """The loss of a judge, over the units `counted.sum()`."""
@@ -560,6 +569,7 @@ def model_text(program: Program) -> str:
     """Return the class `Net`, and the others that are made beside it."""
     parts = [MODELS[program.model], mistake_of(program).behind]
     parts += [_OUTPUT] if program.call == "output" else []
+    parts += [_LANGUAGE] if program.loss in NEXT_TOKEN else []
     parts += [OWN_OPTIMIZER] if program.optimizer == "own" else []
     parts += [LIMIT] if program.optimizer == "hooked" else []
     return "\n\n\n".join(dedent(part).strip() for part in parts if part)
@@ -569,6 +579,8 @@ def model_call(program: Program) -> str:
     """Return the expression that makes the model."""
     if mistake_of(program).behind:
         return "nn.Sequential(Net(), Behind())"
+    if program.loss in NEXT_TOKEN:
+        return "Language(Net())"
     wrapped = {"output": "Output(Net())", "pair": "nn.ModuleList([Net(), nn.Linear(3, 3)])"}
     return wrapped.get(program.call, "Net()")
 
@@ -578,6 +590,13 @@ def data_text(program: Program) -> str:
     text = "def make_data(seed, rows, labels):"
     text += "\n    draw = torch.Generator().manual_seed(seed)"
     text += (_SEQUENCES if program.has_tokens else _ROWS).rstrip() + _LABELS.rstrip()
+    if program.loss in NEXT_TOKEN:  # of one token, none is the next
+        text = text.replace("torch.randint(1, 6,", "torch.randint(2, 6,")
+    if program.tokens and program.seed % 4 == 1:  # labels that count where nothing else does
+        counted = "\n    y[~mask] = 2 * torch.arange(int((~mask).sum())) % 3"
+        text = text.replace(".masked_fill(~mask, -100)", counted).replace(
+            ", 6, (rows,)", ", 4, (rows,)"
+        )
     text += "\n    x[~mask] = 0" if program.tokens else ""  # padding, which may be trimmed
     text += _WEIGHT.rstrip() if "weight" in program.fields else ""
     text += _TARGET.rstrip() if "target" in program.fields else ""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.programs.description import Program
+from tests.programs.description import NEXT_TOKEN, Program
 from tests.programs.mistakes import mistake_of
 from tests.programs.models import (
     CALLS,
@@ -34,6 +34,8 @@ from tests.programs.script import SCHEDULERS, forward_lines, given_values
 Window = dict[str, Any]
 
 
+SKIPS = ("nan", "empty")
+"""Events in whose window no update is made."""
 _SCALE = 256.0
 """Of a loss under float16, as the scaler's of the script."""
 
@@ -94,7 +96,8 @@ def _loss_of_its_own(program: Program, model: nn.Module, batch: Any, scope: Any)
 def _logits(program: Program, model: nn.Module, batch: Any, scope: Any) -> Tensor:
     inputs = "x, mask" if program.has_tokens else "x"
     called = {**batch, "torch": torch, "model": model, "elder": scope["elder"]}
-    return eval(CALLS[program.call].format(inputs), called).reshape(-1, 3)  # type: ignore[no-any-return]
+    classes = 7 if program.loss in NEXT_TOKEN else 3
+    return eval(CALLS[program.call].format(inputs), called).reshape(-1, classes)  # type: ignore[no-any-return]
 
 
 def _autocast(scope: Any) -> torch.autocast:
@@ -120,6 +123,11 @@ def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) 
     if mistake_of(program).own_truth:
         return _loss_of_its_own(program, model, batch, scope)
     logits = _logits(program, model, batch, scope)
+    if program.loss in NEXT_TOKEN:
+        given = batch["x"].masked_fill(~batch["mask"], -100)
+        labels = given if program.loss == "next unlabelled" else batch["y"]
+        logits = logits.view(*labels.shape, -1)[:, :-1].flatten(0, 1)
+        batch = {**batch, "y": labels[:, 1:]}
     y = batch["y"].reshape(-1)
     counts = (y != -100).double()
     if program.loss == "coupled":
@@ -219,7 +227,7 @@ def _train(
             _event(program, model, optimizer)
             if program.event == "thaw":
                 thawed.requires_grad_(True)
-        window: Window = {"skipped": program.event == "nan" and number == program.at}
+        window: Window = {"skipped": program.event in SKIPS and number == program.at}
         if not window["skipped"]:
             updates += 1
             if program.joint:
@@ -230,12 +238,18 @@ def _train(
             for one in schedulers:
                 one.step(*([window["loss"]] if program.scheduler == "plateau" else []))
         window["update"] = updates
+        window["skips"] = number + 1 - updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]
         all_of = [*model.parameters(), *(scope["judge"].parameters() if program.joint else ())]
         window["parameters"] = torch.cat([p.detach().double().flatten() for p in all_of])
         if ema is not None and program.event != "resume":
             averaged = [p.detach().double().flatten() for p in ema.module.parameters()]
             window["ema"] = torch.cat(averaged)
+        if program.model == "counter" and program.sharded == "ddp":  # all have rank 0's buffers
+            windows = program.windows[: number + 1]
+            dealt = f"[micro for window in windows for micro in window[{program.dealt}]]"
+            rows = sum(micro.rows for micro in eval(dealt, {"rank": 0, "windows": windows}))
+            window["seen"] = [float(rows)] * program.ranks
         record.append(window)
     return record
 

@@ -12,9 +12,11 @@ import importlib
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import re
+import resource
 import select
 import signal
 import sys
@@ -29,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 120.0
-"""Seconds after which a program is said to hang."""
+"""Seconds of CPU time after which a program is said to hang."""
+_WAITS = 5
+"""How many times as long it may take, on a machine with other work or waiting for its ranks."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ def in_fork(function: Callable[[], Any], limit: float = LIMIT) -> Any:
     child = os.fork()
     if child == 0:
         os.close(reads)
+        os.setpgid(0, 0)  # ended with all processes that it starts
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit) + 5))
         status = 1
         try:
             with os.fdopen(writes, "wb") as answer:
@@ -89,10 +95,12 @@ def in_fork(function: Callable[[], Any], limit: float = LIMIT) -> Any:
         finally:
             os._exit(status)
     os.close(writes)
-    answer = _read(reads, child, limit)
+    answer = _read(reads, child, _WAITS * limit)
     _, status = os.waitpid(child, 0)
     if answer is None:
-        return f"hangs: did not end within {limit:.0f} s"
+        return f"hangs: did not end within {_WAITS * limit:.0f} s"
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return f"hangs: did not end within {limit:.0f} s of CPU time"
     return pickle.loads(answer) if answer else f"the process died with status {status}"
 
 
@@ -103,7 +111,10 @@ def _read(reads: int, child: int, limit: float) -> bytes | None:
         while True:
             ready, _, _ = select.select([reads], [], [], max(0.0, ends - time.monotonic()))
             if not ready:
-                os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has not said yet who it is
+                    os.killpg(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
                 return None
             part = os.read(reads, 1 << 20)
             if not part:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from textwrap import indent
 
 from tests.programs import hosts
-from tests.programs.description import Program
+from tests.programs.description import NEXT_TOKEN, Program
 from tests.programs.mistakes import in_values, lines_of, mistake_of
 from tests.programs.models import (
     CALLS,
@@ -121,6 +121,19 @@ _NOTE = """def note(step):
 
 def _note(program: Program) -> str:
     """Return the function that records a window."""
+    note = _note_of_state(program)
+    if program.sharded != "ddp":
+        note = note.replace("p.detach()", "p.detach().full_tensor()")
+    if program.model == "counter" and program.ranks > 1 and program.sharded == "ddp":
+        note += f"\n    seen = [torch.zeros((), dtype=dtype) for _ in range({program.ranks})]"
+        note += "\n    dist.all_gather(seen, model.module.seen)"
+        note += '\n    record[-1]["seen"] = torch.stack(seen).tolist()'
+    if program.way in hosts.HOSTS:
+        return note
+    return f'{note}\n    record[-1]["skips"] = train.skipped'
+
+
+def _note_of_state(program: Program) -> str:
     if program.joint:
         both = "for p in [*model.parameters(), *judge.parameters()]"
         return _NOTE.replace("for p in model.parameters()", both)
@@ -157,10 +170,14 @@ def script(program: Program) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_RANKS_HEAD = """import tempfile
+_RANKS_HEAD = """
+import os
+import tempfile
 
 import torch.distributed as dist
 from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 """
 _RANKS_MAIN = """def main():
@@ -180,12 +197,16 @@ def _on_ranks(program: Program, parts: list[str]) -> list[str]:
     """Return the program with everything from the loss on in a function that each rank runs."""
     start = len(parts) - len(_loss(program)) - len(_build(program)) - 2
     ranks = program.ranks
-    dealt = [f"drawn_here = [window[rank::{ranks}] for window in drawn]"]
+    dealt = [f"drawn_here = [window[{program.dealt}] for window in drawn]"]
     data = _data(program).rsplit("\n", 1)[1].replace("in drawn]", "in drawn_here if window]")
     begins = (
         f'dist.init_process_group("gloo", f"file://{{meeting}}", rank=rank, world_size={ranks})'
     )
     ends = "if rank == 0:\n    answers.put(json.dumps(record))\ndist.destroy_process_group()"
+    if program.way == "trainer":  # what torchrun sets
+        own = "RANK=str(rank), LOCAL_RANK=str(rank)"
+        meet = f"WORLD_SIZE='{ranks}', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'"
+        begins = f"os.environ.update({own}, {meet})\n{begins}"
     body = "\n\n".join([begins, *dealt, data, *parts[start:], ends])
     return [
         *parts[:start],
@@ -283,6 +304,8 @@ def _globals(program: Program) -> list[str]:
 
 def forward_lines(program: Program) -> list[str]:
     """Return the lines from a micro-batch to `logits`, `y` and `counted`."""
+    if program.loss in NEXT_TOKEN:
+        return []
     inputs = [field(program, "x")] + ([field(program, "mask")] if program.has_tokens else [])
     called = CALLS[program.call].format(", ".join(inputs))
     lines = [f"logits = {called}", f"y = {field(program, 'y')}"]
@@ -321,6 +344,8 @@ def values(program: Program) -> dict[str, str]:
 
 
 def _values(program: Program) -> dict[str, str]:
+    if program.loss in NEXT_TOKEN:
+        return {"helper": "wb.causal_lm(model, micro)", "units": "counted.sum()"}
     if program.loss == "mse" and program.criterion:
         target = field(program, "target") + (".flatten(0, 1)" if program.has_tokens else "")
         call = f"(logits[counted], {target}[counted].to(logits.dtype))"
@@ -383,7 +408,7 @@ def _loss(program: Program) -> list[str]:
     """Return the loss function, and the one that counts units; a loop has its loss inside."""
     parts = []
     if program.loss == "coupled":
-        lines = [*forward_lines(program)[:1], "return logits"]
+        lines = [*forward_lines(program)[:1], *mistake_of(program).encode, "return logits"]
         parts += [_function("def encode(model, micro):", lines)]
         lines = [
             "scores = logits @ logits.T",
@@ -403,6 +428,10 @@ def _loss(program: Program) -> list[str]:
         parts += _in_style(program, f"def loss({arguments}):", lines)
     if program.counts:
         lines = [f"y = {field(program, 'y')}", "counted = y != -100"]
+        if program.loss == "next":
+            lines = [f"counted = {field(program, 'y')}[:, 1:] != -100"]
+        if program.loss == "next unlabelled":
+            lines = [f"counted = {field(program, 'mask')}[:, 1:]"]
         units = values(program)["units"]
         if program.loss == "mse":
             units = "counted.sum() * 3"
@@ -420,7 +449,8 @@ def _loss(program: Program) -> list[str]:
 
 def _left(program: Program) -> list[str]:
     """Return lines that somebody has left after the backward of a micro-batch."""
-    return lines_of(mistake_of(program).after, values(program), forward_lines(program)[0])
+    after = mistake_of(program).after
+    return lines_of(after, values(program), forward_lines(program)[0]) if after else []
 
 
 def _failing(program: Program) -> list[str]:
@@ -517,6 +547,15 @@ MEMORY = {
 }
 
 
+SHARDED = {
+    "ddp": "model = DistributedDataParallel(model)",
+    "fsdp": 'model = fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))',
+    "hsdp": 'names = ("replicate", "shard")\n'
+    'mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)\n'
+    "model = fully_shard(model, mesh=mesh)",
+}
+
+
 def _mask_name(program: Program) -> str:
     """Return the argument that names the mask's leaf."""
     if program.batch in ("tuple", "list"):
@@ -535,7 +574,7 @@ def _build(program: Program) -> list[str]:
         made = [f"optimizer = {optimizer_text(program)}", *mistake_of(program).start]
         return ["\n".join([*lines, *made])]
     if program.ranks > 1:
-        lines += ["model = DistributedDataParallel(model)"]
+        lines += [SHARDED[program.sharded].replace("RANKS", str(program.ranks))]
     lines += [JUDGE] if program.joint else []
     lines += [TEACHER] if program.call == "teacher" else []
     lines += [f"optimizer = {optimizer_text(program)}"]
@@ -734,8 +773,9 @@ def _backward(program: Program, last: str) -> list[str]:
         return [f"step = train.backward(mean={value['mean']}, units={value['units']}{last})"]
     if program.given == "total":
         return [f"step = train.backward({value['total']}, units={value['units']}{last})"]
+    if program.given == "helper":
+        return [f"step = train.backward({value['helper']}{last})"]
     given = loss_value(program.__class__(**{**program.__dict__, "given": "mean"}))
-    given = value["helper"] if program.given == "helper" else given
     return [f"step = train.backward({given}{last})"]
 
 

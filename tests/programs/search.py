@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from tests.programs.description import Program
-from tests.programs.grammar import programs
+from tests.programs.grammar import kind_of, programs
 from tests.programs.hosts import HOSTS
 from tests.programs.judge import Verdict, judge
 from tests.programs.run import warm_up
@@ -28,7 +28,7 @@ class Search:
     number: int
     seconds: float
     tell: Any
-    """A queue for (process, kind, signature or failure)."""
+    """A queue for (kind of program, verdict, signature or failure)."""
     known: Path
     """A folder that all processes share, with a file for each failure that one of them shrinks."""
     device: str = "cpu"
@@ -43,10 +43,11 @@ class Search:
             program = draw(Random(f"{seed} {number}"))
             verdict, number = self._judge(program), number + 1
             signature = verdict.signature if verdict.failed else None
-            self.tell.put((self.number, verdict.kind, signature))
+            self.tell.put((kind_of(program), verdict.kind, signature))
             if verdict.failed and self._is_new(verdict.signature):
+                kind = kind_of(program)
                 program, verdict = self._smallest(program, verdict)
-                self.tell.put((self.number, None, (repr(program), script(program), verdict)))
+                self.tell.put((kind, None, (repr(program), script(program), verdict)))
 
     def _judge(self, program: Program) -> Verdict:
         host = program.way if program.way in HOSTS else program.execute
@@ -89,4 +90,4 @@ def work(
     ends = time.monotonic() + seconds
     warm_up(script(Program()), script(Program(way="run")))
     Search(number, ends - time.monotonic(), tell, known, device, kind).run(first_seed + number)
-    tell.put((number, "done", None))
+    tell.put(("", "done", None))

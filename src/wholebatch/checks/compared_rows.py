@@ -29,9 +29,10 @@ class ComparedRows(Check):
 
     Costs: the second derivative of the loss by the outputs, a few times per micro-batch.
 
-    Certain if all rows are one group: the second derivative is computed, not guessed. Likely if
-    there are several groups (lists, bags), which the micro-batches may hold whole. Rows that a
-    BatchNorm links are left out, and calls of the model for as many groups as there are units.
+    Certain if all rows of an output are one group: the second derivative is computed, not guessed.
+    Likely if there are several groups (lists, bags), which the micro-batches may hold whole. Rows
+    that a BatchNorm links are left out, and calls of the model for as many groups as there are
+    units.
 
     Cannot see: detached statistics of the micro-batch (normalised advantages, the hardest
     samples); operations without a second derivative; outputs without a row for each sample.
@@ -113,7 +114,8 @@ def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]
         rest = outside.nonzero()[:, 0]
         if not len(rest):
             break
-        reached = _group_of(int(rest[(groups - 1) * len(rest) // _MOST_GROUPS]), size, outputs)
+        row = int(rest[(groups - 1) * len(rest) // _MOST_GROUPS])
+        reached = _group_of(row, size, outputs, [len(output) for output, _ in outputs])
         if reached is None:  # the loss is linear in the outputs
             return None
         group = reached.pop(size)
@@ -126,9 +128,23 @@ def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]
             calls = _separate_calls(outputs) if linked == size else 0
             if calls >= units:
                 return None
-            certain = linked == size and calls <= 1
+            certain = linked == size and calls <= 1 and _one_is_linked_alone(size, outputs)
             return _refused(size, units) if certain else _warned(linked, size, units)
     return None
+
+
+def _one_is_linked_alone(size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """True if all rows of an output are linked, where row i of another may be another sample.
+
+    An expert's rows are those that the router has sent to it.
+    """
+    places = range(len(outputs))
+    starts = [place for place in places if len(outputs[place][0]) == size]
+    groups = [_group_of(0, start, outputs, places) for start in starts]
+    return any(
+        group is not None and bool(group[start].all())
+        for start, group in zip(starts, groups, strict=True)
+    )
 
 
 def _separate_calls(outputs: Sequence[tuple[Tensor, Tensor]]) -> int:
@@ -154,44 +170,48 @@ def _separate_calls(outputs: Sequence[tuple[Tensor, Tensor]]) -> int:
 
 
 def _group_of(
-    row: int, size: int, outputs: Sequence[tuple[Tensor, Tensor]]
+    row: int, start: int, outputs: Sequence[tuple[Tensor, Tensor]], keys: Sequence[int]
 ) -> dict[int, Tensor] | None:
-    """Return the rows that are linked with this one of `size`, also through others.
+    """Return the rows that are linked with this row of the output `start`, also through others.
 
-    They are given by the number of rows of the output.
+    `keys` names each output. Outputs of one name have the same samples in their rows.
     """
-    reached = {len(output): torch.zeros(len(output), dtype=torch.bool) for output, _ in outputs}
-    reached[size][row] = True
+    reached = {
+        key: torch.zeros(len(output), dtype=torch.bool)
+        for key, (output, _) in zip(keys, outputs, strict=True)
+    }
+    reached[start][row] = True
     for _ in range(_MOST_LINKS):
-        linked = _linked_with(reached, outputs)
+        linked = _linked_with(reached, outputs, keys)
         if linked is None:
             return None
-        before, reached = reached, {n: linked[n] | rows for n, rows in reached.items()}
-        if all(bool((before[n] == rows).all()) for n, rows in reached.items()):
+        before, reached = reached, {key: linked[key] | rows for key, rows in reached.items()}
+        if all(bool((before[key] == rows).all()) for key, rows in reached.items()):
             break
     return reached
 
 
 def _linked_with(
-    rows: Mapping[int, Tensor], outputs: Sequence[tuple[Tensor, Tensor]]
+    rows: Mapping[int, Tensor], outputs: Sequence[tuple[Tensor, Tensor]], keys: Sequence[int]
 ) -> dict[int, Tensor] | None:
-    """Return which rows move the gradients of these rows, by the number of rows of the output."""
+    """Return which rows move the gradients of these rows, by the name of the output."""
+    named = list(zip(keys, outputs, strict=True))
     asked = torch.stack(
-        [_mixed(gradient[rows[len(output)].to(gradient.device)]) for output, gradient in outputs]
+        [_mixed(gradient[rows[key].to(gradient.device)]) for key, (_, gradient) in named]
     ).sum()
     if not asked.requires_grad:
         return None
     tensors = [output for output, _ in outputs]
     moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
     distances = [
-        distance.nan_to_num().abs().reshape(len(distance), -1).amax(1).cpu()
-        for distance in moved
+        (key, distance.nan_to_num().abs().reshape(len(distance), -1).amax(1).cpu())
+        for key, distance in zip(keys, moved, strict=True)
         if distance is not None
     ]
-    largest = max((float(distance.max()) for distance in distances), default=0.0)
-    linked = {size: torch.zeros(size, dtype=torch.bool) for size in rows}
-    for distance in distances:
-        linked[len(distance)] |= distance > _LINKED * largest
+    largest = max((float(distance.max()) for _, distance in distances), default=0.0)
+    linked = {key: torch.zeros(len(among), dtype=torch.bool) for key, among in rows.items()}
+    for key, distance in distances:
+        linked[key] |= distance > _LINKED * largest
     return linked
 
 

@@ -183,7 +183,7 @@ class AdditivityTest:
         self._has_changed, self._next_look = False, 0
         self.is_due = False
         """True if the window that has begun is to be tested, and was not yet."""
-        self._says_unreadable = True
+        self._has_told = False  # that the loss was not tested
         self._most: float = math.inf  # samples that fit into memory, as far as is known
 
     def begin_window(self, changed: bool = False) -> bool:
@@ -233,13 +233,11 @@ class AdditivityTest:
         self.is_due = False
         self.turn += 1
         layout, result = data.samples(), AdditivityResult(conclusive=False)
-        if layout is None and self._says_unreadable:
-            self._says_unreadable = False
-            why = (
+        if layout is None:
+            self._tell(
                 f"a {type(data.batch).__name__} cannot be taken apart into samples. Give a dict, a "
                 "tuple or a dataclass of tensors, or run wb.verify"
             )
-            _log.warning(_NOT_TESTED, why)
         if self._all(layout is not None and layout.size > 1 and self._most > 1):
             assert layout is not None
             result = self._result(run, data, layout, outputs=outputs, name=name)
@@ -382,6 +380,11 @@ class AdditivityTest:
 
     # ------------------------------------------------------------ what could not be run
 
+    def _tell(self, why: str) -> None:
+        """Say once that the loss was not tested: a test that told nothing is made again."""
+        _log.log(logging.DEBUG if self._has_told else logging.WARNING, _NOT_TESTED, why)
+        self._has_told = True
+
     def _without_doubtful(
         self, findings: Sequence[AuditFinding], data: WindowData
     ) -> list[AuditFinding]:
@@ -393,7 +396,7 @@ class AdditivityTest:
         if not doubtful or data.is_split_by_us:
             return list(findings)
         begin = doubtful[0].advice.partition(", so wholebatch")[0].partition(". Count")[0]
-        _log.warning(_NOT_TESTED, f"{begin}. wb.verify compares whole updates")
+        self._tell(f"{begin}. wb.verify compares whole updates")
         return [finding for finding in findings if finding not in doubtful]
 
     def _not_testable(
@@ -426,7 +429,7 @@ class AdditivityTest:
         is_ours = data.is_split_by_us and not isinstance(data.batch, list)
         if is_refused or not is_free or not is_ours:
             why = f"a part of a micro-batch could not be run ({error!r})"
-            _log.warning(_NOT_TESTED, f"{why}. wb.verify compares whole updates")
+            self._tell(f"{why}. wb.verify compares whole updates")
             return []
         text = (
             f"it runs on a micro-batch, but not on another number of samples ({error!r}), so "

@@ -145,14 +145,16 @@ def loss_cause(
 
 
 def _holds(samples: ChosenSamples, units: float) -> bool:
-    """True if this number is in the batch, beside its samples: somebody counted them before."""
-    held = (leaf.value for leaf in samples.layout.leaves if not leaf.batched)
-    numbers = (
-        value
-        for value in held
-        if (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float)))
-    )
-    return any(float(number) == units for number in numbers)
+    """True if this number is in the batch, beside its samples: somebody counted them before.
+
+    So may the rows of a tensor that was not cut: the labels of graphs, beside rows that are nodes.
+    """
+    held = [leaf.value for leaf in samples.layout.leaves if not leaf.batched]
+    tensors = [value for value in held if isinstance(value, Tensor)]
+    numbers = [float(value) for value in tensors if value.numel() == 1]
+    numbers += [float(value) for value in held if isinstance(value, (int, float))]
+    rows = [len(value) for value in tensors if value.dim()]
+    return units in numbers or any(1 < units <= number for number in rows)
 
 
 def samples_compared(samples: ChosenSamples, runs: Sequence[SampleRun]) -> AuditFinding:

@@ -427,7 +427,7 @@ def is_array(value: Any) -> bool:
 
 def is_generator(value: Any) -> bool:
     """True for a random generator: torch's, Python's or NumPy's."""
-    if isinstance(value, torch.Generator | random.Random):
+    if isinstance(value, (torch.Generator, random.Random)):  # no union: made anew in each call
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,9 @@ from wholebatch.window.forward_state import is_generator
 
 _MOST = 2000
 """The limit on objects that are looked at."""
+_HOLD_NOTHING = frozenset({str, bytes, bool, int, float, type(None), Tensor, nn.Parameter})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
+"""Most objects of a module are empty ones of these: they are not kept."""
 
 
 def own_generators(model: nn.Module, loss: Any) -> list[Any]:
@@ -29,6 +33,8 @@ def own_generators(model: nn.Module, loss: Any) -> list[Any]:
             generators.append(value)
             continue
         for inner in inside(value):
+            if type(inner) in _HOLD_NOTHING or (type(inner) in _CONTAINERS and not inner):
+                continue
             if id(inner) not in known and len(waiting) < _MOST:
                 known.add(id(inner))
                 waiting.append(inner)
