@@ -194,17 +194,6 @@ def test_a_reentrant_checkpoint_is_named() -> None:
     acc.discard()
 
 
-def test_a_layer_over_time_that_gets_samples_is_told() -> None:
-    """batch_first=False is torch's default: a matrix of samples is one sequence."""
-    torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
-    model = nn.Sequential(layer, nn.Linear(4, 3)).double()
-    acc, [(x, y)] = wb.Accumulator(model, None, steps=2), samples(4)
-    with pytest.warns(UserWarning, match="batch_first=False"):
-        acc.backward(mean=F.cross_entropy(model(x), y), units=4)
-    acc.discard()
-
-
 def test_a_teacher_in_training_mode_is_told() -> None:
     """A BatchNorm in no model that was given; not one that another accumulator trains."""
     torch._dynamo.reset()  # no hook is put on all modules where torch.compile was used

@@ -316,14 +316,14 @@ def test_convolutions() -> None:
     whole.assert_same(model)
 
 
-def test_losses_of_a_hundred_updates_agree_with_eager_code() -> None:
+def test_losses_of_many_updates_agree_with_eager_code() -> None:
     """In fp32, with clipping, a short last micro-batch, and other batches every time."""
     losses = {}
     for execute in ("eager", "compile"):
         model = Tagger().float()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         train = traced(model, optimizer, micro_batch=3, clip_norm=0.5, execute=execute)
-        losses[execute] = [train.step(tagged(5 + step % 2)).loss for step in range(100)]
+        losses[execute] = [train.step(tagged(5 + step % 2)).loss for step in range(40)]
     assert mode_of(train) == "operations"
     assert losses["compile"] == pytest.approx(losses["eager"], rel=1e-5)
     assert losses["eager"][-1] < 0.9 * losses["eager"][0]

@@ -75,14 +75,6 @@ def test_a_division_by_the_steps_is_warned_of_once(run: Any, change: Any, units:
     assert sum(WARNED in str(one.message) for one in caught) == 1
 
 
-@pytest.mark.parametrize("change", [*DIVIDED.values(), lambda loss: loss.bfloat16() / STEPS])
-def test_a_mean_given_to_backward(change: Any) -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=STEPS)
-    with pytest.warns(UserWarning, match=WARNED):
-        acc.backward(mean=change(mean(model, samples(4))), units=4)
-
-
 @pytest.mark.parametrize("change", INVERSE.values(), ids=INVERSE)
 @pytest.mark.parametrize("run", ENTRY_POINTS.values(), ids=ENTRY_POINTS)
 def test_a_product_with_the_inverse_is_warned_of_once(run: Any, change: Any) -> None:
@@ -148,13 +140,6 @@ def test_an_average_of_as_many_terms_is_only_warned_of() -> None:
 
     with pytest.warns(UserWarning, match=WARNED):
         in_whole_batch(heads, samples(16))
-
-
-def test_a_sum_divided_by_the_steps_is_warned_of() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=STEPS)
-    with pytest.warns(UserWarning, match="this loss is divided by 4, and 4 is the number of steps"):
-        acc.backward(summed(model, samples(5)) / STEPS, units=5)
 
 
 def test_a_sum_over_as_many_classes_as_steps_is_warned_of_at_the_line_of_the_loop() -> None:

@@ -330,21 +330,6 @@ def test_labels_of_graphs_are_counted_beside_rows_that_are_nodes(
         torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-14)
 
 
-def test_an_error_that_comes_once_is_the_users() -> None:
-    model, calls = mlp(), 0
-
-    def loss(micro: Batch) -> wb.Loss:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise ValueError("a file is missing")
-        return wb.cross_entropy(model(micro["x"]), micro["y"])
-
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(ValueError, match="a file is missing"):
-        acc.run(loss, samples(8))
-
-
 def test_a_batch_of_ones_own_class_in_whole_batch() -> None:
     model = mlp()
     train = wb.WholeBatch(

@@ -45,25 +45,6 @@ def test_it_may_be_trained_knowingly_or_undivided() -> None:
     assert wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=10).step(samples(10)).update == 1
 
 
-@pytest.mark.parametrize("inside", [nn.Identity(), nn.BatchNorm1d(8)])
-def test_the_probe_leaves_no_trace(inside: nn.Module) -> None:
-    """The first update, with dropout, is bit for bit the one without a probe."""
-    models = [Net(copy.deepcopy(inside)).double() for _ in range(2)]
-    for model, audit in zip(models, (True, False), strict=True):
-        train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4, audit=audit)
-        torch.manual_seed(11)
-        train.step(samples(10))
-        train.step(samples(9))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            models[0].state_dict().values(), models[1].state_dict().values(), strict=True
-        )
-    )
-    assert models[0].calls == models[1].calls  # put back, as buffers are
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in models[0].modules())
-
-
 def test_what_the_test_runs() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     calls = []
@@ -82,22 +63,6 @@ def test_what_the_test_runs() -> None:
             assert calls == [(10, False), (3, False), (7, False), (7, False), *window]
         else:
             assert calls == window
-
-
-def centred(model: nn.Module, micro: Any) -> wb.Loss:
-    logits = model(micro["x"])
-    return wb.cross_entropy(logits - logits.mean(0), micro["y"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("inside", [nn.Identity(), nn.BatchNorm1d(8)])
-def test_a_loss_that_compares_samples_is_refused(inside: nn.Module, dtype: torch.dtype) -> None:
-    model = Net(inside).to(dtype)
-    train = wb.WholeBatch(model, sgd(model), loss=centred, micro_batch=4, batchnorm="allow")
-    says = r"(?s)the loss function \(centred\): the loss of some .* wb.Coupled\(encode, loss\)"
-    with pytest.raises(wb.errors.UnsupportedError, match=says):
-        train.step(samples(10, dtype=dtype))
-    assert all(module.training for module in model.modules())
 
 
 def test_random_numbers_are_held_and_state_of_the_function_is_told() -> None:
@@ -152,17 +117,6 @@ def test_a_batchnorm_beside_the_model_is_refused_until_it_is_part_of_it() -> Non
     both.step(samples(10))
     whole.assert_same(model)
     assert distance([teacher[1].running_var], [copied[1].running_var]) <= EXACT
-
-
-def test_an_error_in_the_loss_function_is_that_of_the_step() -> None:
-    model = Net(nn.Identity()).double()
-
-    def failing(model: nn.Module, micro: Any) -> wb.Loss:
-        raise KeyError("labels")
-
-    train = wb.WholeBatch(model, sgd(model), loss=failing, micro_batch=4)
-    with pytest.raises(KeyError, match="labels"):
-        train.step(samples(10))
 
 
 def test_lazy_batchnorms_are_exact_once_they_are_there() -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
-
 if importlib.util.find_spec("keras") is None:  # importing it here would import TensorFlow
     pytest.skip("keras is not installed", allow_module_level=True)
 
@@ -45,18 +43,14 @@ def test_cases_on(backend: str, tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "benchmarks"))),
     }
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=5"]
-    options += [str(HERE / name) for name in CASES[backend]]
-    if backend == "torch":  # a process that has imported torch already
-        done = processes.run("pytest", *options, cwd=ROOT, environment=environment, timeout=900)
-    else:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options],
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "--durations=5", *(str(HERE / name) for name in CASES[backend])],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -98,22 +98,22 @@ def test_a_gradient_that_is_not_finite_is_found(library: str) -> None:
 
 @libraries
 def test_16_bit_gradients_are_added_in_fp32(library: str) -> None:
-    """256 micro-batches; the sums of bf16 alone are 1.6e-2 off."""
+    """128 micro-batches: the sums of bf16 alone are far off."""
     model = mlp(dtype=torch.bfloat16)
     seen: list[Tensor] = []
     optimizer = sgd(model)
     optimizer.register_step_post_hook(
         lambda *_: seen.extend(p.grad.detach().double().clone() for p in model.parameters())  # type: ignore[union-attr]
     )
-    micros = pieces(samples(512, dtype=torch.bfloat16), [2] * 256)
-    LOOPS[library](model, optimizer, micros, 256, audit=False)
+    micros = pieces(samples(256, dtype=torch.bfloat16), [2] * 128)
+    LOOPS[library](model, optimizer, micros, 128, audit=False)
     other = mlp(dtype=torch.bfloat16)
     parameters = list(other.parameters())
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     for micro in micros:
         parts = torch.autograd.grad(mean(other, micro), parameters)
         for total, part in zip(sums, parts, strict=True):
-            total += part.double() / 256
+            total += part.double() / 128
     rounded = [one.to(torch.bfloat16) for one in sums]
     assert distance(seen, sums) <= 1.01 * distance(rounded, sums)
 

@@ -280,27 +280,6 @@ def test_what_the_callback_refuses() -> None:
         fit(norm, [ExactAccumulation()])
 
 
-class HardestHalf(Module):
-    """Trains on the samples with the largest losses of its batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        losses = nn.functional.cross_entropy(self.model(batch["x"]), batch["y"], reduction="none")
-        return losses.topk(len(losses) // 2).values.mean()
-
-
-@pytest.mark.parametrize("size", [3, 8])
-def test_a_mean_over_the_hardest_half_of_a_batch_is_refused(size: int) -> None:
-    module, loader = (
-        HardestHalf(),
-        DataLoader(pieces(samples(4 * size), [size] * 4), batch_size=None),
-    )
-    before = [parameter.clone() for parameter in module.parameters()]
-    units = ExactAccumulation(units=lambda batch: len(batch["y"]))
-    with pytest.raises(UnsupportedError, match=r"(?s)cannot give the update.*wb\.Coupled"):
-        fit(module, [units], loader=loader)
-    assert all(map(torch.equal, before, module.parameters()))
-
-
 def test_what_fabric_windows_refuse() -> None:
     fabric = Fabric(accelerator="cpu", devices=1)
     inner = mlp()

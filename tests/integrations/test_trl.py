@@ -307,27 +307,14 @@ def changed(change: Any) -> Any:
     return make
 
 
-def means(kind: Any) -> Any:
-    """A trainer that averages the means of its batches."""
-
-    class Means(kind):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **more: Any) -> Any:
-            loss = super().compute_loss(*args, **{**more, "num_items_in_batch": None})
-            return (loss[0] / 4, loss[1]) if isinstance(loss, tuple) else loss / 4
-
-    return Means
-
-
 # The last of DPO's four batches is smaller, and TRL averages their means: that is no plant.
 @pytest.mark.parametrize(
     "name, make, options, found",
     [
         ("SFT", plain, {"max_grad_norm": 0.01}, "right"),
-        ("SFT", means, {}, "mean-of-means"),
         ("SFT", changed(lambda loss: loss / 4), {}, "divided-twice"),
         ("DPO", plain, {"samples": 12}, "right"),
         ("DPO", plain, {}, "mean-of-means"),
-        ("DPO", changed(lambda loss: loss * 4), {"samples": 12}, "not-divided"),
     ],
 )
 def test_inside_a_watch(

@@ -120,8 +120,8 @@ def test_a_graph_makes_the_update_of_the_undivided_batch(
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(eager, {}), (compiled, {"adapters": "lora"}), (compiled, {"loss_type": "dft"})],
-    ids=["eager", "lora", "dft"],
+    [(eager, {}), (compiled, {"loss_type": "dft"})],
+    ids=["eager", "dft"],
 )
 def test_large_logits_are_made_in_slices(
     make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -194,7 +194,6 @@ def test_dpos_reference_is_the_model_without_adapters() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SFT", {"completion_only_loss": True, "max_length": 9}),
         ("SFT", {"completion_only_loss": True, "max_length": 9, "in_slices": True}),
         ("SFT", {"completion_only_loss": True, "max_length": 9, "loss_type": "dft"}),
         ("DPO", {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0, 0.5]}),

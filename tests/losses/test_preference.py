@@ -54,14 +54,6 @@ def test_a_stream_of_uneven_micro_batches(name: str) -> None:
     whole.assert_same(model, seen)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_mean_of_means_is_off(name: str) -> None:
-    model, data = Policy(), pairs()
-    right = gradient(model, PLAIN[name](model, data))
-    parts = [PLAIN[name](model, micro) / len(UNEVEN) for micro in pieces(data, UNEVEN)]
-    assert distance(gradient(model, torch.stack(parts).sum()), right) > 0.05
-
-
 def test_kto_with_the_kl_of_a_pass_of_ones_own_is_a_sum_over_samples() -> None:
     model, data = Policy(), pairs()
     coupled: Any = OURS["kto"]

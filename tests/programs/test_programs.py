@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -15,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.processes import worker
 from tests.programs.description import TOKEN_MODELS, WHOLE_BATCH, Micro, Program
 from tests.programs.found import FOUND
-from tests.programs.grammar import KINDS, STYLES, models_of, programs
+from tests.programs.grammar import INSTALLED, KINDS, STYLES, models_of, programs
 from tests.programs.judge import Verdict, judge, verdict
 from tests.programs.mistakes import LATER, MISTAKES, ONE_ROW, SIZE, TESTED
 from tests.programs.models import CALLS, MODELS, ROW_LOSSES
@@ -28,6 +28,7 @@ from tests.programs.shrink import shrink
 
 ROOT = Path(__file__).parents[2]
 UNEVEN = ((Micro(3), Micro(3), Micro(2, "one")), (Micro(3), Micro(3, "none"), Micro(1)))
+LIBRARIES = ("accelerate", "fabric", "lightning", "trainer")
 SMALL = Program(windows=((Micro(3), Micro(2, "one")), (Micro(3),)), loss="mse")
 
 
@@ -55,11 +56,23 @@ def machine() -> Iterator[Worker]:
         yield Worker(pool)
 
 
+@pytest.fixture(scope="module")
+def machine_with_libraries() -> Iterator[Worker]:
+    """A process that has imported the libraries, which takes each program seconds."""
+    some = [replace(SMALL, way=way, given="mean") for way in LIBRARIES if way in INSTALLED]
+    with worker() as pool:
+        pool.submit(warm_up, *map(script, some)).result()
+        yield Worker(pool)
+
+
 def test_a_script_runs_alone(machine: Worker, tmp_path: Path) -> None:
     """`python program.py` prints what the fork returns."""
     path = tmp_path / "program.py"
     path.write_text(script(SMALL), encoding="utf-8")
-    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True)
+    ended = processes.run(
+        path, cwd=tmp_path, environment={**os.environ, **processes.ENVIRONMENT}, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == machine.run(script(SMALL)).windows
 
 
@@ -207,9 +220,9 @@ def test_no_mistake_passes_unseen(machine: Worker, name: str, way: str) -> None:
     ],
 )
 def test_no_mistake_passes_a_library_unseen(
-    machine: Worker, name: str, way: str, given: str
+    machine_with_libraries: Worker, name: str, way: str, given: str
 ) -> None:
-    found = machine.judge(planted(name, way, given))
+    found = machine_with_libraries.judge(planted(name, way, given))
     assert not found.failed, found
 
 
