@@ -244,6 +244,7 @@ FAULTS = (
                 "progress.items + 1 >= progress.size or not self.feed.has_next()",
                 "progress.items + 1 >= progress.size",
             ),
+            ("progress.is_last = not self.feed.has_next()", "progress.is_last = False"),
         ),
         LOOP,
     ),
@@ -260,7 +261,6 @@ FAULTS = (
     Fault(
         "size-one-too-large",
         (
-            ("progress.items + 1 >= progress.size", "progress.items >= progress.size"),
             (
                 "self.is_last = self.items + 1 >= self.size",
                 "self.is_last = self.items >= self.size",
