@@ -96,4 +96,35 @@ FOUND = (
         way="backward",
         mistake="total as mean",
     ),
+    # Plain torch in fp16 overflows there, too: the scaler skips the update.
+    Program(
+        model="causal",
+        windows=(
+            (Micro(2),),
+            (*ONE, Micro(1, "none"), *ONE),
+            (Micro(4), Micro(2), Micro(1, "some"), Micro(2)),
+        ),
+        way="more",
+        optimizer="rmsprop",
+        precision="fp16",
+    ),
+    # A first window of one micro-batch is not tested, and the second is refused.
+    Program(
+        windows=((Micro(1, "some"),), (*ONE, Micro(1, "one"))),
+        loss="mse",
+        given="mean",
+        way="over",
+        mistake="total as mean",
+    ),
+    # The same number of micro-batches in each window, which nothing but steps= ends.
+    Program(windows=((Micro(3), *ONE),) * 2, way="backward", loop="steps"),
+    # Labels count beyond the mask: these columns are no padding.
+    Program(model="tokens", windows=((Micro(3), Micro(3), Micro(2)),), tokens=True, seed=1),
+    # The last of three ranks has fewer micro-batches, or the first.
+    Program(model="counter", windows=((Micro(2),) * 4,), way="backward", ranks=3),
+    Program(model="counter", windows=((Micro(2),) * 4,), way="backward", ranks=3, seed=1),
+    # Ranks that hold shards, and stages.
+    Program(windows=((Micro(2), *ONE),), way="backward", ranks=2, sharded="fsdp"),
+    Program(windows=((Micro(2), *ONE),), way="backward", ranks=2, sharded="hsdp"),
+    Program(model="mlp", windows=((Micro(2), *ONE),), given="mean", way="pipeline", ranks=2),
 )

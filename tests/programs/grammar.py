@@ -226,7 +226,9 @@ def _loop(draw: Any, way: str, event: str, windows: Any = ()) -> str:
     # A schedule of steps= counts updates: after a skipped window, its entry holds once more.
     if event in ("nan", "empty") and len({*map(len, windows)}) > 1:
         return "last"
-    return _pick(draw, ["over", "last", "flush"], 3)  # type: ignore[no-any-return]
+    kinds = ["over", "last", "flush"]
+    kinds += ["steps"] if len({*map(len, windows)}) == 1 else []  # and nothing else ends a window
+    return _pick(draw, kinds, 3)  # type: ignore[no-any-return]
 
 
 def _event(draw: Any, way: str, model: str, loss: str) -> str:

@@ -140,6 +140,7 @@ def covering() -> Iterator[Program]:
         for way in ("step", "backward", "run"):
             loop = "last" if event == "raise" and way != "step" else "over"
             yield Program(windows=UNEVEN, way=way, event=event, at=1, loop=loop)
+    yield Program(windows=(UNEVEN[0], UNEVEN[1]), way="backward", loop="steps")
     yield Program(model="frozen", windows=UNEVEN, way="backward", event="group", at=1)
     yield Program(windows=UNEVEN, way="run", event="discard", at=1, loop="last")
     yield Program(windows=UNEVEN, event="oom", at=1)

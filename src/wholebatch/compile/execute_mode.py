@@ -173,8 +173,11 @@ class ExecutePlan:
             # Sizes that never come again would each be computed twice for nothing.
             return graphs + shared < _KINDS_IN_ALL or times > 1
         # A short last micro-batch comes again in every window; a size seen once may not.
-        limit = _KINDS if self.captures else _AT_ONCE
-        return first if graphs == 0 else times > 1 and graphs < limit
+        return first if graphs == 0 else times > 1 and not self.is_full(graphs)
+
+    def is_full(self, graphs: int) -> bool:
+        """True if no further kind gets a graph of its own."""
+        return graphs >= (_KINDS if self.captures else _AT_ONCE)
 
     def records(self, recorded: int, times: int) -> bool:
         """True if a kind that came `times` times in a shared graph should be captured now."""

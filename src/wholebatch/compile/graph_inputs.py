@@ -1,8 +1,8 @@
 """Micro-batches as inputs of a graph: copied to the device, flattened, with a key by shape.
 
-A traced graph is valid for one shape, dtype and stride of every tensor: its `Key`. A whole number
-in the batch (a step, a length) is a size too: that of a tensor without elements, so that it can be
-a symbol of a graph. What the code reads of the rest of a micro-batch is guarded (`guards.py`).
+A traced graph is valid for one shape, dtype and stride of every tensor: its `Key`. What the code
+reads of the rest of a micro-batch is guarded (`guards.py`). A whole number that it reads (a step)
+and that has changed becomes a size too: that of a tensor without elements. So it can be a symbol.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from wholebatch.compile.execute_mode import CannotTrace
 
 Key: TypeAlias = tuple[Hashable, ...]
 NUMBER = object()
-"""Stands for a whole number of the micro-batch."""
+"""Stands for a whole number of the micro-batch that is a size."""
+
+
+@dataclass(frozen=True)
+class Integer:
+    """Stands for another whole number of the micro-batch."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,10 @@ class Inputs:
     """One of shape (0, n) stands for the number n."""
     key: Key
     numbers: Mapping[int, str]
-    """The names of the numbers, by their places among the tensors."""
+    """The names of the numbers that are sizes, by their places among the tensors."""
+    integers: Mapping[str, int]
+    """The other whole numbers, by name."""
+    _names: tuple[str, ...]
     _values: tuple[Any, ...]
     _structure: Structure
 
@@ -50,26 +60,31 @@ class Inputs:
         return self._structure.build(values)
 
     def marked(self) -> Any:
-        """Rebuild the micro-batch with `NUMBER` in the place of each number."""
-        return self._structure.build(list(self._values))
+        """Rebuild the micro-batch with `NUMBER` or an `Integer` for each whole number."""
+        pairs = zip(self._names, self._values, strict=True)
+        return self._structure.build([Integer(n) if type(v) is int else v for n, v in pairs])
 
     @property
     def without_numbers(self) -> Key:
         """The key of this kind, whatever its numbers are."""
-        sizes = [part for part in self.key if not (isinstance(part, tuple) and part[0] is NUMBER)]
-        return tuple(sizes)
+        return without_numbers(self.key)
 
 
-def take_apart(micro: Any, constants: Collection[str] = ()) -> Inputs:
+def without_numbers(key: Key) -> Key:
+    """Return what kinds have in common that differ in their numbers only."""
+    return tuple(part for part in key if not (isinstance(part, tuple) and part[0] is NUMBER))
+
+
+def take_apart(micro: Any, sizes: Collection[str] = ()) -> Inputs:
     """Return the micro-batch's tensors and key; raise CannotTrace if one of them is not dense.
 
-    Numbers with these names are `constants`, which are guarded.
+    Whole numbers with these names are `sizes`.
     """
     leaves, structure = flatten(micro)
     parts: list[Hashable] = []
     values: list[Any] = []
     tensors: list[Tensor] = []
-    numbers = {}
+    numbers, integers = {}, {}
     is_copied = False
     for leaf in leaves:
         value = leaf.value
@@ -84,13 +99,17 @@ def take_apart(micro: Any, constants: Collection[str] = ()) -> Inputs:
                 value, is_copied = value.contiguous(), True
             parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
             tensors.append(value)
-        elif type(value) is int and 0 <= value < _LARGEST and leaf.name not in constants:
+        elif type(value) is int and not (leaf.name in sizes and 0 <= value < _LARGEST):
+            integers[leaf.name] = value
+        elif type(value) is int:
             numbers[len(tensors)] = leaf.name
             tensors.append(torch.empty((0, value)))
             parts.append((NUMBER, tensors[-1].shape, leaf.name, (), None))
             value = NUMBER
         values.append(value)
-    inputs = Inputs(micro, tuple(tensors), tuple(parts), numbers, tuple(values), structure)
+    names = tuple(leaf.name for leaf in leaves)
+    key, held = tuple(parts), tuple(values)
+    inputs = Inputs(micro, tuple(tensors), key, numbers, integers, names, held, structure)
     return replace(inputs, micro=inputs.around(tensors)) if is_copied else inputs
 
 

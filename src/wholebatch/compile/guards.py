@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.batch.samples import flatten
 from wholebatch.compile.execute_mode import CannotTrace, first_line
-from wholebatch.compile.graph_inputs import NUMBER
+from wholebatch.compile.graph_inputs import NUMBER, Integer
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.autograd_graph import version_of
@@ -65,11 +65,14 @@ class Guards:
     ) -> None:
         """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something.
 
-        `marked` is the micro-batch with `NUMBER` in the place of each number that is not guarded.
+        `marked` is the micro-batch with `NUMBER` for each number that is not guarded, and with an
+        `Integer` for each other one.
         """
         self._loss = loss
         names = {"function": loss, "args": (model, marked)}
         self._marked = {"L": names, **names}
+        self.numbers: dict[str, int] = {}
+        """The whole numbers in the batch that the code reads and that are guarded."""
         self._parts = ModelParts(model)
         self._of_batch = [leaf.value for leaf in flatten(micro)[0]]
         self._inputs: list[tuple[str, Tensor]] = []
@@ -219,20 +222,23 @@ class Guards:
             if guard.guard_type == "TENSOR_MATCH":
                 of_batch = (_MICRO_BATCH, "args[1]", "___from_numpy(")
                 checked.append(not str(guard.name).startswith(of_batch))
-            elif type(guard.value) is int and self._is_number(str(guard.name)):
-                checked.append(False)
+            elif type(guard.value) is int:
+                checked.append(not self._is_size(guard))
             elif guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
                 checked.append(not self._parts.include(guard.value))
             else:
                 checked.append(not any(guard.value is replacement for replacement in REPLACEMENTS))
         return checked
 
-    def _is_number(self, path: str) -> bool:
-        """True if this path leads to a number that the micro-batch's kind contains."""
+    def _is_size(self, guard: Any) -> bool:
+        """True if this guard is one on a number that the micro-batch's kind contains."""
         try:
-            return eval(path, dict(self._marked)) is NUMBER  # Dynamo's names are Python.
+            place = eval(str(guard.name), dict(self._marked))  # Dynamo's names are Python.
         except Exception:
             return False
+        if isinstance(place, Integer):
+            self.numbers[place.name] = guard.value
+        return place is NUMBER
 
     def _watch_array(self, source: Any, shared: Tensor) -> None:
         """Count a write into a NumPy array as a change: nothing else tells of one."""

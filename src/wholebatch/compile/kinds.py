@@ -10,7 +10,7 @@ slot. The graphs of a state whose guards hold again are used again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from wholebatch.compile.execute_mode import CannotTrace, Notes
-from wholebatch.compile.graph_inputs import Inputs, Key
+from wholebatch.compile.graph_inputs import Inputs, Key, without_numbers
 from wholebatch.compile.guards import Guards
 from wholebatch.compile.joint_graph import Prepared
 from wholebatch.compile.refused_code import refuse_hooks, refuse_recurrent_layers
@@ -33,6 +33,8 @@ _STATES = 4
 """The most states of what its code reads for which one kind of micro-batch keeps a graph."""
 _FORGETS = 0.05
 """More than one change in 20 windows is too many: a new graph each time would not pay."""
+_NUMBERS = 4
+"""The most numbers in the batch that become sizes at once."""
 _KEPT = 256
 """The most kinds of micro-batches that are remembered."""
 
@@ -106,8 +108,9 @@ class Kinds:
         """Drop every graph."""
         self.by_key: dict[Key, Kind] = {}
         self._readings: list[Reading] = []
-        self.constants: set[str] = set()
-        """The names of numbers in the batch that cannot be symbols of a graph."""
+        self.sizes: set[str] = set()
+        """The names of numbers in the batch that have changed, and are sizes since."""
+        self._constants: set[str] = set()  # such numbers that cannot be symbols of a graph
         self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
 
     def of(self, key: Key) -> Kind:
@@ -122,6 +125,13 @@ class Kinds:
             )
             del self.by_key[next(unused, first)]
         return kind
+
+    def with_other_numbers(self, inputs: Inputs) -> int:
+        """Return how many kinds differ from this one in the numbers of the batch only."""
+        if not inputs.numbers:
+            return 0
+        alike = inputs.without_numbers
+        return sum(without_numbers(key) == alike for key in self.by_key) - 1
 
     def slots(self) -> list[Slot]:
         return [slot for kind in self.by_key.values() for slot in kind.slots]
@@ -163,6 +173,8 @@ class Kinds:
             if kind.is_eager:
                 return None
             if fresh is None and kind.slots:
+                if self._frees_numbers(kind, inputs):
+                    return None
                 self._note_change(kind, inputs)
         if fresh is None:
             fresh = Slot()
@@ -171,6 +183,24 @@ class Kinds:
             used = {id(slot.reading) for slot in self.slots()}
             self._readings = [reading for reading in self._readings if id(reading) in used]
         return fresh
+
+    def _frees_numbers(self, kind: Kind, inputs: Inputs) -> bool:
+        """Make sizes of the numbers that were others in the last slot; True if there are any."""
+        last = kind.slots[0].reading
+        assert last is not None
+        known, now = last.guards.numbers, inputs.integers
+        changed = {name for name in known.keys() & now.keys() if known[name] != now[name]}
+        changed -= self._constants
+        if not 0 < len(changed) <= _NUMBERS:
+            return False
+        self.changes += 1
+        self.sizes |= changed
+        return True
+
+    def _fix(self, names: Iterable[str]) -> None:
+        """Make these numbers no more sizes: no graph can leave them open."""
+        self._constants.update(names)
+        self.sizes.difference_update(names)
 
     def _note_change(self, kind: Kind, inputs: Inputs) -> None:
         """Count a change of what the code reads; raise CannotTrace if it changes too often."""
@@ -214,7 +244,7 @@ class Kinds:
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")
-        reading = Reading(guards, SharedGraphs(self._notes, self._failed, self.constants))
+        reading = Reading(guards, SharedGraphs(self._notes, self._failed, self._fix))
         self._readings.append(reading)
         return reading
 

@@ -36,6 +36,9 @@ from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.trace import State, Traced, trace
 from wholebatch.window.autocast import Precision
 
+_STAYS = 64
+"""The micro-batches after which a number in the batch is taken for one that stays as it is."""
+
 
 class GraphMaker:
     """Traces, compiles, compares and captures the graphs of one run."""
@@ -148,10 +151,11 @@ class GraphMaker:
     def captures(self, slot: Slot) -> bool:
         """True if a shared graph, which runs this kind as it is, is to be captured for it.
 
-        A number of the batch would be fixed in what is captured, and may be another in each window.
+        A number of the batch is fixed in what is captured: it must stay for many micro-batches.
         """
         sizes = None if slot.ready is None else slot.ready.joint.sizes
-        if sizes is not None and sizes.numbers_of_batch(are_open=True):
+        has_numbers = sizes is not None and bool(sizes.numbers_of_batch(are_open=True))
+        if has_numbers and slot.times < _STAYS:
             return False
         return self._plan.records(sum(graph.captured for graph in self._kinds.ready()), slot.times)
 

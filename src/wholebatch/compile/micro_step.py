@@ -140,7 +140,7 @@ class Executor:
 
     def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
-        inputs = take_apart(micro, self.kinds.constants)
+        inputs = take_apart(micro, self.kinds.sizes)
         is_open = self._window.open_early()
         self._begin_window()
         self._plan.micro_batches += 1
@@ -194,7 +194,12 @@ class Executor:
             first = first or (len(kind.slots) > 1 and slot.times > 1)
             own = sum(ready.joint.sizes is None for ready in now)
             by_shared = None if shared is None else len(now) - own
-            if not plan.prepares(own, slot.times, first=first, shared=by_shared):
+            times = slot.times + kinds.with_other_numbers(inputs)
+            if not plan.prepares(own, times, first=first, shared=by_shared):
+                reason = f"{own} sizes of micro-batches have graphs of their own: round the sizes"
+                is_full = shared is None and times > 1 and plan.is_full(own)
+                if is_full and reason not in self.notes.reasons:
+                    self.notes.fell_back(self.execute, "eagerly", reason)
                 return stage
             at_once = plan.compiles_at_once(kinds.compiled()) or (plan.compiles and is_compiled)
             return Stage.COMPILED if at_once else Stage.TRACED
@@ -266,7 +271,7 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
         try:
-            inputs = take_apart(inputs.around(inputs.tensors), self.kinds.constants)
+            inputs = take_apart(inputs.around(inputs.tensors), self.kinds.sizes)
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem

@@ -67,18 +67,18 @@ class SharedGraph:
 class SharedGraphs:
     """The graphs of open sizes while the code reads the same, by the pattern of micro-batches.
 
-    `failed` holds the dimensions that could not be left open, whatever the code reads, and
-    `constants` the names of such numbers in the batch.
+    `failed` holds the dimensions that could not be left open, whatever the code reads; `fix` is
+    called with the names of such numbers in the batch.
     """
 
     def __init__(
         self,
         notes: Notes,
         failed: dict[Key, list[set[tuple[Place, ...]]]],
-        constants: set[str],
+        fix: Callable[[Iterable[str]], None],
     ) -> None:
         self._notes = notes
-        self._failed, self._constants = failed, constants
+        self._failed, self._fix = failed, fix
         self._tried: dict[Key, list[tuple[set[tuple[Place, ...]], SharedGraph | None]]] = {}
         """The dimensions that were left open, and the graph, or None if there is none."""
 
@@ -99,12 +99,12 @@ class SharedGraphs:
     ) -> SharedGraph | None:
         """Return the graph that serves this kind with a loss of this form; make it if it pays.
 
-        It pays if another kind of the same pattern is prepared.
+        It pays if another kind of the same pattern is prepared, or a number has changed.
         """
         graph = self.find(inputs)
         if graph is None:
             of = pattern(inputs.key)
-            if not any(pattern(key) == of for key in prepared):
+            if not inputs.numbers and not any(pattern(key) == of for key in prepared):
                 return None
             others = [key for key in known if key != inputs.key and pattern(key) == of]
             graph = self._made_for(inputs, differing(inputs, others), trace)
@@ -143,14 +143,14 @@ class SharedGraphs:
         finally:
             tried.append((wanted, shared))
             pinned = sizes.numbers_of_batch(are_open=False)
-            self._constants.update(opened if shared is None else pinned)
+            self._fix(opened if shared is None else pinned)
         return shared
 
     def drop(self, graph: SharedGraph, problem: Exception) -> None:
         """Use this graph no more: its results are not those of eager code, or nothing compiles."""
         graph.usable = False
         self.tell(problem)
-        self._constants.update(graph.numbers)
+        self._fix(graph.numbers)
         for of, tried in self._tried.items():
             wanted = [places for places, other in tried if other is graph]
             self._failed.setdefault(of, []).extend(wanted)

@@ -38,21 +38,24 @@ def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...],
     The rows are the first dimension of most tensors. A batch is split by rows: even if they have
     not differed so far, they will in a short last micro-batch.
     Sizes of 1 and 0 stay fixed: 1 broadcasts, 0 is empty, and both take other code paths.
+    Numbers of the batch have a symbol each.
     """
     kinds = [_shapes(key) for key in (inputs.key, *others)]
+    numbers = [((which, 1),) for which in inputs.numbers if kinds[0][which][1] > 1]
     columns: dict[tuple[int, ...], list[Place]] = {}
     for which, shape in enumerate(kinds[0]):
-        for dim in range(len(shape)):
+        for dim in range(0 if which in inputs.numbers else len(shape)):
             column = tuple(kind[which][dim] for kind in kinds)
             columns.setdefault(column, []).append((which, dim))
     if all(len(set(column)) == 1 for column in columns):
-        return ()
+        return tuple(numbers)
     rows = max(columns, key=lambda column: sum(dim == 0 for _, dim in columns[column]))
-    return tuple(
+    groups = (
         tuple(place for place in places if len(set(column)) > 1 or place[1] == 0)
         for column, places in columns.items()
         if column[0] > 1 and (len(set(column)) > 1 or column == rows)
     )
+    return (*groups, *numbers)
 
 
 def _shapes(key: Key) -> list[tuple[int, ...]]:
