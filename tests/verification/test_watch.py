@@ -705,6 +705,8 @@ def _doubtful(what: str) -> LoopVerdict:
                     with torch.no_grad():
                         baseline = F.cross_entropy(model(x), y)
                     losses = F.softplus(losses - baseline)
+                if what == "advantages":
+                    losses = losses * ((x[:, 0] - x[:, 0].mean()) / x[:, 0].std())
                 if what == "picked":
                     losses = losses.topk(3).values
                 loss = losses.sum() if what == "sum" else losses.mean() / 4
@@ -728,6 +730,7 @@ def _doubtful(what: str) -> LoopVerdict:
         ("", ""),
         ("teacher", "weight changes between two backwards"),
         ("statistic", "called without gradients before every backward"),
+        ("advantages", "may be normalised"),
         ("picked", "it picks among its samples"),
         ("sum", "a sum over its samples that nothing divides"),
         ("penalty", "a penalty on the weights comes with the losses"),
