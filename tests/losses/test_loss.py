@@ -333,3 +333,11 @@ def test_linear_cross_entropy_is_that_of_the_layers_logits(
         wb.linear_cross_entropy(hidden, nn.ReLU(), labels)  # type: ignore[arg-type]
     with pytest.raises(LossError, match=r"labels of shape \(2, 4\)"):
         wb.linear_cross_entropy(hidden, head, labels[:, 1:])
+
+
+@pytest.mark.parametrize("units", [0, torch.tensor(0)])
+def test_a_sum_divided_by_no_units_is_not_lost(units: Any) -> None:
+    """A detector's loss without a positive, as a mean: it is infinite, and not 0 / 0."""
+    total = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(LossError, match="over units=0"):
+        wb.mean_loss(total / 0, units)

@@ -253,7 +253,7 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
         return OfMean(mean * 0.0 if number == 0.0 else nothing.apply(mean), units)
     if isinstance(units, Tensor):
         value = mean.detach()
-        is_lost = (units == 0) & value.isfinite() & (value != 0)
+        is_lost = (units == 0) & ~value.isnan() & (value != 0)
         weight = units.to(mean.dtype) * torch.ones_like(value).masked_fill(is_lost, math.nan)
         total = torch.where((units == 0) & ~is_lost, mean.new_zeros(()), mean * weight)
         return OfMean(total, units)
@@ -269,7 +269,7 @@ def refuse_lost_mean(mean: Tensor) -> float | None:
         value = float(mean.detach())
     except Exception:
         return None
-    if math.isfinite(value) and value != 0:
+    if not math.isnan(value) and value != 0:  # infinite: a sum, divided by 0
         raise LossError(
             f"a mean of {value:.6g} over units=0: it would be multiplied by 0 and lost. Pass the "
             "sum, wb.Loss(total, units) (for `sum / max(n, 1)`: wb.Loss(sum, n)). For a loss that "
