@@ -237,7 +237,7 @@ def mean_loss(mean: Tensor, units: Units) -> Loss:
         units: What the mean is over: samples, tokens or a sum of weights.
 
     A micro-batch without units (all its tokens masked) has the mean 0/0; here it adds nothing
-    instead of a nan. On a GPU, write a mean of your own that may have no units as
+    instead of a nan. On a GPU and in a graph, write a mean of your own that may have no units as
     `total / count.clamp(min=1)`: otherwise its backward computes 0/0 again. A mean over no units
     that is not 0 would be lost, and is refused. Where the units are on a GPU, the loss becomes nan
     instead, and the window makes no update.

@@ -209,12 +209,12 @@ class Batches:
             self._stream_state = deepcopy(self._data.state_dict())
         with seeded(self._seed, self._name, self.position.epoch, self._in_stream):
             if self.kind == "loader":
-                batches = [*islice(self._stream, 1)]
-                batch = batches[0] if batches else None
+                read = [*islice(self._stream, 1)]
+                batch = read[0] if read else None
             else:
-                samples = [*islice(self._stream, self.batch_size)]
-                batch = _collated(self._collate, samples) if samples else None
-        if not samples:
+                read = [*islice(self._stream, self.batch_size)]
+                batch = _collated(self._collate, read) if read else None
+        if not read:
             return None
         self._in_stream += 1
         return (batch,)
