@@ -500,21 +500,7 @@ def _has_a_graph(program: Program) -> bool:
 @st.composite
 def _compiled(draw: Any) -> Program:
     """Draw a program whose micro-steps Inductor compiles: most of a minute each."""
-    way = _pick(draw, ["step", "run"])
-    model = _pick(draw, RUN_ANYWHERE)
-    loss = _pick(draw, ["ce", "classes", "mse"])
-    return Program(
-        model=model,
-        windows=draw(_windows(whole=way == "step", loss=loss, model=model)),
-        loss=loss,
-        given=_pick(draw, ["total", "mean", "unit"] if loss == "ce" else ["total", "mean"]),
-        way=way,
-        batch=_pick(draw, ["dict", "tuple"]),
-        style=_pick(draw, STYLES),
-        precision=_pick(draw, ["float64", "float32", "bf16"]),
-        execute="compile",
-        seed=draw(st.integers(0, 50)),
-    )
+    return replace(draw(_traced()), execute="compile")
 
 
 KINDS = {
