@@ -196,10 +196,9 @@ class Executor:
             by_shared = None if shared is None else len(now) - own
             times = slot.times + kinds.with_other_numbers(inputs)
             if not plan.prepares(own, times, first=first, shared=by_shared):
-                reason = f"{own} sizes of micro-batches have graphs of their own: round the sizes"
-                is_full = shared is None and times > 1 and plan.is_full(own)
-                if is_full and reason not in self.notes.reasons:
-                    self.notes.fell_back(self.execute, "eagerly", reason)
+                if shared is None and times > 1 and plan.is_full(own):
+                    told = f"{own} sizes of micro-batches have graphs; further ones run eagerly"
+                    self.notes.tell(f"{told}: round the sizes", shows=True)
                 return stage
             at_once = plan.compiles_at_once(kinds.compiled()) or (plan.compiles and is_compiled)
             return Stage.COMPILED if at_once else Stage.TRACED
