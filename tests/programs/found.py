@@ -88,6 +88,14 @@ FOUND = (
         way="backward",
         call="forward",
     ),
+    # The weights that an LSTM lists were put back while FSDP2 held others.
+    Program(
+        model="lstm",
+        windows=((Micro(2, "all"), Micro(3, "all")),),
+        way="run",
+        ranks=2,
+        sharded="fsdp",
+    ),
     # A sum of squares, as a mean.
     Program(
         windows=((Micro(3), Micro(2)),),

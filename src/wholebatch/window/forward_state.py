@@ -219,6 +219,8 @@ def _is_plain(value: Any) -> bool:
     kind = type(value)  # most attributes are modules or numbers, and isinstance of Tensor is slow
     if kind in _IMMUTABLE:
         return True
+    if kind is list and any(isinstance(item, nn.Parameter) for item in value):
+        return False  # An LSTM's own list of its weights: an engine that shards them replaces it.
     return issubclass(kind, (Tensor, *_BASES)) or is_array(value) or is_generator(value)
 
 
