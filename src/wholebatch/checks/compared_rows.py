@@ -138,13 +138,12 @@ def _one_is_linked_alone(size: int, outputs: Sequence[tuple[Tensor, Tensor]]) ->
 
     An expert's rows are those that the router has sent to it.
     """
-    places = range(len(outputs))
-    starts = [place for place in places if len(outputs[place][0]) == size]
-    groups = [_group_of(0, start, outputs, places) for start in starts]
-    return any(
-        group is not None and bool(group[start].all())
-        for start, group in zip(starts, groups, strict=True)
-    )
+    for place, (output, _) in enumerate(outputs):
+        if len(output) == size:
+            group = _group_of(0, place, outputs, range(len(outputs)))
+            if group is not None and bool(group[place].all()):
+                return True
+    return False
 
 
 def _separate_calls(outputs: Sequence[tuple[Tensor, Tensor]]) -> int:

@@ -1,4 +1,4 @@
-"""What a model holds beside its weights: what a forward changes, and what decides its results.
+"""The state of a model beside its weights: to put it back after a forward, or to see a change.
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
 moves BatchNorm's running statistics, buffers and attributes of the user's own modules, and random
