@@ -3,10 +3,11 @@
 | class | autograd adds | the sum over the ranks is made | engines |
 |---|---|---|---|
 | `Local` | to the parameters | nowhere | a plain model, tensor parallelism |
-| `ReducesAtClose` | to the parameters | at the close, or on the way there | DDP, gathered FSDP2, pipeline |
+| `ReducesAtClose` | to the parameters | at the close | DDP, gathered FSDP2, pipeline |
 | `ReducesInLastBackward` | to the engine's tensors | in the last backward | FSDP2, DeepSpeed |
 
-At the close a window calls `reduce`, takes the gradients from `holders`, and asks `norm` for theirs.
+At the close a window calls `reduce`, finds the sums in `holders`, and asks `norm` for their norm.
+DDP's sum starts in the last backward where it is known which that is.
 """
 
 from __future__ import annotations
