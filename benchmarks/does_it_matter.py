@@ -272,22 +272,24 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=[*SETTINGS, "small-batch"], action="append")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of the numbers")
     parser.add_argument("--draw", action="store_true", help="no training")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.draw:
-        publish(json.loads(RESULTS.read_text(encoding="utf-8")))
+        publish(json.loads(options.results.read_text(encoding="utf-8")))
         return
     results: dict[str, Any] = {"settings": {}}
-    if options.only:
-        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    if options.only and options.results.exists():
+        results = json.loads(options.results.read_text(encoding="utf-8"))
     for name in options.only or [*SETTINGS, "small-batch"]:
         if name == "small-batch":
             results["small_batch"] = small_batch.study(SMALL_BATCH_SEEDS, CHOOSING_SEEDS[0])
         else:
             results["settings"][name] = measured(SETTINGS[name])
-        RESULTS.write_text(json.dumps(rounded(results)) + "\n", encoding="utf-8")
-    publish(results)
+        options.results.write_text(json.dumps(rounded(results)) + "\n", encoding="utf-8")
+    if options.results == RESULTS:
+        publish(results)
 
 
 if __name__ == "__main__":
