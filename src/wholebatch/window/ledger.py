@@ -36,6 +36,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
+from wholebatch.window.observer import Nobody, Observer
 from wholebatch.window.window import (
     Additions,
     ClampedUnits,
@@ -71,6 +72,7 @@ class Ledger:
         next_seed: The seed of the next window whose units are not counted before; None if its first
             micro-batch decides.
         leaves_gradients: True if the last window has left its gradients in `.grad`.
+        observer: What watches the windows; it can raise or warn, and changes nothing.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Ledger:
             self.schedules,
             ClampedUnits(warns=audit),
         )
+        self.observer: Observer = Nobody()
         self.open: Window | None = None
         self.added = Additions()
         self.updates = 0
@@ -262,6 +265,7 @@ class Ledger:
                 f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
+        self.observer.loss_is_known(loss)
         self.added.record(terms, counts=counts)
         totals, seeds = [], []
         for name, term in terms.items():
@@ -297,6 +301,11 @@ class Ledger:
                 refuse_reentrant(totals)
             raise
 
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch after its last backward."""
+        self.added.end_micro_batch()
+        self.observer.gradients_are_added()
+
     # ------------------------------------------------------------------ close
 
     def close(
@@ -331,6 +340,7 @@ class Ledger:
                 steps=steps,
                 while_waiting=while_waiting,
             )
+            self.observer.window_closes(decision.counts)
             apply(decision, training, steps=steps)
             self.updates += decision.skipped is None and (steps or handover.counts)
             self.skipped += decision.skipped is not None
