@@ -139,7 +139,9 @@ class WholeBatch(BatchWindows):
             "static": split.static,
             "roles": self._roles,
         }
-        self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
+        self._precision = precisions.choose(
+            precision, target.device.type, keeps=sync.adds_to_parameters
+        )
         self._ledger = ledger
         self._runner = choose_runner(
             model,
