@@ -1,1 +1,1 @@
-"""Training loops as people write them, without wholebatch: a grammar, an oracle and three judges."""
+"""Training loops as people write them: a grammar, an oracle and three judges."""

@@ -452,7 +452,8 @@ def script(loop: Loop) -> str:
     setup, training = text.setup(), text.training()
     if loop.form == "main":
         body = f"{setup}\n\n{training}"
-        return f'{IMPORTS}\n\ndef main():\n{indent(body, "    ")}\n\n\nif __name__ == "__main__":\n    main()\n'
+        start = 'if __name__ == "__main__":\n    main()\n'
+        return f"{IMPORTS}\n\ndef main():\n{indent(body, '    ')}\n\n\n{start}"
     if loop.form == "function":
         names = [name for name in _SHARED if re.search(rf"^{name} = ", setup, re.MULTILINE)]
         listed = ", ".join(names)
