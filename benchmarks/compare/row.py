@@ -103,12 +103,12 @@ ABOUT: Mapping[str, About] = {
     "RewardTrainer": About(_MEANS, "batches of equal size are right", "huggingface/trl#5710"),
     "GRPOTrainer": About(
         "none with its default loss: divides by the window's tokens",
-        "`loss_type=\"grpo\"` and \"bnpo\" divide per micro-batch",
+        '`loss_type="grpo"` and "bnpo" divide per micro-batch',
         "huggingface/trl#5619",
     ),
     "Accelerate": About(
         _MEANS,
-        "its guide \"samples of variable size\" shows a loop of 20 lines that counts tokens: right",
+        'its guide "samples of variable size" shows a loop of 20 lines that counts tokens: right',
     ),
     "Lightning": About(
         _MEANS, "manual optimization, with one's own count", "Lightning-AI/pytorch-lightning#2199"
@@ -126,7 +126,9 @@ ABOUT: Mapping[str, About] = {
         "micro-batches count alike; the tail waits", "", "keras-team/keras#20241"
     ),
     "Keras, JAX": About("micro-batches count alike; the tail waits", "", "keras-team/keras#20241"),
-    "Keras, torch": About("micro-batches count alike; the tail waits", "", "keras-team/keras#20241"),
+    "Keras, torch": About(
+        "micro-batches count alike; the tail waits", "", "keras-team/keras#20241"
+    ),
     "optax.MultiSteps": About(
         "micro-batches count alike; the tail waits", "sum losses, and divide by the count"
     ),

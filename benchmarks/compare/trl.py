@@ -88,9 +88,7 @@ def preference(name: str, samples: int) -> tuple[float, float]:
 
 
 def rows() -> list[Row]:
-    rows = rows_of(
-        "SFTTrainer, Llama", __version__, train, flat(llama()), precision="float32"
-    )
+    rows = rows_of("SFTTrainer, Llama", __version__, train, flat(llama()), precision="float32")
     for name in runs.TRAINERS:
         precision = "float32" if name == "GRPO" else "float64"
         sizes = {"equal": 16} if name == "GRPO" else {"equal": 16, "uneven": 14}
