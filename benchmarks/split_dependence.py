@@ -29,6 +29,7 @@ from compare import ABOUT, CASES, LIBRARIES, LIMITS, Row  # noqa: E402
 
 RECORD = ROOT / "docs" / "benchmarks" / "split_dependence.json"
 PAGE = ROOT / "docs" / "split-dependence.md"
+README = ROOT / "README.md"
 MARK = "rows: "
 
 
@@ -82,6 +83,31 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+SHORT = {
+    "Trainer, Llama": "HF Trainer and SFTTrainer, a Llama",
+    "Trainer, BERT": "HF Trainer, a BERT classifier",
+    "Trainer, BERT, accepts_loss_kwargs=False": "… with `accepts_loss_kwargs = False`",
+    "Trainer, a model of one's own": "HF Trainer, a model of your own",
+    "DPOTrainer": "TRL's DPOTrainer",
+    "KTOTrainer": "TRL's KTOTrainer",
+    "Accelerate": "Accelerate",
+    "Lightning": "Lightning",
+    "Keras, TensorFlow": "Keras 3",
+    "optax.MultiSteps": "optax.MultiSteps",
+}
+"""The trainers of README.md, by their names there."""
+
+
+def short_table(rows: Sequence[Row]) -> list[str]:
+    """Return the table of README.md: the first four cases of some trainers."""
+    cases = CASES[:4]
+    lines = [f"| its own accumulation | {' | '.join(cases)} |", f"|---|{'---:|' * len(cases)}"]
+    for trainer, name in SHORT.items():
+        own = {row.case: off_by(row.own) for row in rows if row.trainer == trainer}
+        lines.append(f"| {' | '.join([name, *(own.get(case, '') for case in cases)])} |")
+    return lines
+
+
 def workarounds() -> list[str]:
     """Return what the libraries themselves offer, and the discussions upstream."""
     lines = ["| trainer | without wholebatch | discussed in |", "|---|---|---|"]
@@ -111,6 +137,12 @@ def page_of(page: str, rows: Sequence[Row], day: str) -> str:
     return written(page, "workarounds", workarounds())
 
 
+def keep(record: dict[str, list[dict[str, object]]], day: str) -> None:
+    """Write what was measured so far."""
+    content = {"date": day, "libraries": record}
+    RECORD.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("libraries", nargs="*", help=f"of {', '.join(LIBRARIES)}; default: all")
@@ -131,22 +163,23 @@ def main() -> None:
     record: dict[str, list[dict[str, object]]] = {}
     if options.libraries and RECORD.exists():
         record = json.loads(RECORD.read_text(encoding="utf-8"))["libraries"]
+    day = date.today().isoformat()
     for name in options.libraries or LIBRARIES:
         rows = measured(name)
         record[name] = [asdict(row) for row in rows]
         for row in rows:
             errors = f"{off_by(row.own):>8}  {off_by(row.ours):>8}"
             print(f"{row.trainer:44} {row.case:14} {row.precision}  {errors}", flush=True)
-    day = date.today().isoformat()
+        keep(record, day)
     every_row = [
         Row(**row)  # type: ignore[arg-type]
         for name in LIBRARIES
         for row in record.get(name, ())
     ]
-    content = {"date": day, "libraries": record}
-    RECORD.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(page_of(page, every_row, day), encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    README.write_text(written(readme, "trainers", short_table(every_row)), encoding="utf-8")
     above = [row for row in every_row if not row.keeps]
     if above:
         raise SystemExit("\n".join(f"above the limit: {row}" for row in above))

@@ -59,7 +59,8 @@ def train(problem: Problem, mode: Mode, *, stage: int) -> Tensor:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     model, data = Reader(torch.float32), Tokens(problem)
     engine = engine_of(stage, model, problem, problem.steps)
-    acc = wb.Accumulator(engine, steps=problem.steps) if mode == "ours" else None
+    ours = mode == "ours"
+    acc = wb.Accumulator(engine, engine.optimizer, steps=problem.steps) if ours else None
     for rows in torch.arange(rank, problem.samples, ranks).split(problem.micro_batch):
         loss = loss_of(engine(data.tokens[rows]), data.labels[rows])
         if acc is not None:
