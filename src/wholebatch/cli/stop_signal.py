@@ -46,5 +46,5 @@ class StopRequest:
             os.write(2, b"aborted\n")
             os._exit(STOPPED)
         self.requested = True
-        if self._told and not is_worker and sys.stderr.isatty():
+        if self._told and not is_worker:
             os.write(2, b"\nstopping after this window (again: at once)\n")

@@ -33,7 +33,7 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.cli.run_settings import autocast_option, like_train, resolve
+from wholebatch.cli.run_settings import autocast_option, device_option, like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class VerifyOptions:
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = _like_train("device", default="auto")
+    device: str = device_option(_BATCH)
     as_json: bool = switch(
         "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
     )

@@ -74,11 +74,14 @@ class Terminal:
         )
         self._progress.start()
 
-    def update(self, *, updates: int, loss: float, units_per_second: float) -> None:
-        """Show that one more window is closed."""
+    def update(
+        self, *, updates: int, loss: float, units_per_second: float | None, left: float | None
+    ) -> None:
+        """Show that one more window is closed; `left` are the seconds that the rest will take."""
         self._progress.update(self._task, completed=updates)
-        left = self._progress.tasks[0].time_remaining
-        saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
+        saying = f"loss {loss:.3f}"
+        if units_per_second is not None:
+            saying += f"  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {short_duration(left)} left" if left else ""
         place = f"{updates}/{self._total}"
         self._progress.update(self._task, place=place, saying=saying)
