@@ -47,4 +47,5 @@ class StopRequest:
             os._exit(STOPPED)
         self.requested = True
         if self._told and not is_worker:
-            os.write(2, b"\nstopping after this window (again: at once)\n")
+            newline = b"\n" if sys.stderr.isatty() else b""  # after the terminal's own ^C
+            os.write(2, newline + b"stopping after this window (again: at once)\n")

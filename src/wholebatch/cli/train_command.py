@@ -21,7 +21,6 @@ from wholebatch.cli.report.terminal_output import (
     console_of,
     path_from_here,
     say_command,
-    short_count,
     short_duration,
 )
 from wholebatch.cli.run_settings import Config, Given, config_text, read_config, resolve
@@ -29,7 +28,7 @@ from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.cli.updates_made import batchnorm_warning, not_whole, whole
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import reason, write_atomically
-from wholebatch.readable_sizes import memory_said
+from wholebatch.readable_sizes import memory_said, short_count
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Loaded

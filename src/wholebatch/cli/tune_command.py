@@ -26,7 +26,6 @@ from wholebatch.cli.report.terminal_output import (
     plain_table,
     say,
     say_command,
-    short_count,
 )
 from wholebatch.cli.run_settings import (
     AUTOCAST,
@@ -37,7 +36,7 @@ from wholebatch.cli.run_settings import (
 )
 from wholebatch.errors import OptionError
 from wholebatch.plain_files import finite
-from wholebatch.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said, short_count
 
 if TYPE_CHECKING:
     import torch
