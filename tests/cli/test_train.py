@@ -343,9 +343,9 @@ def test_batchnorm_is_an_option(command: Command, recipe: Write, tmp_path: Path)
         ),
         (("--batchnorm", "allow", "--micro-batch", 10), "those of the whole batch, which was", ""),
         (
-            ("--batchnorm", "allow", "--micro-batch", 9),
-            "not those of the whole batch: BatchNorm saw 9",
-            "BatchNorm sees 9 samples at a time, so the updates are not those of the whole batch\n",
+            ("--batchnorm", "allow", "--micro-batch", 8),
+            "not those of the whole batch: BatchNorm saw 8",
+            "BatchNorm sees 8 samples at a time, so the updates are not those of the whole batch\n",
         ),
     ],
 )
