@@ -395,7 +395,7 @@ def _updates_made(run: TrainingRun, loop: TrainingLoop) -> str:
         return not_whole(loop.batchnorm_saw)
     return whole(
         run.norms,
-        recipe=run.recipe.known_as,
+        recipe=run.recipe.name if run.recipe.is_embedded else path_from_here(run.recipe.path),
         policy=run.config.batchnorm,
         is_split=loop.most_micro_batches > 1 or run.world.ranks > 1,
         is_tested=run.recipe.audit,

@@ -58,7 +58,7 @@ def whole(norms: Norms, *, recipe: str, policy: str, is_split: bool, is_tested: 
     """Return how the updates of a run are those of the whole batch.
 
     >>> whole(Norms(False, False), recipe="mine.py", policy="exact", is_split=True, is_tested=True)
-    'those of the whole batch; wholebatch verify mine.py proves it'
+    'those of the whole batch; prove it: wholebatch verify mine.py'
     """
     frozen = ", with BatchNorm frozen" if policy == "freeze" and norms.batchnorm else ""
     if policy == "allow" and is_split and norms.instance_norm:
@@ -71,9 +71,9 @@ def whole(norms: Norms, *, recipe: str, policy: str, is_split: bool, is_tested: 
     if not is_tested:
         return (
             f"those of the whole batch{frozen}, if its loss adds up, which was not tested "
-            f"(audit = False); wholebatch verify {recipe} tests it"
+            f"(audit = False): wholebatch verify {recipe}"
         )
-    return f"those of the whole batch{frozen}; wholebatch verify {recipe} proves it"
+    return f"those of the whole batch{frozen}; prove it: wholebatch verify {recipe}"
 
 
 def _samples(number: int) -> str:
