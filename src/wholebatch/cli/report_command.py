@@ -272,7 +272,7 @@ def _head(run: dict[str, Any], verdicts: list[dict[str, Any]]) -> dict[str, Any]
         "colour": run["colour"],
         "verdicts": own,
         "unproven": "Not proven on this page: add the file of wholebatch verify "
-        f"{run['settings']['recipe']} --json, with the run's --precision and --batchnorm.",
+        f"{run['settings']['recipe']} --json, with the settings of this run.",
         "updates": not_whole(seen) if seen else "those of the whole batch, by sums and units",
         "memory": memory_said(_last(run, "memory"), _last(run, "undivided_memory")),
         "time": f"{short_duration(sum(spent))} for {done:,} of {total:,} updates"
