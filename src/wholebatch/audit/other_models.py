@@ -6,7 +6,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Refused
+from wholebatch.audit.check import Answer, Check, MicroBatch, Refused
 from wholebatch.errors import WindowError
 from wholebatch.window.autograd_graph import graph_nodes
 

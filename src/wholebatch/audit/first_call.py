@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Warned
+from wholebatch.audit.check import Answer, Check, MicroBatch, Warned
 
 
 class FirstCall(Check):

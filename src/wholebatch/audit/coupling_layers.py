@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wholebatch.checks.check import Answer, Check, MicroBatch
+from wholebatch.audit.check import Answer, Check, MicroBatch
 from wholebatch.coupled.coupling_layers import refused_by_type
 
 

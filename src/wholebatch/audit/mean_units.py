@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
+from wholebatch.audit.check import Answer, Check, MicroBatch, Refused, Warned, silenced
 from wholebatch.coupled.last_reduction import Reduction, without_units
 from wholebatch.errors import LossError
 

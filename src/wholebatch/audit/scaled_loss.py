@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
+from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
 
 
 class ScaledLoss(Check):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
+from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
 
 
 class ForeignBatchNorm(Check):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Warned
+from wholebatch.audit.check import Answer, Check, MicroBatch, Warned
 from wholebatch.coupled.last_reduction import Reduction, without_units
 from wholebatch.losses.loss import Units
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import wholebatch as wb
 from scripts.laws_table import PAGE, parts_of, with_table
 from tests.support import Seen
-from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned
-from wholebatch.checks.loop_checks import LAWS, LoopChecks
+from wholebatch.audit.check import Answer, Check, MicroBatch, Refused, Warned
+from wholebatch.audit.loop_checks import LAWS, LoopChecks
 from wholebatch.errors import LossError
 
 SIZES = (3, 1, 4, 2, 5)

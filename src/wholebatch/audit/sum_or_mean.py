@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Warned, silenced
+from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
 

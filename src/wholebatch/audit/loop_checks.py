@@ -10,19 +10,19 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from wholebatch.checks.check import Answer, Check, MicroBatch, Refused, Warned, silenced
-from wholebatch.checks.compared_rows import ComparedRows
-from wholebatch.checks.coupling_layers import CouplingLayers
-from wholebatch.checks.divided_by_steps import DividedBySteps
-from wholebatch.checks.first_call import FirstCall
-from wholebatch.checks.foreign_batchnorm import ForeignBatchNorm
-from wholebatch.checks.hidden_reduction import HiddenReduction
-from wholebatch.checks.mean_as_one_unit import MeanAsOneUnit
-from wholebatch.checks.mean_units import UnitsOfMeans
-from wholebatch.checks.model_calls import ModelCalls
-from wholebatch.checks.other_models import OtherModels
-from wholebatch.checks.scaled_loss import ScaledLoss
-from wholebatch.checks.sum_or_mean import SumOrMean
+from wholebatch.audit.check import Answer, Check, MicroBatch, Refused, Warned, silenced
+from wholebatch.audit.compared_rows import ComparedRows
+from wholebatch.audit.coupling_layers import CouplingLayers
+from wholebatch.audit.divided_by_steps import DividedBySteps
+from wholebatch.audit.first_call import FirstCall
+from wholebatch.audit.foreign_batchnorm import ForeignBatchNorm
+from wholebatch.audit.hidden_reduction import HiddenReduction
+from wholebatch.audit.mean_as_one_unit import MeanAsOneUnit
+from wholebatch.audit.mean_units import UnitsOfMeans
+from wholebatch.audit.model_calls import ModelCalls
+from wholebatch.audit.other_models import OtherModels
+from wholebatch.audit.scaled_loss import ScaledLoss
+from wholebatch.audit.sum_or_mean import SumOrMean
 from wholebatch.coupled.adds_up import AdditivityResult
 from wholebatch.coupled.causes import AuditFinding
 from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
