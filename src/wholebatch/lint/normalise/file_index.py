@@ -8,7 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, last_part
+from .syntax import (
+    FUNCTIONS,
+    FunctionNode,
+    assigned_names,
+    dotted,
+    is_binary,
+    is_call,
+    last_part,
+    names_in,
+    text,
+)
 
 # Calls that make a function a part of training: it is walked, or followed from its caller.
 _TRAINING_CALLS = {
@@ -56,6 +66,28 @@ class FileIndex:
         return calls
 
     @cached_property
+    def options(self) -> dict[str, list[tuple[ast.Call, ast.expr]]]:
+        """Return the calls that are given each keyword argument, and its value."""
+        given: dict[str, list[tuple[ast.Call, ast.expr]]] = {}
+        for call in self.calls:
+            for option in call.keywords:
+                if option.arg is not None:
+                    given.setdefault(option.arg, []).append((call, option.value))
+        return given
+
+    @cached_property
+    def multiples(self) -> set[str]:
+        """Return what lengths are made a multiple of: `len(loader) % k`, `n // k * k`."""
+        names: set[str] = set()
+        for node in self.nodes:
+            if is_binary(node, ast.Mod) and is_call(node.left, "len"):
+                names |= {*names_in(node.right), text(node.right)}
+            elif is_binary(node, ast.Mult) and is_binary(node.left, ast.FloorDiv):
+                if text(node.right) == text(node.left.right):
+                    names |= {*names_in(node.right), text(node.right)}
+        return names
+
+    @cached_property
     def relevant(self) -> set[FunctionNode]:
         """Return the functions that contain a training call, directly or in their helpers."""
         lines = [c.lineno for c in self.calls]
@@ -86,6 +118,18 @@ class FileIndex:
         """Return the innermost class that contains a line."""
         around = [c for c in self.classes.values() if c.node.lineno <= line <= _end(c.node)]
         return max(around, key=lambda c: c.node.lineno, default=None)
+
+    def words_around(self, line: int) -> list[str]:
+        """Return the name and parameters of each function that contains a line."""
+        around = self.functions_around(line)
+        return [" ".join([f.name, *parameters(f)]) for f in around]
+
+
+def parameters(function: FunctionNode) -> list[str]:
+    """Return the names of the parameters of a function."""
+    spec = function.args
+    extra = [a.arg for a in (spec.vararg, spec.kwarg) if a is not None]
+    return [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)] + extra
 
 
 def _end(node: ast.stmt) -> int:

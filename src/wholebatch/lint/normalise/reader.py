@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from .call_kinds import HOLDS_SYNC, effect_of, is_gradient
 from .events import Condition, Context, Effect, Event, Loop, PathItem, Symbol
-from .file_index import ClassIndex, FileIndex, methods_called
+from .file_index import ClassIndex, FileIndex, methods_called, parameters
 from .syntax import (
     FunctionNode,
     assigned_names,
@@ -123,7 +123,7 @@ class Reader:
         self.covered.add(function)
         functions = self.index.functions if frame is None else frame.functions
         self._frame = Frame(function, ChainMap({}, functions), owner, depth=1)
-        names = _parameters(function)
+        names = parameters(function)
         self._env = {name: value for name, value in env.items() if name not in names}
         self._path = ()
         if as_loop:
@@ -145,7 +145,7 @@ class Reader:
         init = owner.methods.get("__init__")
         if init is not None:
             given = {} if call is None else _bound(call, init)
-            for name in _parameters(init):
+            for name in parameters(init):
                 names.pop(name, None)
             names.update(given)
         kept, self._env, self._quiet = self._env, names, True
@@ -609,7 +609,7 @@ class Reader:
             inner.update(self.class_names(owner, made))
         elif owner is not None:
             inner.update((n, v) for n, v in env.items() if n.startswith("self."))
-        for name in _parameters(helper):
+        for name in parameters(helper):
             inner.pop(name, None)
         inner.update(_bound(call, helper))
         self._env = inner
@@ -732,12 +732,6 @@ def _is_scaled(value: ast.expr) -> bool:
 def _is_batchnorm(item: PathItem) -> bool:
     """True for a condition about BatchNorm: `isinstance(layer, nn.BatchNorm2d)`."""
     return isinstance(item, Condition) and "BatchNorm" in text(item.test)
-
-
-def _parameters(function: FunctionNode) -> list[str]:
-    spec = function.args
-    extra = [a.arg for a in (spec.vararg, spec.kwarg) if a is not None]
-    return [a.arg for a in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)] + extra
 
 
 def _bound(call: ast.Call, helper: FunctionNode) -> Env:

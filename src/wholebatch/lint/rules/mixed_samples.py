@@ -35,12 +35,13 @@ def batchnorm(file: File) -> Iterator[Report]:
     `wb.WholeBatch`, which normalises over the whole batch.
     """
     normal, windows = file.normal, [w for w in file.accumulating if w.shape != "deepspeed"]
-    codes = [_code_around(w) for w in windows if not _is_frozen(w)]
+    roots = {w.events[0].root for w in windows if not _is_frozen(w)}
+    codes = [_code_around(root, normal) for root in sorted(roots)] if _has_layers(normal) else []
     if not windows and framework_accumulates(normal):
         codes = [normal.index.nodes]
     for nodes in codes:
         for node in nodes:
-            layer = _batchnorm(node, normal) if isinstance(node, ast.expr) else ""
+            layer = _batchnorm(node, normal) if isinstance(node, ast.Call) else ""
             if layer and not _freezes_itself(node, normal):
                 yield Report(
                     node,
@@ -52,6 +53,11 @@ def batchnorm(file: File) -> Iterator[Report]:
                 return  # Once per file, where the layers are created.
 
 
+def _has_layers(file: NormalFile) -> bool:
+    """True if a call anywhere in the file makes a layer or network with BatchNorm."""
+    return any(_batchnorm(call, file) for call in file.index.calls)
+
+
 def _is_frozen(window: Window) -> bool:
     """True if BatchNorm is frozen before the loop or in it."""
     root, last = window.events[0].root, window.events[-1].order
@@ -59,10 +65,9 @@ def _is_frozen(window: Window) -> bool:
     return any(e.kind == "freeze" and e.order <= last for e in same)
 
 
-def _code_around(window: Window) -> list[ast.AST]:
-    """Return the nodes of a loop's function, of the module itself and of the classes they name."""
-    file = window.file
-    index, root = file.index, file.reader.roots[window.events[0].root]
+def _code_around(number: int, file: NormalFile) -> list[ast.AST]:
+    """Return the nodes of a function, of the module itself and of the classes they name."""
+    index, root = file.index, file.reader.roots[number]
     known = {**index.functions, **{name: c.node for name, c in index.classes.items()}}
     inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     starts: list[ast.AST] = [s for s in index.tree.body if not isinstance(s, inner)]
@@ -87,10 +92,8 @@ def _freezes_itself(node: ast.AST, file: NormalFile) -> bool:
     return any("BatchNorm" in text(test.test) and "eval" in names_in(*test.body) for test in tests)
 
 
-def _batchnorm(node: ast.expr, file: NormalFile) -> str:
+def _batchnorm(node: ast.Call, file: NormalFile) -> str:
     """Return the layer or network with BatchNorm that an expression makes, or ""."""
-    if not isinstance(node, ast.Call):
-        return ""
     name, full = last_part(node.func), file.index.full_name(node.func)
     if name in _LAYERS:
         return f"`{name}`"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..normalise import NormalFile
 from ..normalise.file_index import methods_called
-from ..normalise.syntax import FunctionNode, keyword, last_part, names_in, number, text
+from ..normalise.syntax import FunctionNode, last_part, names_in, number, text
 from ..windows import File
 
 _STEPS_DEEP = 3
@@ -92,12 +92,11 @@ def is_manual(owner: ast.ClassDef) -> bool:
 
 def framework_accumulates(file: NormalFile) -> bool:
     """True if a Lightning or transformers Trainer created here accumulates by itself."""
-    if any(getattr(n, "attr", "") == "accumulate_grad_batches" for n in file.index.nodes):
-        return True  # A setting that the caller of its Trainer gives.
-    for call in file.index.calls:
-        steps = keyword(call, "accumulate_grad_batches")
-        if steps is None and last_part(call.func) in _ARGUMENTS:
-            steps = keyword(call, "gradient_accumulation_steps")
-        if steps is not None and number(steps) != 1 and text(steps) != "None":
-            return True
-    return False
+    options = file.index.options
+    steps = [value for _, value in options.get("accumulate_grad_batches", ())]
+    for call, value in options.get("gradient_accumulation_steps", ()):
+        steps += [value] if last_part(call.func) in _ARGUMENTS else []
+    if any(number(value) != 1 and text(value) != "None" for value in steps):
+        return True
+    # A setting that the caller of its Trainer gives.
+    return any(getattr(n, "attr", "") == "accumulate_grad_batches" for n in file.index.nodes)

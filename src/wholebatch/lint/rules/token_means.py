@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 from ..normalise import Loop, NormalFile
+from ..normalise.file_index import parameters
 from ..normalise.syntax import (
     divisor_of,
     dotted,
@@ -94,17 +97,13 @@ def _in_frameworks(file: NormalFile) -> Iterator[Report]:
             accumulates = framework_accumulates(file)
         else:
             accumulates = "gradient_accumulation_steps" in labels.words
-        gets_count = any("num_items_in_batch" in _parameters(method) for method in methods)
+        gets_count = any("num_items_in_batch" in parameters(method) for method in methods)
         for method in methods if accumulates and not gets_count else ():
             assigned = _assigned(method)
             means = [n for n in ast.walk(method) if _is_token_mean(n, assigned, labels)]
             if means:
                 yield Report(min(means, key=lambda n: getattr(n, "lineno", 0)), _MESSAGE, NOTE)
                 break
-
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    return [a.arg for a in (*function.args.args, *function.args.kwonlyargs)]
 
 
 def _assigned(method: ast.AST) -> dict[str, ast.expr]:
@@ -186,31 +185,26 @@ def _has_one_label(call: ast.Call) -> bool:
     return len(call.args) > 1 and is_call(call.args[1], "squeeze")
 
 
+@dataclass(eq=False)
 class _Labels:
     """What a file shows of its labels: whether some are left out of the loss."""
 
-    def __init__(self, file: NormalFile) -> None:
-        self.file = file
-        self.nodes = file.index.nodes
-        self._answers: dict[str, bool] = {}
-        self._paddings: set[float | None] | None = None
-        self._words: frozenset[str] | None = None
+    file: NormalFile
 
-    @property
+    @cached_property
     def words(self) -> frozenset[str]:
         """Return the names in the file."""
-        if self._words is None:
-            self._words = names_in(self.file.index.tree)
-        return self._words
+        return names_in(self.file.index.tree)
 
-    @property
+    @cached_property
     def have_equal_counts(self) -> bool:
         """True if masks hide the same number of tokens in every sample."""
         index = self.file.index
-        given = [k.arg or "" for call in index.calls for k in call.keywords]
-        if any("mask_ratio" in name or "num_mask" in name for name in given):
+        if any("mask_ratio" in name or "num_mask" in name for name in index.options):
             return True
-        taken = [n for n in self.nodes if isinstance(n, ast.Subscript)]
+        if "randperm" not in index.calls_by_name:
+            return False
+        taken = [n for n in index.nodes if isinstance(n, ast.Subscript)]
         return any(is_call(n.value, "randperm") and isinstance(n.slice, ast.Slice) for n in taken)
 
     def ignored_by(self, call: ast.Call) -> bool:
@@ -220,64 +214,60 @@ class _Labels:
             return False
         ignored = keyword(call, "ignore_index")
         if ignored is None:  # -100 is the default.
-            return last_part(call.func) in _CROSS_ENTROPY and self._has_ignored_label()
+            return last_part(call.func) in _CROSS_ENTROPY and self._has_ignored_label
         value = number(ignored)
         if value == -100 or last_part(ignored) == "ignore_index":  # Its own parameter, handed on.
-            return self._has_ignored_label() or not self._makes_data()
+            return self._has_ignored_label or not self._makes_data
         if value is None or not isinstance(written(ignored), (ast.Constant, ast.UnaryOp)):
             return bool(_PADDING.search(f"{text(ignored)} {shown(written(ignored))}"))
         # -1 is often asked for and never made.
-        return value >= 0 or value in self._made_paddings()
+        return value >= 0 or value in self._paddings
 
     def masked_by(self, call: ast.Call) -> bool:
         """True for `model(**batch)` of transformers, if the code around it masks the labels."""
         name = text(call.func)
         labels = any(k.arg is None or "label" in k.arg for k in call.keywords)
         is_model = "model" in name.lower() or "self" in name
-        return labels and is_model and self._masks_labels()
+        return labels and is_model and self._masks_labels
 
-    def _made_paddings(self) -> set[float | None]:
+    @cached_property
+    def _paddings(self) -> set[float | None]:
         """Return the numbers that something is padded or filled with: `pad(x, pad_id=-1)`."""
-        if self._paddings is None:
-            by_name = self.file.index.calls_by_name
-            calls = [call for name, named in by_name.items() if "full" in name for call in named]
-            calls += by_name.get("masked_fill", [])
-            options = [
-                n for n in self.nodes if isinstance(n, ast.keyword) and "pad" in (n.arg or "")
-            ]
-            filled = [c.args[1] for c in calls if len(c.args) > 1]
-            self._paddings = {number(v) for v in (*(o.value for o in options), *filled)}
-        return self._paddings
+        by_name = self.file.index.calls_by_name
+        calls = [call for name, named in by_name.items() if "full" in name for call in named]
+        calls += by_name.get("masked_fill", [])
+        options = self.file.index.options.items()
+        padded = [value for name, given in options if "pad" in name for _, value in given]
+        return {number(v) for v in (*padded, *(c.args[1] for c in calls if len(c.args) > 1))}
 
+    @cached_property
     def _has_ignored_label(self) -> bool:
         """True if -100 is used other than as `ignore_index=`, as a default or in a comparison."""
-        if "ignored" not in self._answers:
-            asked: set[int] = set()
-            found = False
-            for node in self.nodes:
-                if isinstance(node, ast.keyword) and node.arg in {"ignore_index", "default"}:
-                    asked.add(id(node.value))
-                elif isinstance(node, ast.arguments):
-                    asked.update(map(id, [*node.defaults, *filter(None, node.kw_defaults)]))
-                elif isinstance(node, ast.Compare):
-                    asked.update(map(id, node.comparators))
-                elif isinstance(node, ast.UnaryOp) and id(node) not in asked:
-                    found = found or number(node) == -100
-            self._answers["ignored"] = found
-        return self._answers["ignored"]
+        asked: set[int] = set()
+        for node in self.file.index.nodes:
+            if isinstance(node, ast.keyword) and node.arg in {"ignore_index", "default"}:
+                asked.add(id(node.value))
+            elif isinstance(node, ast.arguments):
+                asked.update(map(id, [*node.defaults, *filter(None, node.kw_defaults)]))
+            elif isinstance(node, ast.Compare):
+                asked.update(map(id, node.comparators))
+            elif isinstance(node, ast.UnaryOp) and id(node) not in asked and number(node) == -100:
+                return True
+        return False
 
+    @cached_property
     def _makes_data(self) -> bool:
-        """True if the data are made in this file, so that it would show a label that is left out."""
+        """True if the data are made here, so that the file would show a label that is left out."""
         classes = self.file.index.classes.values()
         named = any("Dataset" in base for owner in classes for base in owner.bases)
         return named or any("collate" in word for word in self.words)
 
+    @cached_property
     def _masks_labels(self) -> bool:
         """True if a collator pads or masks labels, and nothing joins the samples to full length."""
-        options = [k for call in self.file.index.calls for k in call.keywords]
-        packing = any(k.arg == "packing" and text(k.value) == "True" for k in options)
-        if packing or self.words & _PACKS:
+        packing = [text(value) for _, value in self.file.index.options.get("packing", ())]
+        if "True" in packing or self.words & _PACKS:
             return False
         collated = any(map(_MASKING_COLLATOR.match, self.words))
         models = any(map(_LANGUAGE_MODEL.match, self.words))
-        return (collated and models) or self._has_ignored_label()
+        return (collated and models) or self._has_ignored_label

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from ..normalise import Condition, Event
-from ..normalise.syntax import is_binary, is_call, keyword, names_in, number, text
+from ..normalise.syntax import keyword, text
 from ..windows import File, Window
 from ..windows.boundary import Boundary
 from ..windows.values import iterated, length, varies
@@ -52,7 +51,8 @@ def _mistake(window: Window, *, handled: bool) -> str:
             f"the short last window is divided by the nominal {name}, not by the micro-batches "
             f"that it has: multiply its gradient by {name} over that number, or drop it"
         )
-    if handled or window.every_key in _rounded(window):
+    count = {window.every_key, window.boundary.written.rpartition(".")[2]}  # type: ignore[union-attr]
+    if handled or count & window.file.index.multiples:
         return ""
     fate = "dropped" if _cleared_before(window) else "left over for the next window"
     return (
@@ -86,24 +86,6 @@ def _after(window: Window, kind: str) -> list[Event]:
     return [e for e in window.after if e.kind == kind and e.loops in around]
 
 
-def _rounded(window: Window) -> set[str]:
-    """Return the numbers that lengths are made a multiple of: `len(loader) % k`, `n // k * k`."""
-    last = names_in(window.every or ast.Pass()) | {window.every_key}
-    root = window.file.reader.roots[window.events[0].root]
-    for node in ast.walk(root):
-        if is_binary(node, ast.Mod) and is_call(node.left, "len"):
-            multiple = node.right
-        elif is_binary(node, ast.Mult) and is_binary(node.left, ast.FloorDiv):
-            multiple = node.right
-            if text(multiple) != text(node.left.right):
-                continue
-        else:
-            continue
-        if last & {text(multiple), *names_in(multiple)} or number(multiple) is not None:
-            return {window.every_key}
-    return set()
-
-
 def _nominal(window: Window) -> bool:
     return any(
         window.every_key in {d.key, d.whole} and not varies(d.expr, window.loop, window.file)
@@ -113,8 +95,8 @@ def _nominal(window: Window) -> bool:
 
 
 def _cleared_before(window: Window) -> bool:
-    around = window.file.index.functions_around(window.loop.node.lineno)
-    per_epoch = any("epoch" in f"{f.name} {ast.unparse(f.args)}" for f in around[-1:])
+    around = window.file.index.words_around(window.loop.node.lineno)
+    per_epoch = any("epoch" in words for words in around[-1:])
     cleared = any(e.kind == "clear" for e in window.before)
     return cleared and (bool(window.loop.parents) or per_epoch)
 

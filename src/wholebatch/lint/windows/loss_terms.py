@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..normalise import Event, NormalFile
 from ..normalise.syntax import (
+    changed,
     dotted,
     is_accumulation_name,
     is_binary,
@@ -178,10 +179,7 @@ class _Tracer:
         value = self.file.value(expr.value)
         if value is expr.value or not isinstance(value, ast.expr):
             return [replace(term, base=expr)]
-        inner = ast.Attribute(value, "", ast.Load())
-        inner.__dict__.update({**expr.__dict__, "value": value})
-        inner.__dict__.pop("key_text", None)
-        return [replace(term, base=inner)]
+        return [replace(term, base=changed(expr, value=value))]
 
     def _call(self, expr: ast.Call, term: Term, depth: int) -> list[Term]:
         func = expr.func

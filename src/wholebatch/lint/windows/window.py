@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..normalise import Condition, Event, Loop, NormalFile
+from ..normalise.file_index import parameters
 from ..normalise.syntax import (
     dotted,
     is_accumulation_name,
@@ -265,7 +266,7 @@ class Window:
             # Lightning calls the step function with an index that restarts every epoch. A `while`
             # loop whose boundary knows the last micro-batch has one.
             if self.loop.virtual:
-                return "batch_idx" in ast.unparse(self.loop.node.args)  # type: ignore[union-attr]
+                return "batch_idx" in parameters(self.loop.node)  # type: ignore[arg-type]
             return self.boundary is not None and self.boundary.tail
         if self.size is not None and length(over, self.file) is not None:
             return True
@@ -282,8 +283,7 @@ class Window:
         """True if a loop outside of epochs is left after a number of updates: it has no end."""
         if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
             return False
-        around = self.file.index.functions_around(self.loop.node.lineno)
-        if any("epoch" in f"{f.name} {ast.unparse(f.args)}" for f in around):
+        if any("epoch" in words for words in self.file.index.words_around(self.loop.node.lineno)):
             return False  # Called once per epoch.
         tests = [n for n in ast.walk(self.loop.node) if isinstance(n, ast.If)]
         leaves = [t.test for t in tests if any(isinstance(s, ast.Break) for s in t.body)]
