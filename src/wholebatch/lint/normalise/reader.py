@@ -334,7 +334,9 @@ class Reader:
             self.evaluate(stmt.test)
         else:
             loop.target, loop.iterable = stmt.target, self.evaluate(stmt.iter)
-            self._path = (*path, loop)
+            # `for p in model.parameters(): p.grad = None` is one event of the loop around it.
+            if "parameters()" not in text(loop.iterable):
+                self._path = (*path, loop)
             entered = self._enter(loop, stmt.body)
         self._block(stmt.body)
         loop.after = dict(self._env)

@@ -171,8 +171,13 @@ def never_cleared(file: File) -> Iterator[Report]:
     for window in file.shaped("plain", "boundary", "nested"):
         # What calls a step function may clear.
         steps = [] if window.loop.virtual else window.closing_steps()
-        events = window.file.around(steps[0].root) if steps else []
-        if steps and not any(e.kind == "clear" for e in events) and _is_of_torch(window):
+        clears = (
+            [e for e in window.file.around(steps[0].root) if e.kind == "clear"] if steps else []
+        )
+        # Once before all loops is not once per update.
+        again = [e for e in clears if not steps[0].loops or steps[0].loops[-1] in e.loops]
+        elsewhere = [e for e in clears if e.root != steps[0].root]
+        if steps and not again and not elsewhere and _is_of_torch(window):
             repeats = bool(window.loop.parents) or window.shape != "nested"
             yield Report(
                 steps[0].node,

@@ -148,6 +148,8 @@ def _verdict(term: Term, window: Window) -> str:
         return _DIVIDED
     if any(not (window.is_unrelated(d) or window.is_own(d)) for d in outer):
         return _DIVIDED
+    if window.shape == "nested" and window.size is None and any(number(d.expr) for d in outer):
+        return _DIVIDED  # By a literal that may be their number.
     is_mean = any(window.is_own(d) for d in term.divisors)
     if {"sum", "mean"} & term.reducers == {"sum"} and not is_mean:
         return _DIVIDED
@@ -224,7 +226,8 @@ def _divided_again(window: Window) -> Iterator[Report]:
         if not counts or id(written(counts[0].node)) in reported:
             continue
         framework = _framework(event, window)
-        is_again = len(counts) > 1 and counts[0].key == counts[1].key and not term.factors
+        keys = [d.key for d in counts] + window.rescaled_by
+        is_again = keys.count(keys[0]) > 1 and not term.factors
         if framework or is_again:
             reported.add(id(written(counts[0].node)))
             same = text(window.every) == counts[0].key

@@ -11,6 +11,7 @@ from functools import cached_property
 from ..normalise import Condition, Event, Loop, NormalFile
 from ..normalise.file_index import parameters
 from ..normalise.syntax import (
+    divisor_of,
     dotted,
     is_accumulation_name,
     is_call,
@@ -18,7 +19,9 @@ from ..normalise.syntax import (
     names_in,
     number,
     shown,
+    strip_casts,
     text,
+    written,
 )
 from .boundary import Boundary, boundary_of
 from .loss_terms import DEVICES, Divisor, Term, says_accumulating, terms_of
@@ -214,6 +217,13 @@ class Window:
         """True if the gradients themselves are multiplied or divided, other than over ranks."""
         events = [e for e in (*self.events, *self.after) if e.kind == "rescale"]
         return any(not DEVICES.search(self._spelled(e.argument)) for e in events)
+
+    @property
+    def rescaled_by(self) -> list[str]:
+        """Return what the gradients are divided by before the step, as text."""
+        events = [e for e in (*self.events, *self.after) if e.kind == "rescale"]
+        divides = [e for e in events if is_call(e.node, "div_") or divisor_of(written(e.node))]
+        return [text(strip_casts(e.argument)) for e in divides if e.argument is not None]
 
     def _spelled(self, factor: ast.expr | None) -> str:
         return f"{text(factor)} {text(self.file.value(factor))}"
