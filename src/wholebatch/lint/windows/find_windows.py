@@ -25,7 +25,7 @@ from .boundary import Boundary
 from .values import integer, iterated
 from .window import Window, names_behind
 
-_MICRO_NAME = re.compile(r"micro|chunk|split|mini_?batch|sub_?batch|accum", re.I)
+_MICRO_NAME = re.compile(r"micro|chunk|split|islice|mini_?batch|sub_?batch|accum", re.I)
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 

@@ -179,14 +179,19 @@ class Window:
             return True
         if self.every_key and self.every_key in {divisor.key, divisor.whole}:
             return True
-        if self.shape != "nested":
+        if self.shape not in {"nested", "plain"}:
             return False
         if is_call(divisor.expr, "len") and divisor.expr.args:
             # `for part in parts: (loss / len(parts)).backward()`
             over = iterated(self.loop, self.file)
             parts = self.file.value(divisor.expr.args[0])
             return over is not None and text(self.file.value(over)) == text(parts)
-        return self.size is not None and integer(divisor.expr, self.file) == self.size
+        size = self.size if self.shape == "nested" else self._items()
+        return size is not None and integer(divisor.expr, self.file) == size
+
+    def _items(self) -> int | None:
+        """Return the number of items of an inner loop if the text shows it, else None."""
+        return length(self.loop.iterable, self.file) if self.loop.parents else None
 
     def is_own(self, divisor: Divisor) -> bool:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
