@@ -25,6 +25,8 @@ _TRAINING_CALLS = {
     "backward", "training_step", "manual_backward", "loss_scaler", "zero_grad", "unscale_",
     "clip_grad_norm_", "clip_grad_value_", "optimizer_step",
 }  # fmt: skip
+# Methods whose loss a framework takes.
+_GIVES_LOSS = {"training_step", "compute_loss"}
 # What these names mean in a file that does not import them otherwise.
 _USUAL = {"F": "torch.nn.functional", "nn": "torch.nn", "optim": "torch.optim"}
 
@@ -100,7 +102,7 @@ class FileIndex:
             for name in uses[function]:
                 callers.setdefault(name, []).append(function)
         relevant: set[FunctionNode] = set()
-        todo = [f for f, used in uses.items() if used & _TRAINING_CALLS]
+        todo = [f for f, used in uses.items() if used & _TRAINING_CALLS or f.name in _GIVES_LOSS]
         while todo:
             function = todo.pop()
             if function not in relevant:

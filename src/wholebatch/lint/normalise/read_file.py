@@ -11,8 +11,10 @@ from functools import cached_property
 from .events import Event, Loop, Symbol
 from .file_index import ClassIndex, FileIndex, index_file
 from .reader import Env, Frame, Reader
-from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, last_part
+from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, last_part, names_in
 
+_TRAINERS = {"Trainer", "Seq2SeqTrainer"}
+_TELLS_TRAINER = {"compute_loss_func", "model_accepts_loss_kwargs"}
 _BACKWARD = {"backward", "manual_backward", "training_step"}
 
 
@@ -54,6 +56,11 @@ class NormalFile:
             methods = set(owner.methods.values())
             roots.update(n for n, f in enumerate(self.reader.roots) if f in methods)
         return [event for root in sorted(roots) for event in self.by_root.get(root, ())]
+
+    def framework(self, loop: Loop) -> str:
+        """Return the framework that runs the backward of a step function's loss, or ""."""
+        owner = self.index.class_around(loop.node.lineno) if loop.virtual else None
+        return "" if owner is None else framework_of(owner, loop.node)  # type: ignore[arg-type]
 
     def value(self, expr: ast.AST | None) -> ast.AST | None:
         """Return what an expression stands for: the value of a symbol that was set."""
@@ -108,8 +115,26 @@ def _read_root(
     owner: ClassIndex | None,
     frame: Frame | None,
 ) -> None:
-    as_loop = _steps_outside_loops(function, index, owner)
-    reader.read_root(function, env, owner, as_loop=as_loop, frame=frame)
+    gives_loss = owner is not None and framework_of(owner, function) != ""
+    as_loop = gives_loss or _steps_outside_loops(function, index, owner)
+    reader.read_root(function, env, owner, as_loop=as_loop, gives_loss=gives_loss, frame=frame)
+
+
+def framework_of(owner: ClassIndex, function: FunctionNode) -> str:
+    """Return the framework that runs the backward of what a method returns, or ""."""
+    own = owner.methods.get("training_step")
+    if any(base.rpartition(".")[2] in _TRAINERS for base in owner.bases):
+        # Its own training step, or a word to the Trainer, may divide the loss.
+        words = names_in(owner.node)
+        untold = _TELLS_TRAINER.isdisjoint(words) and "num_items_in_batch" not in words
+        called = own is None or "compute_loss" in names_in(own)
+        return "the Trainer" if function.name == "compute_loss" and called and untold else ""
+    is_module = any("Module" in base for base in owner.bases)
+    manual = any(
+        isinstance(n, ast.Attribute) and n.attr == "automatic_optimization"
+        for n in ast.walk(owner.node)
+    )
+    return "Lightning" if function is own and is_module and not manual else ""
 
 
 def _settled(names: Env, tree: ast.Module) -> Env:

@@ -60,6 +60,7 @@ class Frame:
     owner: ClassIndex | None = None
     depth: int = 0
     base: int = 0  # Length of the path to its call.
+    gives_loss: bool = False  # A framework runs the backward of what it returns.
     returns: list[tuple[list[Condition], ast.expr]] = field(default_factory=list)
 
 
@@ -116,13 +117,14 @@ class Reader:
         owner: ClassIndex | None,
         *,
         as_loop: bool,
+        gives_loss: bool = False,
         frame: Frame | None = None,
     ) -> None:
         """Read a function that no other that is read calls; `as_loop` if its loop is elsewhere."""
         self.roots.append(function)
         self.covered.add(function)
         functions = self.index.functions if frame is None else frame.functions
-        self._frame = Frame(function, ChainMap({}, functions), owner, depth=1)
+        self._frame = Frame(function, ChainMap({}, functions), owner, 1, gives_loss=gives_loss)
         names = parameters(function)
         self._env = {name: value for name, value in env.items() if name not in names}
         self._path = ()
@@ -192,6 +194,8 @@ class Reader:
         elif isinstance(stmt, ast.Return):
             if stmt.value is not None:
                 value = self.evaluate(stmt.value)
+                if self._frame.gives_loss:
+                    self._emit(Effect("backward", None, value, "framework"), stmt.value)
                 inside = self._path[self._frame.base :]
                 conditions = [i for i in inside if isinstance(i, Condition) and i.origin == "if"]
                 self._frame.returns.append((conditions, value))

@@ -13,7 +13,6 @@ from ..normalise.syntax import (
     is_accumulation_name,
     keyword,
     last_part,
-    names_in,
     number,
     shown,
     text,
@@ -23,7 +22,7 @@ from ..windows import File, Window
 from ..windows.loss_terms import LOSS_NAME, Divisor, Term, terms_of
 from ..windows.values import integer, varies
 from .clearing import cleared_last
-from .rule_base import ERROR, NOTE, Report, framework_steps, rule
+from .rule_base import ERROR, NOTE, Report, rule
 
 # The criteria of torch, by their full names: their default is the mean.
 CRITERION = re.compile(
@@ -204,16 +203,9 @@ def loss_divided_twice(file: File) -> Iterator[Report]:
     is K times too small. Leave the division to the framework. It is a note where its settings are
     in another file.
     """
-    for window in file.accumulating:
-        yield from _divided_again(window)
-    for methods, framework in framework_steps(file.normal):
-        for node in ast.walk(methods[0]):
-            by = divisor_of(node)
-            if by is None or {"detach", "item"} & names_in(node):
-                continue  # Not divided, or for a log.
-            if is_accumulation_name(shown(by)):
-                yield _twice(node, shown(by), framework, NOTE)
-                break
+    for window in file.windows:
+        if window.accumulates or window.inner[0].detail == "framework":
+            yield from _divided_again(window)
 
 
 def _divided_again(window: Window) -> Iterator[Report]:
@@ -247,6 +239,8 @@ def _twice(node: ast.AST, count: str, framework: str, level: str) -> Report:
 
 def _framework(event: Event, window: Window) -> str:
     """Return the framework whose backward this is, if it divides the loss; or ""."""
+    if event.detail == "framework":
+        return window.file.framework(window.loop)
     if event.detail in {"deepspeed", "engine"}:
         imports = window.file.index.imports.values()
         known = event.detail == "deepspeed" or any("deepspeed" in i for i in imports)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from ..normalise import NormalFile
 from ..normalise.syntax import is_call, keyword, last_part, names_in, text
 from ..windows import File, Window
+from ..windows.find_windows import framework_accumulates
 from ..windows.loss_terms import LOSS_NAME
 from ..windows.values import unmoved
-from .rule_base import NOTE, Report, framework_accumulates, rule
+from .rule_base import NOTE, Report, rule
 
 # Networks of torchvision and timm that have BatchNorm.
 _KNOWN_MODEL = re.compile(

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from ..normalise import Event
 from ..normalise.syntax import is_accumulation_name, is_binary, is_call, keyword, names_in, shown
 from ..windows import File, Window
+from ..windows.find_windows import framework_accumulates
 from ..windows.loss_terms import Term
 from .loss_scale import CRITERION
-from .rule_base import NOTE, Report, framework_accumulates, framework_steps
+from .rule_base import NOTE, Report
 
 _DIVISIONS = (ast.Mod, ast.Div, ast.FloorDiv)
 
@@ -117,6 +118,6 @@ def _is_seen(term: Term, window: Window) -> bool:
 def _trained_elsewhere(file: File) -> Iterator[ast.AST]:
     """Yield the call that makes Lightning accumulate a step of another file."""
     normal = file.normal
-    if framework_accumulates(normal) and not any(True for _ in framework_steps(normal)):
+    if framework_accumulates(normal) and not file.shaped("framework"):
         trainers = normal.index.calls_by_name.get("Trainer", [])
         yield from (c for c in trainers if keyword(c, "accumulate_grad_batches") is not None)

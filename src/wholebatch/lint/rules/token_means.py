@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..normalise import Loop, NormalFile
-from ..normalise.file_index import parameters
 from ..normalise.syntax import (
-    divisor_of,
     dotted,
     is_binary,
     is_call,
@@ -19,14 +17,15 @@ from ..normalise.syntax import (
     last_part,
     names_in,
     number,
+    positional,
     shown,
     text,
     written,
 )
 from ..windows import File, Window
-from ..windows.loss_terms import LOSS_NAME, Term
+from ..windows.loss_terms import Term
 from ..windows.values import iterated, varies
-from .rule_base import NOTE, Report, framework_accumulates, framework_steps, rule
+from .rule_base import NOTE, Report, rule
 
 _LANGUAGE_MODEL = re.compile(
     r"\w*(CausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForTokenClassification"
@@ -69,7 +68,6 @@ def mean_of_token_means(file: File) -> Iterator[Report]:
     Only plain spellings are found: a cross-entropy with an ignored label, a division by the sum of
     a mask, a masked mean by name, and a transformers language model whose labels are masked here.
     """
-    yield from _in_frameworks(file.normal)
     labels = _Labels(file.normal)
     for window in file.accumulating:
         if window.rescales or labels.have_equal_counts:
@@ -89,52 +87,12 @@ def _has_one_sample(loop: Loop, file: NormalFile) -> bool:
     return bool(_SAMPLES.search(f"{dotted(loop.target) or ''} {shown(over)}"))
 
 
-def _in_frameworks(file: NormalFile) -> Iterator[Report]:
-    """Check the losses of classes whose means a framework averages with equal weight."""
-    labels = _Labels(file)
-    for methods, framework in framework_steps(file):
-        if framework == "Lightning":
-            accumulates = framework_accumulates(file)
-        else:
-            accumulates = "gradient_accumulation_steps" in labels.words
-        gets_count = any("num_items_in_batch" in parameters(method) for method in methods)
-        for method in methods if accumulates and not gets_count else ():
-            assigned = _assigned(method)
-            means = [n for n in ast.walk(method) if _is_token_mean(n, assigned, labels)]
-            if means:
-                yield Report(min(means, key=lambda n: getattr(n, "lineno", 0)), _MESSAGE, NOTE)
-                break
-
-
-def _assigned(method: ast.AST) -> dict[str, ast.expr]:
-    """Return the last value of each name of a method: enough to follow one."""
-    assigns = [n for n in ast.walk(method) if isinstance(n, ast.Assign)]
-    values = sorted(assigns, key=lambda a: a.lineno)
-    return {text(a.targets[0]): a.value for a in values}
-
-
-def _is_token_mean(node: ast.AST, assigned: dict[str, ast.expr], labels: _Labels) -> bool:
-    by = divisor_of(node)
-    if by is not None:
-        return bool(LOSS_NAME.search(shown(node))) and is_mask_sum(by, assigned.get)
-    if isinstance(node, ast.Attribute) and node.attr == "loss":
-        makers = [node.value, assigned.get(text(node.value))]
-        return any(isinstance(m, ast.Call) and labels.masked_by(m) for m in makers)
-    return isinstance(node, ast.Call) and (
-        labels.ignored_by(node) or last_part(node.func) in _MASKED_MEANS
-    )
-
-
 def _token_mean(term: Term, window: Window, labels: _Labels) -> ast.AST | None:
     """Return where a loss is made a mean over the valid tokens of one micro-batch, or None."""
     file = window.file
 
-    def value_of(name: str) -> ast.expr | None:
-        symbol = file.symbols.get(name)
-        return symbol.value if symbol is not None and symbol.kind == "set" else None
-
     divisors = [d for d in term.divisors if not d.elementwise]
-    masks = [d for d in divisors if window.is_own(d) and is_mask_sum(d.expr, value_of)]
+    masks = [d for d in divisors if window.is_own(d) and _is_mask_sum(d.expr, file)]
     others = [d for d in divisors if d not in masks and not window.counts(d)]
     # A number of the whole window; but beside a mask of its own, a constant changes no weight.
     if any(not (masks or window.is_unrelated(d)) or _counts_tokens(d.written) for d in others):
@@ -160,24 +118,20 @@ def _counts_tokens(divisor: str) -> bool:
     return "token" in divisor.lower()
 
 
-def is_mask_sum(expr: ast.expr, value_of: object, depth: int = 0) -> bool:
+def _is_mask_sum(expr: ast.AST | None, file: NormalFile) -> bool:
     """True for `mask.sum()`, also through names, casts, limits and `+ 1e-5`."""
-    assert callable(value_of)
-    if depth > 8:
-        return False
+    expr = file.value(expr)
     if is_call(expr, "sum", "count_nonzero") and isinstance(expr.func, ast.Attribute):
         of_torch = dotted(expr.func.value) == "torch"
         named = f"{text(expr)} {shown(written(expr))}"
         return len(expr.args) == of_torch and not expr.keywords and bool(_MASK.search(named))
-    inner: list[ast.expr] = []
     if is_binary(expr, ast.Add):
-        inner = [expr.left]
-    elif is_call(expr, *_SAME_NUMBER):
-        owner = expr.func.value if isinstance(expr.func, ast.Attribute) else None
-        inner = [owner] if owner is not None and dotted(owner) != "torch" else expr.args[:1]
-    value = value_of(text(expr)) if dotted(expr) else None
-    parts = [*inner, *([value] if value is not None else [])]
-    return any(is_mask_sum(part, value_of, depth + 1) for part in parts)
+        return _is_mask_sum(expr.left, file)
+    if not is_call(expr, *_SAME_NUMBER):
+        return False
+    owner = expr.func.value if isinstance(expr.func, ast.Attribute) else None
+    is_method = owner is not None and dotted(owner) != "torch"
+    return _is_mask_sum(owner if is_method else positional(expr, 0), file)
 
 
 def _has_one_label(call: ast.Call) -> bool:

@@ -14,6 +14,7 @@ from ..normalise.syntax import (
     is_binary,
     is_call,
     keyword,
+    last_part,
     names_in,
     number,
     shown,
@@ -26,6 +27,7 @@ from .values import integer, iterated
 from .window import Window, names_behind
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|islice|mini_?batch|sub_?batch|accum", re.I)
+_ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
 _FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
@@ -110,7 +112,7 @@ def _within(event: Event, loop: Loop, unread: Container[Loop]) -> bool:
 
 def _decided(window: Window, read: set[Loop]) -> Window | None:
     """Return a window whose shape is known, or None if the loop is not understood."""
-    special = _accelerate(window) or _deepspeed(window)
+    special = _framework(window) or _accelerate(window) or _deepspeed(window)
     if special is not None:
         return special
     # A window inside has steps of its own.
@@ -136,6 +138,32 @@ def shaped(
         window.file, window.loop, shape, window.events, window.before, window.after, own,
         boundary, every,
     )  # fmt: skip
+
+
+def _framework(window: Window) -> Window | None:
+    if not any(e.detail == "framework" for e in window.inner):
+        return None
+    return shaped(window, "framework" if _accumulates_itself(window) else "plain")
+
+
+def _accumulates_itself(window: Window) -> bool:
+    """True if the file shows that the Trainer of Lightning or transformers accumulates."""
+    index = window.file.index
+    if window.file.framework(window.loop) == "the Trainer":
+        return "gradient_accumulation_steps" in names_in(index.tree)
+    return framework_accumulates(window.file)
+
+
+def framework_accumulates(file: NormalFile) -> bool:
+    """True if a Lightning or transformers Trainer created here accumulates by itself."""
+    options = file.index.options
+    steps = [value for _, value in options.get("accumulate_grad_batches", ())]
+    for call, value in options.get("gradient_accumulation_steps", ()):
+        steps += [value] if last_part(call.func) in _ARGUMENTS else []
+    if any(number(value) != 1 and text(value) != "None" for value in steps):
+        return True
+    # A setting that the caller of its Trainer gives.
+    return any(getattr(n, "attr", "") == "accumulate_grad_batches" for n in file.index.nodes)
 
 
 def _accelerate(window: Window) -> Window | None:
