@@ -82,11 +82,10 @@ class FileIndex:
         """Return what lengths are made a multiple of: `len(loader) % k`, `n // k * k`."""
         names: set[str] = set()
         for node in self.nodes:
-            if is_binary(node, ast.Mod) and is_call(node.left, "len"):
-                names |= {*names_in(node.right), text(node.right)}
-            elif is_binary(node, ast.Mult) and is_binary(node.left, ast.FloorDiv):
-                if text(node.right) == text(node.left.right):
-                    names |= {*names_in(node.right), text(node.right)}
+            rest = is_binary(node, ast.Mod) and is_call(node.left, "len")
+            product = is_binary(node, ast.Mult) and is_binary(node.left, ast.FloorDiv)
+            if rest or (product and text(node.right) == text(node.left.right)):  # type: ignore[attr-defined]
+                names |= {*names_in(node.right), text(node.right)}  # type: ignore[attr-defined]
         return names
 
     @cached_property

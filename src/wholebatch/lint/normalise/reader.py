@@ -49,6 +49,7 @@ _LOSS = re.compile(r"loss|nll|criterion|objective|entropy", re.I)
 _OF_GRADIENTS = {"zero_", "mul_", "div_", "detach_", "norm", "requires_grad_"}
 _MARK = re.compile(r"@\d+")
 _NOTHING = ast.Constant(value=None)
+_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*` is new in Python 3.11.
 
 
 @dataclass(eq=False)
@@ -100,6 +101,7 @@ class Reader:
         self._quiet = False
         self._inlines = 0
         self._reading: list[FunctionNode] = []
+        self._owners: set[str] = set()  # Names with slots: `state` of `state['step']`.
         self._worth: dict[FunctionNode, bool] = {}
 
     # -- entry points ------------------------------------------------------------------------
@@ -211,7 +213,7 @@ class Reader:
                 self.closures[stmt] = (self._env, self._frame)
         elif isinstance(stmt, ast.Match):
             return self._block(_as_ifs(stmt.subject, stmt.cases))
-        elif hasattr(stmt, "handlers"):  # `try`, also with `except*`
+        elif isinstance(stmt, _TRY):
             self._try(stmt)
         return []
 
@@ -249,8 +251,11 @@ class Reader:
         if HOLDS_SYNC.fullmatch(last_part(target)):
             self._emit(Effect("hold_sync", target), target)
         if name is not None:
-            for slot in [n for n in self._env if n.startswith((f"{name}[", f"{name}."))]:
-                del self._env[slot]
+            if name in self._owners:
+                for slot in [n for n in self._env if n.startswith((f"{name}[", f"{name}."))]:
+                    del self._env[slot]
+            if not name.isidentifier():
+                self._owners.add(re.split(r"[.\[]", name)[0])
             self._env[name] = self._stored(name, value)
 
     def _stored(self, name: str, value: ast.expr) -> ast.expr:
@@ -287,10 +292,12 @@ class Reader:
             self._env = no if yes_ended else yes
             return exits
         self._env = yes
-        for name, value in no.items():
-            other = yes.get(name, value)
-            if other is not value and text(other) != text(value):
-                yes[name] = self._stored(name, choice(test, other, value))
+        for name in {name for name, _ in yes.items() ^ no.items()}:
+            pair = yes.get(name), no.get(name)
+            if pair[0] is None or pair[1] is None:
+                yes[name] = pair[0] or pair[1]  # type: ignore[assignment]
+            elif text(pair[0]) != text(pair[1]):
+                yes[name] = self._stored(name, choice(test, *pair))  # type: ignore[arg-type]
         return exits
 
     def _with(self, stmt: ast.With | ast.AsyncWith) -> list[_Exit]:
@@ -316,8 +323,7 @@ class Reader:
         known = [self.symbols[n].value for n in names if n in self.symbols]
         return names.union(*(names_in(value) for value in known if value is not None))
 
-    def _try(self, stmt: ast.stmt) -> None:
-        assert isinstance(stmt, (ast.Try, getattr(ast, "TryStar", ast.Try)))
+    def _try(self, stmt: ast.Try) -> None:
         self._block(stmt.body)
         path, env = self._path, self._env
         for handler in stmt.handlers:
@@ -448,7 +454,7 @@ class Reader:
             return choice(inner.test, yes, no)
         if source is not None:
             return changed(source, value=value)
-        part = ast.Subscript(value, ast.Constant(value=at), ast.Load())
+        part = ast.Subscript(value, ast.Constant(value=at), ast.Load())  # type: ignore[arg-type]
         return ast.copy_location(part, value)
 
     def _branches(self, expr: ast.IfExp | ast.BoolOp) -> ast.expr:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..normalise import Event
+from ..normalise import Event, Loop, NormalFile
 from ..normalise.syntax import names_in, shown, text, values_of, written
 from ..windows import File, Window
 from ..windows.values import symbols_in
@@ -168,24 +168,31 @@ def never_cleared(file: File) -> Iterator[Report]:
 
     Call `optimizer.zero_grad()` after every step.
     """
+    cleared: dict[int, set[Loop | None]] = {}
     for window in file.shaped("plain", "boundary", "nested"):
         # What calls a step function may clear.
         steps = [] if window.loop.virtual else window.closing_steps()
-        clears = (
-            [e for e in window.file.around(steps[0].root) if e.kind == "clear"] if steps else []
-        )
+        if not steps or not steps[0].loops:
+            continue
+        root, loop = steps[0].root, steps[0].loops[-1]
+        if root not in cleared:
+            cleared[root] = _cleared_in(file.normal, root)
         # Once before all loops is not once per update.
-        again = [e for e in clears if not steps[0].loops or steps[0].loops[-1] in e.loops]
-        elsewhere = [e for e in clears if e.root != steps[0].root]
-        if steps and not again and not elsewhere and _is_of_torch(window):
-            repeats = bool(window.loop.parents) or window.shape != "nested"
+        if cleared[root].isdisjoint({loop, None}) and _is_of_torch(window):
             yield Report(
                 steps[0].node,
                 "no gradient is cleared around this loop: every update adds up all batches since "
                 "the start; call `zero_grad()` after the step",
-                ERROR if repeats and not window.is_by_hand else NOTE,
+                NOTE if window.is_by_hand else ERROR,
             )
             return
+
+
+def _cleared_in(file: NormalFile, root: int) -> set[Loop | None]:
+    """Return the loops of a function that clear gradients; None stands for another function."""
+    clears = [e for e in file.around(root) if e.kind == "clear"]
+    inside: set[Loop | None] = {loop for e in clears for loop in e.loops}
+    return inside | {None for e in clears if e.root != root}
 
 
 def _is_of_torch(window: Window) -> bool:

@@ -6,8 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ..normalise import Event
 from ..normalise.syntax import last_part, text
-from ..windows import File, Window
+from ..windows import File
 from .rule_base import NOTE, Report, rule
 
 _WRAPS = re.compile(r"DistributedDataParallel|(Native|Apex|Torch)?DDP|(smart|wrap\w*)_(DDP|ddp)")
@@ -21,9 +22,13 @@ def reduced_every_micro_batch(file: File) -> Iterator[Report]:
     DistributedDataParallel sends all gradients in every backward: K times the traffic for the same
     update. Run all but the last micro-batch of a window, forward and backward, under `no_sync()`.
     """
+    wraps: dict[int, bool] = {}
     for window in file.shaped("boundary", "nested"):
+        root = window.events[0].root
+        if root not in wraps:
+            wraps[root] = any(map(_wraps, file.normal.around(root)))
         by_hand = {e.detail for e in window.backwards} <= _BY_HAND
-        if by_hand and window.backwards and not window.of("hold_sync") and _wraps(window):
+        if by_hand and window.backwards and not window.of("hold_sync") and wraps[root]:
             yield Report(
                 window.backwards[0].node,
                 "DistributedDataParallel reduces the gradients on every micro-batch: the update "
@@ -33,12 +38,10 @@ def reduced_every_micro_batch(file: File) -> Iterator[Report]:
             )
 
 
-def _wraps(window: Window) -> bool:
+def _wraps(event: Event) -> bool:
     """True if a trained model is wrapped."""
-    for event in window.file.around(window.events[0].root):
-        call = event.node
-        if event.kind == "call" and isinstance(call, ast.Call):
-            wraps = _WRAPS.fullmatch(last_part(call.func))
-            if wraps and not (call.args and "teacher" in text(call.args[0]).lower()):
-                return True
-    return False
+    call = event.node
+    if event.kind != "call" or not isinstance(call, ast.Call):
+        return False
+    is_teacher = bool(call.args) and "teacher" in text(call.args[0]).lower()
+    return _WRAPS.fullmatch(last_part(call.func)) is not None and not is_teacher

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -86,8 +85,9 @@ def _find(file: NormalFile) -> tuple[list[Window], list[Window]]:
 def _near(events: list[Event], loop: Loop, file: NormalFile) -> tuple[list[Event], list[Event]]:
     """Return the events before and after a loop, up to the loops with backwards beside it."""
     same = file.by_root[events[0].root]
-    first = bisect_left(same, events[0].order, key=lambda e: e.order)
-    last = bisect_right(same, events[-1].order, key=lambda e: e.order)
+    # A function is read at one go, so its events follow each other.
+    first = events[0].order - same[0].order
+    last = events[-1].order - same[0].order + 1
     parents = loop.parents
     before: list[Event] = []
     for event in reversed(same[:first] if first < 50 else same[first - 50 : first]):
