@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,10 @@ SAMPLES, KL = 16, 0.02
 MEANS = ("tokens", "sequences", "constant")
 
 
-def example() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "train_grpo.py"
-    spec = importlib.util.spec_from_file_location("train_grpo", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    return importlib.import_module("train_grpo")
 
 
 def start(grpo: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -82,13 +78,13 @@ def train(size: int, *, grpo: Any, mean: str, budget: bool, execute: str = "eage
 
 
 @pytest.mark.parametrize("mean", MEANS)
-def test_one_denominator_however_the_completions_are_cut(mean: str) -> None:
-    of_samples = partial(train, grpo=example(), mean=mean, budget=False)
+def test_one_denominator_however_the_completions_are_cut(grpo: Any, mean: str) -> None:
+    of_samples = partial(train, grpo=grpo, mean=mean, budget=False)
     assert_split_invariant(of_samples, (SAMPLES, 1, 2, 4), tolerance=1e-12)
     of_tokens = partial(of_samples, budget=True)
     assert_split_invariant(of_tokens, (1000, 70, 33), tolerance=1e-12)
 
 
-def test_as_a_graph_for_each_shape() -> None:
-    of_samples = partial(train, grpo=example(), mean="tokens", budget=False, execute="compile")
+def test_as_a_graph_for_each_shape(grpo: Any) -> None:
+    of_samples = partial(train, grpo=grpo, mean="tokens", budget=False, execute="compile")
     assert_split_invariant(of_samples, (SAMPLES, 4), tolerance=1e-12)
