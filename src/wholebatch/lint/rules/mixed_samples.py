@@ -36,7 +36,12 @@ def batchnorm(file: File) -> Iterator[Report]:
     `wb.WholeBatch`, which normalises over the whole batch.
     """
     normal, windows = file.normal, [w for w in file.accumulating if w.shape != "deepspeed"]
-    roots = {w.events[0].root for w in windows if not _is_frozen(w)}
+    frozen: dict[int, int] = {}  # Where BatchNorm is first frozen in each function.
+    for event in normal.events:
+        if event.kind == "freeze":
+            frozen.setdefault(event.root, event.order)
+    last = {w.events[-1].order: w.events[0].root for w in windows}
+    roots = {root for order, root in last.items() if frozen.get(root, order + 1) > order}
     codes = [_code_around(root, normal) for root in sorted(roots)] if _has_layers(normal) else []
     if not windows and framework_accumulates(normal):
         codes = [normal.index.nodes]
@@ -57,13 +62,6 @@ def batchnorm(file: File) -> Iterator[Report]:
 def _has_layers(file: NormalFile) -> bool:
     """True if a call anywhere in the file makes a layer or network with BatchNorm."""
     return any(_batchnorm(call, file) for call in file.index.calls)
-
-
-def _is_frozen(window: Window) -> bool:
-    """True if BatchNorm is frozen before the loop or in it."""
-    root, last = window.events[0].root, window.events[-1].order
-    same = window.file.by_root[root]
-    return any(e.kind == "freeze" and e.order <= last for e in same)
 
 
 def _code_around(number: int, file: NormalFile) -> list[ast.AST]:
