@@ -21,7 +21,6 @@ from ..normalise.syntax import (
 from ..windows import File, Window
 from ..windows.loss_terms import LOSS_NAME, Divisor, Term, terms_of
 from ..windows.values import integer, varies
-from .clearing import cleared_last
 from .rule_base import ERROR, NOTE, Report, rule
 
 # The criteria of torch, by their full names: their default is the mean.
@@ -46,7 +45,7 @@ def loss_not_divided(file: File) -> Iterator[Report]:
     another file computes the loss, which may be a sum or divided there.
     """
     for window in file.accumulating:
-        if not _adds_up(window) or window.rescales or cleared_last(window):
+        if not _adds_up(window) or window.rescales:
             continue
         event, certain, by = _first_undivided(window)
         if event is None:
