@@ -195,9 +195,9 @@ class _Conditions:
         # A number of steps that the loop changes is a name; a value of the micro-batch is none.
         changing = self.file.symbols.get(getattr(every, "id", ""))
         kept = changing is not None and changing.kind == "carried"
-        if self._varies(every) and not kept:
-            if not is_accumulation_name(f"{text(every)} {shown(written(self.test))}"):
-                return None
+        unfit = self._varies(every) and not kept
+        if unfit and not is_accumulation_name(f"{text(every)} {shown(written(self.test))}"):
+            return None
         symbol = position.symbol
         start, spanning = self._first_value(symbol)
         shift: int | None = None
