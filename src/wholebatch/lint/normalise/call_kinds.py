@@ -82,7 +82,7 @@ def effect_of(call: ast.Call, makers: Makers) -> Effect | None:
     if name in {"mul_", "div_"} and is_gradient(owner):
         return Effect("rescale", owner, positional(call, 0))
     if name == "zero_" and is_gradient(owner):
-        return Effect("clear", owner, detail="grad=None")
+        return Effect("clear", owner)
     if _RESCALES.fullmatch(name):
         return Effect("rescale", owner)
     if HOLDS_SYNC.fullmatch(name):

@@ -240,7 +240,7 @@ class Reader:
         name = slot_name(target)
         if is_gradient(target):
             if isinstance(value, ast.Constant):
-                self._emit(Effect("clear", target.value, detail="grad=None"), target)  # type: ignore[attr-defined]
+                self._emit(Effect("clear", self._whose(target)), target)
             else:
                 kind = "rescale" if _is_scaled(value) else "by_hand"
                 self._emit(Effect(kind, target, value), target)
@@ -489,9 +489,21 @@ class Reader:
             effect = Effect("freeze", call.func)
         if effect.kind == "native":
             self._native(call, effect)
+        elif effect.kind == "clear" and is_gradient(effect.receiver):
+            self._emit(Effect("clear", self._whose(effect.receiver)), call)
         else:
             self._emit(effect, call)
         return call
+
+    def _whose(self, gradient: ast.expr | None) -> ast.expr:
+        """Return whose gradient it is: `model` for `for p in model.parameters(): p.grad = None`."""
+        while isinstance(gradient, ast.Attribute) and gradient.attr in {"grad", "data"}:
+            gradient = gradient.value
+        owner = self.evaluate(gradient or _NOTHING)
+        symbol = self.symbols.get(getattr(owner, "id", ""))
+        over = symbol.loop.iterable if symbol is not None and symbol.kind == "target" else None
+        is_model = is_call(over, "parameters") and isinstance(over.func, ast.Attribute)
+        return over.func.value if is_model else owner  # type: ignore[union-attr]
 
     def _native(self, call: ast.Call, effect: Effect) -> None:
         self._emit(Effect("backward", None, effect.argument, "native"), call)

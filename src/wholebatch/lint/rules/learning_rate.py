@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..normalise import Event
 from ..normalise.syntax import (
     is_accumulation_name,
+    is_binary,
     is_call,
     last_part,
     shown,
@@ -69,5 +70,7 @@ def _may_count_micro_batches(call: ast.Call, window: Window) -> bool:
     given = [part for value in values_of(call) for part in ast.walk(file.value(value) or value)]
     if limit[:1].isalpha() and limit in map(text, given):
         return True
+    if any(is_binary(p, ast.Mult) and is_accumulation_name(text(p)) for p in given):
+        return True  # Updates times their micro-batches: `max_train_steps * args.accum`.
     names = " ".join(shown(written(part)) for part in given if isinstance(part, ast.expr))
     return "len(" in names and not is_accumulation_name(names)
