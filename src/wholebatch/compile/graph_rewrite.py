@@ -82,7 +82,7 @@ def rewrite(
     """
     graph = fx.Graph()
     results = _copied_into(graph, traced.graph.graph)
-    sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
+    sizes = 0 if traced.sizes is None else traced.sizes.merge(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
     counts = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
     kept = len(results) - len(traced.used)
