@@ -32,7 +32,7 @@ def computed(
 ) -> Any:
     """Compute this node if it depends on constants alone; return None if it does not.
 
-    `root` holds the constants; `known` keeps what has been computed. With `any_size` constants may be
+    `root` holds the constants; `known` keeps what has been computed. With `any_size` they may be
     large.
     """
     if node in known:

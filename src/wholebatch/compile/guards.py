@@ -113,7 +113,7 @@ class GuardSet:
         return {"function": self._loss, "args": (model, micro)}
 
     def _is_checked(self, guard: Any) -> bool:
-        """Leave out guards on arrays and on hooks, which are compared here, and on what is replaced."""
+        """Leave out guards on arrays and hooks, which `hold` compares, and on what is replaced."""
         if guard.guard_type == "TENSOR_MATCH":
             return not str(guard.name).startswith("___from_numpy(")
         if guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":

@@ -101,7 +101,6 @@ class JointStep:
             products_in_full=not self.compiled,
             entropy=can_fuse_entropy(device),
             shared_inputs=products,
-            gelu=self.compiled and device.type == "cuda",
         )
 
     def __call__(self, inputs: Inputs, seeds: Sequence[Tensor]) -> Results:
