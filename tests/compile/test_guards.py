@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import wholebatch as wb
 from wholebatch.compile.dynamo_settings import Unlisted
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import take_apart
@@ -795,11 +796,15 @@ _REFUSED = {
 """Code of which nobody can say whether it gives the same again, and how the reason names it."""
 
 
+def as_a_sum(number: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], wb.Loss]:
+    return lambda model, micro: wb.Loss(number(model, micro), 1)
+
+
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case.__name__)
 def test_a_change_is_noticed_or_the_code_is_refused(case: Case) -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     told = case()
-    loss = next(told)
+    loss = as_a_sum(next(told))
     reason = _REFUSED.get(case.__name__)
     try:
         if reason is not None:
@@ -858,11 +863,11 @@ def test_what_is_taken_out_of_a_micro_batch_is_not_missed() -> None:
     model, micro = nn.Linear(4, 4), {"x": torch.randn(3, 4), "labels": torch.randn(3, 4)}
 
     def pops(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
-        return (model(micro["x"]) - micro.pop("labels")).square().sum()
+        return (model(micro["x"]) - micro.pop("labels")).square().sum(-1)
 
     def adds(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
         micro["logits"] = model(micro["x"])
-        return micro["logits"].sum()
+        return micro["logits"].sum(-1)
 
     assert GuardSet(pops, model, take_apart(micro)).hold(model, micro)
     with pytest.raises(CannotTrace, match="it changes the micro-batch"):

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wholebatch.compile.dynamo_settings import can_follow_more, dynamo_settings
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.opaque_code import read_by, refuse_hooks, require_gradients
+from wholebatch.compile.opaque_code import read_by, require_gradients
 from wholebatch.compile.python_writes import written_by_code
 from wholebatch.compile.source_names import MICRO_BATCH, name_of, plain_name
 from wholebatch.losses.loss import as_loss, terms_of
@@ -37,6 +37,14 @@ from wholebatch.window.replaced_attributes import emptied
 
 Place: TypeAlias = tuple[int, int] | str
 """A dimension of a tensor of a micro-batch (index and dimension), or the name of a number."""
+OFFSET = -1
+"""Stands for a tensor's place in its storage, in the place of a dimension."""
+
+
+def is_offset(place: Place) -> bool:
+    """True for a tensor's place in its storage."""
+    return not isinstance(place, str) and place[1] == OFFSET
+
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
 """How Dynamo's messages name a decision by the value of a tensor."""
@@ -79,7 +87,9 @@ class Program:
     batch: dict[int, Tensor]
     """The fake tensors of the micro-batch that the graph reads, by index."""
     sizes: dict[Place, Any] = field(default_factory=dict)
-    """The symbols of open sizes."""
+    """The symbols of open sizes, each once."""
+    every_size: dict[Place, Any] = field(default_factory=dict)
+    """The symbols of all sizes that were left open, those that have become numbers too."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors from outside of the micro-batch that the graph reads, each once."""
@@ -154,7 +164,6 @@ class Capture:
         `torch.compiler.is_compiling()` is False in the code, as it is when the code runs eagerly,
         unless Dynamo can follow it only where it is True.
         """
-        refuse_hooks(self._model)
         try:
             return self._run(checked, is_compiling=False)
         except CannotTrace:
@@ -254,7 +263,9 @@ class Capture:
                 raise CannotTrace("Dynamo does not say where an input of its graph comes from")
             source, name = argument.source, name_of(argument.source)
             if not isinstance(value, Tensor):
-                place = self._place_of(source)
+                place = self._place_of(source, name)
+                if is_offset(place) and node.users:
+                    raise CannotTrace(f"its code reads {plain_name(name, self._loss)}")
                 inputs.append(Input("size", place))
                 values[place] = value
             elif name.startswith(MICRO_BATCH):
@@ -276,10 +287,10 @@ class Capture:
         for place in self._open:
             if not isinstance(place, str) and place[0] in batch:
                 values.setdefault(place, batch[place[0]].shape[place[1]])
-        sizes = _symbols(values)
+        sizes = _symbols({at: value for at, value in values.items() if not is_offset(at)})
         inputs = [_resolved(each, values, sizes) for each in inputs]
         mode = _mode_of(graph)
-        self._program = Program(graph, inputs, *_outputs(graph), mode, batch, sizes)
+        self._program = Program(graph, inputs, *_outputs(graph), mode, batch, sizes, values)
         _refuse_opaque(graph)
 
         def run(*_: Any) -> Any:
@@ -297,17 +308,18 @@ class Capture:
             "next one: give a dict, a tuple or a dataclass"
         )
 
-    def _place_of(self, source: Any) -> Place:
+    def _place_of(self, source: Any, name: str) -> Place:
         """Return the place of an open size."""
         for number, known in self._sources.items():
-            if name_of(source) == known:
+            if name == known:
                 return number
-        base, dim = getattr(source, "base", None), getattr(source, "idx", None)
-        if base is None or dim is None:
-            raise CannotTrace(f"{plain_name(name_of(source), self._loss)} is an open number")
+        kind = getattr(getattr(source, "prop", None), "name", None)
+        if kind not in ("SIZE", "STORAGE_OFFSET"):
+            raise CannotTrace(f"{plain_name(name, self._loss)} is an open number")
         names = {"L": {"function": self._loss, "args": (self._model, self._inputs.micro)}}
-        tensor = eval(name_of(base), names)  # Dynamo's names are expressions of Python.
-        return self._index_of(tensor, name_of(base)), dim
+        base = name_of(source.base)
+        index = self._index_of(eval(base, names), base)  # Dynamo's names are Python.
+        return index, source.idx if kind == "SIZE" else OFFSET
 
 
 def _mode_of(graph: fx.GraphModule) -> Any:
@@ -353,7 +365,8 @@ def _resolved(each: Input, values: dict[Place, Any], sizes: dict[Place, Any]) ->
     for place, symbol in sizes.items():
         if isinstance(value, torch.SymInt) and symbol.node.expr == value.node.expr:
             return Input("size", place)
-    return Input("number", int(value))
+    # Nothing reads a tensor's place in its storage.
+    return Input("number", 0 if is_offset(each.value) else int(value))
 
 
 def _refuse_opaque(graph: fx.GraphModule) -> None:

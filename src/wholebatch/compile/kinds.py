@@ -26,6 +26,7 @@ from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
 from wholebatch.compile.graph_inputs import Inputs, Key, without_sizes
 from wholebatch.compile.guards import GuardSet, TorchFunctions
 from wholebatch.compile.joint_graph import JointStep, Prepared
+from wholebatch.compile.opaque_code import refuse_hooks
 from wholebatch.compile.symbolic_sizes import differing, pattern
 from wholebatch.compile.trace import Form, Traced
 from wholebatch.window.autocast import Precision
@@ -338,6 +339,7 @@ class Kinds:
 
     def _captured(self, inputs: Inputs, places: Places = ()) -> GuardSet:
         """Capture what the code does and reads for this micro-batch."""
+        refuse_hooks(self._model)
         with self._as_traced():
             guards = GuardSet(
                 self.reads,

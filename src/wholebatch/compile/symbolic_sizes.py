@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholebatch.compile.capture import Place, Program
+from wholebatch.compile.capture import OFFSET, Place, Program, is_offset
 from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs, Key, TensorPart
 
@@ -71,21 +71,17 @@ class Sizes:
 
     symbols: dict[Place, Any]
     """Each symbol by the place where its value is read."""
+    _every: dict[Place, Any]
     _environment: Any
 
     @staticmethod
     def of(program: Program) -> Sizes:
         """Return the symbols of this program."""
-        return Sizes(program.sizes, program.mode.shape_env)
+        return Sizes(program.sizes, program.every_size, program.mode.shape_env)
 
     def numbers(self, inputs: Inputs) -> tuple[int, ...]:
         """Return the values of the symbols for this micro-batch."""
-        return tuple(
-            inputs.sizes[place]
-            if isinstance(place, str)
-            else inputs.tensors[place[0]].shape[place[1]]
-            for place in self.symbols
-        )
+        return tuple(_number(place, inputs) for place in self.symbols)
 
     @property
     def any_open(self) -> bool:
@@ -99,13 +95,13 @@ class Sizes:
 
     @property
     def all_open(self) -> bool:
-        return all(map(is_open, self.symbols.values()))
+        return all(is_open(symbol) for place, symbol in self._every.items() if not is_offset(place))
 
     def numbers_of_batch(self, *, are_open: bool) -> list[str]:
         """Return the names of the batch's numbers that are symbols still, or no longer."""
         return [
             place
-            for place, symbol in self.symbols.items()
+            for place, symbol in self._every.items()
             if isinstance(place, str) and is_open(symbol) == are_open
         ]
 
@@ -126,8 +122,11 @@ class Sizes:
         ) and all(_holds(guard.expr, binding) for guard in self._environment.guards)
 
     def _binding(self, inputs: Inputs) -> Mapping[Any, int]:
-        symbols = (symbol.node._expr for symbol in self.symbols.values())
-        return dict(zip(symbols, self.numbers(inputs), strict=True))
+        return {
+            symbol.node._expr: _number(place, inputs)
+            for place, symbol in self._every.items()
+            if isinstance(symbol, torch.SymInt)
+        }
 
     def merge(self, graph: fx.Graph) -> int:
         """Read each size from the first inputs of the graph; return how many of these there are.
@@ -145,6 +144,13 @@ class Sizes:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
         return len(self.symbols)
+
+
+def _number(place: Place, inputs: Inputs) -> int:
+    if isinstance(place, str):
+        return inputs.sizes[place]
+    index, dim = place
+    return inputs.given[index].storage_offset() if dim == OFFSET else inputs.given[index].shape[dim]
 
 
 def is_open(symbol: Any) -> bool:
