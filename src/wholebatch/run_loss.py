@@ -173,13 +173,15 @@ class RunLoss:
             self._micro = None
 
     def _test_window(self) -> None:
-        """Refuse a loss that does not add up on the first micro-batch of a tested window."""
+        """Refuse a loss that does not add up, on the first micro-batch that tells it."""
         place, before = self._place, self._number
         self._number = self._ledger.number
         is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
             self._step.begin_window()
-        if not (is_first and place.in_parts and self._test.begin_window()):
+        if is_first and place.in_parts:
+            self._test.begin_window()
+        if not self._test.is_due:
             return
         call = self._micro
 

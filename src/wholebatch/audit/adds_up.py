@@ -131,6 +131,8 @@ def _compared(samples: ChosenSamples, name: str) -> AdditivityResult:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:
+        if _run_now(samples):
+            raise  # not because they are fewer
         return AdditivityResult((_unrunnable(samples, name, problem),))
     if samples.reads_outputs:
         # Another output may have had as many rows as one run has samples.
@@ -148,7 +150,8 @@ def _compared(samples: ChosenSamples, name: str) -> AdditivityResult:
     if not samples.same_again(second, again):
         why = (
             f"and the loss depends on it: that of the same samples is {again.total:.6g} before and "
-            f"{second.total:.6g} after"
+            f"{second.total:.6g} after (unless a list, an object or a variable outside of the "
+            "model moves, too)"
         )
         return AdditivityResult(_state(samples, first, moved, why) or (_outside(second, again),))
     if not samples.draws.held or not whole.after.draws_same(first.after, host=True):
@@ -168,24 +171,38 @@ def _compared(samples: ChosenSamples, name: str) -> AdditivityResult:
     return AdditivityResult(findings, samples.reads_outputs or tells)
 
 
-def adds_up_in_micro_batches(
-    model: nn.Module, run: Callable[[Any], Any], both: Layout, size: int
-) -> bool:
-    """True if two micro-batches of a batch add up because they hold groups of samples whole.
+def _run_now(samples: ChosenSamples) -> bool:
+    """True if both parts run after all: an error came from elsewhere."""
+    try:
+        samples.part(samples.rows[: samples.cut])
+        samples.part(samples.rows[samples.cut :])
+    except Exception:
+        return False
+    return True
 
-    `both` has the samples of both, `size` of them in the first one. The order of the samples must
-    matter: else nothing tells that some belong together, and two micro-batches may add up by chance
-    (equally many labels). They run without gradients.
+
+def adds_up_in_groups(
+    model: nn.Module, run: Callable[[Any], Any], both: Layout, sizes: Sequence[int]
+) -> bool:
+    """True if neighbouring samples belong together (pairs), and micro-batches hold them whole.
+
+    `both` has the samples of two micro-batches of these sizes. Every cut between groups must add
+    up, and one within a group must not: else nothing tells which belong together, and two
+    micro-batches may add up by chance (equally many labels). They run without gradients.
     """
     rows = range(both.size)
     samples = ChosenSamples(model, run, both, rows, graph=False)
+
+    def cut_adds_up(order: Sequence[int], cut: int) -> bool:
+        return samples.adds_up(whole, [samples.part(order[:cut]), samples.part(order[cut:])])
+
+    within = math.gcd(*sizes)
     with suppress(RuntimeError, ValueError), samples.testing():
         whole = samples.whole()
-        parts = [samples.part(rows[:size]), samples.part(rows[size:])]
-        if samples.draws.held and whole.is_finite and samples.adds_up(whole, parts):
-            turned = [*rows[1:], 0]
-            parts = [samples.part(turned[:size]), samples.part(turned[size:])]
-            return not samples.adds_up(whole, parts)
+        for group in range(2, within + 1):
+            cuts = range(group, both.size, group)[:4]
+            if within % group == 0 and all(cut_adds_up(rows, cut) for cut in cuts):
+                return samples.draws.held and not cut_adds_up([*rows[1:], 0], group)
     return False
 
 

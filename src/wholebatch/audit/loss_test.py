@@ -16,7 +16,7 @@ from torch import nn
 from wholebatch.audit.adds_up import (
     SAMPLES,
     AdditivityResult,
-    adds_up_in_micro_batches,
+    adds_up_in_groups,
     check_adds_up,
     free_memory_of_test,
 )
@@ -24,7 +24,7 @@ from wholebatch.audit.check import silenced
 from wholebatch.audit.finding import OF_STATE, UNTESTED, AuditFinding, Findings, refuse
 from wholebatch.audit.layers import refused_by_type
 from wholebatch.batch.micro_batches import joined
-from wholebatch.batch.samples import Layout, readable_layout
+from wholebatch.batch.samples import Layout, layout_of, readable_layout
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import SplitError
 from wholebatch.losses.loss import as_loss
@@ -173,18 +173,16 @@ class LossTest:
             return False
         try:
             both = joined(micros[:2])
-            sizes = [_layout_of(micro, None) for micro in micros[:2]]
+            sizes = [layout_of(micro).size for micro in micros[:2]]
+            if both is not None:
+                return adds_up_in_groups(self._model, run, layout_of(both), sizes)
         except SplitError:
-            return False
-        layout = None if both is None else _layout_of(both, None)
-        if layout is None or sizes[0] is None or layout.size <= sizes[0].size:
-            return False
-        try:
-            return adds_up_in_micro_batches(self._model, run, layout, sizes[0].size)
+            pass
         except torch.OutOfMemoryError:
-            return False
+            pass
         finally:
             free_memory_of_test()
+        return False
 
     def _without_doubtful(self, findings: Findings) -> list[AuditFinding]:
         """Warn of what holds only if rows are samples; return what is so in any case."""
@@ -222,6 +220,9 @@ class LossTest:
         """Refuse what any rank has found; test again if the test told nothing on one of them."""
         sums = self._group.sum([float(len(findings)), float(conclusive)])
         self._tries = 0 if sums[1] == self._group.ranks else max(0, self._tries - 1)
+        # A loop's first micro-batch may have no units: on one rank, the next one is tested.
+        is_alone = self._group.ranks == 1 and not self._shares_forwards
+        self.is_due = is_alone and self._tries > 0
         refuse(findings, self._off, on_another_rank=sums[0] > 0)
 
     def _tell(self, why: str) -> None:

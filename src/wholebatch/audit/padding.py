@@ -52,7 +52,8 @@ def check_padding(
         allowed = max(allowed, 1e-3)
     for name in padded:
         total, units = float(padded[name].total), float(padded[name].units)
-        trimmed_total, trimmed_units = float(trimmed[name].total), float(trimmed[name].units)
+        trimmed_total = float(trimmed[name].total.detach())
+        trimmed_units = float(trimmed[name].units)
         # Units may be sums of weights, and a total near 0 may be one of large losses.
         same_units = math.isclose(units, trimmed_units, rel_tol=1e-5)
         if same_units and abs(trimmed_total - total) <= allowed * (abs(total) + units):

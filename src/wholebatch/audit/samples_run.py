@@ -114,7 +114,7 @@ class ChosenSamples:
         shared = [t for t in whole if isinstance(t, Tensor) and not t.requires_grad]
         self._shared = [(tensor, tensor.clone()) for tensor in shared]
         self._generators = own_generators(model, run)
-        self.start = ForwardState(model, generators=self._generators)
+        self.start: ForwardState
         self.draws, self._draws = HeldDraws(), False
         self.precision = Precision.of(p.dtype for _, p in plain)
         self._seeds: dict[str, float] = {}
@@ -126,12 +126,13 @@ class ChosenSamples:
         if "torch._dynamo" in sys.modules:  # the test is not to make modules compile again
             eagerly = torch.compiler.set_stance("force_eager")
         norms = [norm for norm in batchnorms(self.model) if uses_batch_statistics(norm[1])]
-        try:
-            with warnings.catch_warnings(), eagerly, fixed_statistics(norms):
-                warnings.simplefilter("ignore")
+        with warnings.catch_warnings(), eagerly, fixed_statistics(norms):
+            warnings.simplefilter("ignore")
+            self.start = ForwardState(self.model, generators=self._generators)
+            try:
                 yield
-        finally:
-            self.restore()
+            finally:
+                self.restore()
 
     def restore(self) -> None:
         """Restore the state that was found, as far as it can be."""

@@ -31,9 +31,9 @@ _WRAPPERS = (
     "lightning.fabric.",
     "lightning_fabric.",
 )
-# Transformers' note that hooks which record outputs are in place: those stay, and without the note
-# they would be installed twice.
-_KEPT = "_output_capturing_hooks_installed"
+# No state of a forward: the mode, and Transformers' note that hooks which record outputs are in
+# place (those stay, and without the note they would be installed twice).
+_KEPT = {"training", "_output_capturing_hooks_installed"}
 _RESULT: Any = object()
 """Stands for a tensor of a graph: it is a result of the last forward, and stays as it is."""
 
@@ -117,7 +117,7 @@ class ForwardState:
             (module, name): value
             for module, fields in self._attributes.items()
             for name, value in fields.items()
-            if name != "training" and isinstance(value, Tensor | int | float)
+            if isinstance(value, Tensor | int | float)
         }
         for module, buffers in self._buffers.items():
             values.update({(module, n): copies.get(id(b), b) for n, b in buffers.items()})
@@ -143,7 +143,7 @@ def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
 
 
 def _shallow_copy(module: nn.Module) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(module).items() if name != _KEPT}
+    fields = {name: value for name, value in vars(module).items() if name not in _KEPT}
     for name, value in fields.items():
         if type(value) is Tensor and value.grad_fn is not None:
             fields[name] = _RESULT
@@ -152,7 +152,7 @@ def _shallow_copy(module: nn.Module) -> dict[str, Any]:
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     """Let a dictionary hold what it held before; results stay."""
-    for name in now.keys() - before.keys() - {_KEPT}:
+    for name in now.keys() - before.keys() - _KEPT:
         del now[name]
     for name, value in before.items():
         if value is not _RESULT and now.get(name, _RESULT) is not value:
