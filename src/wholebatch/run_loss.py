@@ -173,7 +173,7 @@ class RunLoss:
             self._micro = None
 
     def _test_window(self) -> None:
-        """Refuse a loss that does not add up, on the first micro-batch that tells it."""
+        """Refuse a loss that does not add up; each test takes another micro-batch of its window."""
         place, before = self._place, self._number
         self._number = self._ledger.number
         is_first = place.position == 0 or self._number != before  # of this function
@@ -181,7 +181,8 @@ class RunLoss:
             self._step.begin_window()
         if is_first and place.in_parts:
             self._test.begin_window()
-        if not self._test.is_due:
+        turn = self._test.turn % max(place.steps, default=1)
+        if not self._test.is_due or not (place.last or place.position >= turn):
             return
         call = self._micro
 

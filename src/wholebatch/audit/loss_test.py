@@ -23,6 +23,7 @@ from wholebatch.audit.adds_up import (
 from wholebatch.audit.check import silenced
 from wholebatch.audit.finding import OF_STATE, UNTESTED, AuditFinding, Findings, refuse
 from wholebatch.audit.layers import refused_by_type
+from wholebatch.audit.samples_run import spread_rows
 from wholebatch.batch.micro_batches import joined
 from wholebatch.batch.samples import Layout, layout_of, readable_layout
 from wholebatch.distributed.process_group import Group
@@ -68,6 +69,8 @@ class LossTest:
         self._model, self._group, self._off = model, group, off
         self._enabled, self._shares_forwards = enabled, shares_forwards
         self._windows = 0
+        self.turn = 0
+        """The number of tests so far: in a loop, each takes another micro-batch."""
         self._tries = _TRIES
         """How often the first test is made again, if it told nothing; 0 once it has told."""
         self.is_due = False
@@ -103,6 +106,7 @@ class LossTest:
         one document is then warned of.
         """
         self.is_due = False
+        self.turn += 1
         read = _layout_of(batch, layout)
         if read is None:
             self._tell(
@@ -154,7 +158,12 @@ class LossTest:
         except Exception as error:  # most often the loss's own, and the step will raise it
             free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
             result = AdditivityResult(conclusive=False)
-            if self._shares_forwards or self._runs(run, micros[0] if micros else None):
+            few = layout.take(spread_rows(layout.size, count))
+            if self._shares_forwards:
+                self._tell(f"{count} samples could not be run ({error!r})")
+            elif self._runs(run, micros[0] if micros else layout.take(slice(None))):
+                if self._runs(run, few):  # it does not come again
+                    raise
                 self._tell(f"{count} samples could not be run ({error!r})")
         findings = [f for f in result.findings if not self._is_of_groups(f, run, micros)]
         if not micros:
@@ -202,8 +211,6 @@ class LossTest:
 
     def _runs(self, run: Callable[[Any], Any], micro: Any) -> bool:
         """True if a micro-batch runs, and returns a loss; if not, the step will raise its error."""
-        if micro is None:
-            return True
         try:
             generators = own_generators(self._model, run)
             with torch.no_grad(), ForwardState(self._model, generators=generators):
