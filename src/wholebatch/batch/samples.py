@@ -24,6 +24,7 @@ Which values hold samples is a contract, not a guess:
    with the same keys, of strings or of numbers is a list of samples.
 6. A list that fits both ways is an error: as many tensors as samples, each with as many rows. A
    tuple of such tensors is parts, and a tuple of numbers is a size, such as (224, 224).
+7. In a run, the first batch decides what each leaf is (`Roles`).
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ import dataclasses
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Number
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
+from wholebatch.batch.roles import Roles
 from wholebatch.errors import OptionError, SplitError
 
 
@@ -92,19 +93,16 @@ def _visit(
     node: Any,
     is_leaf: Callable[[str, Any], bool] | None,
     leaves: list[Leaf],
-    objects: bool = False,
 ) -> Structure:
     # Not a nested function of `flatten`: a recursive closure is a reference cycle, which would keep
     # the batch's tensors alive until garbage collection.
     inner = children(node)
-    if inner is None and objects:
-        inner = _attributes(node)
     if inner is None or (is_leaf is not None and is_leaf(name, node)):
         leaves.append(Leaf(name, node))
         return _LEAF
     return Structure(
         node,
-        tuple([_visit(join(name, key), value, is_leaf, leaves, objects) for key, value in inner]),
+        tuple([_visit(join(name, key), value, is_leaf, leaves) for key, value in inner]),
     )
 
 
@@ -183,7 +181,7 @@ def _rebuild(node: Any, values: list[Any]) -> Any:
 
 
 def _rebuild_dataclass(node: Any, values: list[Any]) -> Any:
-    names = _field_names(node) if _is_dataclass(node) else list(vars(node))
+    names = _field_names(node)
     changed = [
         (name, new)
         for name, new in zip(names, values, strict=True)
@@ -265,6 +263,8 @@ class Layout:
     size: int
     leaves: tuple[Leaf, ...]
     structure: Structure
+    roles: Roles | None = None
+    """What the leaves were in the run's batches before; None for a batch by itself."""
 
     def take(self, rows: Rows) -> Any:
         """Return a batch of the samples `rows`: views for a slice, copies for a list of indices."""
@@ -281,21 +281,27 @@ class Layout:
         ]
 
 
-def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> int:
+def batch_size_of(
+    batch: Any, *, batch_size: BatchSize = None, static: Static = (), roles: Roles | None = None
+) -> int:
     """Return the number of samples in `batch`, determined as `split` does.
 
     >>> batch_size_of({"x": torch.ones(6, 2), "y": torch.ones(6), "temperature": 0.5})
     6
     """
-    return layout_of(batch, batch_size=batch_size, static=static).size
+    return layout_of(batch, batch_size=batch_size, static=static, roles=roles).size
 
 
 def layout_of(
-    batch: Any, *, batch_size: BatchSize = None, static: Static = (), strict: bool = True
+    batch: Any,
+    *,
+    batch_size: BatchSize = None,
+    static: Static = (),
+    roles: Roles | None = None,
 ) -> Layout:
     """Return which leaves of `batch` hold samples, and how many samples there are.
 
-    With `strict=False` a tensor with another number of rows is passed on instead of refused.
+    `roles` are those of the run's batches before; this batch adds to them.
     """
     fixed = frozenset(_names(static))
     if batch_size is None:
@@ -310,23 +316,26 @@ def layout_of(
             return True
         if not name and batch_size is None:
             return source == ""
-        return _has_one_item_per_sample(name, node, size)
+        if not _is_list(node):
+            return False
+        return _is_split(name, len(node), size, roles, lambda: _fits(name, node, size))
 
     flat, structure = flatten(batch, is_leaf)
     if missing := fixed - {leaf.name for leaf in flat}:
         names = ", ".join(leaf.name for leaf in flat) or "none"
         raise SplitError(f"static={min(missing)!r}: the batch has no such leaf; it has {names}")
-    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size) for leaf in flat)
-    if strict:
-        for leaf in leaves:
-            if leaf.name not in fixed and not leaf.batched:
-                _refuse_other_rows(leaf, size, source, leaves)
+    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size, roles) for leaf in flat)
+    arrays = [leaf for leaf in leaves if leaf.name not in fixed and is_array(leaf.value)]
+    _refuse_one_row(size, source, arrays)
+    for leaf in arrays:
+        if not leaf.batched:
+            _refuse_other_rows(leaf, size, source, arrays)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
             f"items; the batch has {', '.join(map(_described, leaves)) or 'nothing'}"
         )
-    return Layout(size, leaves, structure)
+    return Layout(size, leaves, structure, roles)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -337,55 +346,14 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return []
 
 
-def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
-    """Return the layout of a batch that need not follow the contract; None if it has no samples.
-
-    The first tensor then gives the number of samples, and leaves with other row counts are not
-    split. Objects of other classes are taken apart by their attributes, if all tensors in the batch
-    have the same number of rows.
-    """
-    if batch_size is None and not static and _holds_objects(batch):
-        return _layout_of_objects(batch)
+def readable_layout(
+    batch: Any, batch_size: BatchSize, static: Static, roles: Roles | None = None
+) -> Layout | None:
+    """Return the layout of a batch; None if its rows are not known to be samples."""
     try:
-        return layout_of(batch, batch_size=batch_size, static=static)
+        return layout_of(batch, batch_size=batch_size, static=static, roles=roles)
     except SplitError:
-        if isinstance(batch, list) and batch and all(type(item) is tuple for item in batch):
-            rows = [len(batch)]  # a list of samples, each a tuple of its parts
-        else:
-            rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
-        if not any(rows[:1]):
-            return None
-        with suppress(SplitError):  # a list that may be samples or not
-            return layout_of(batch, batch_size=rows[0], static=static, strict=False)
         return None
-
-
-def _attributes(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the attributes of an object of another class that holds tensors; else None."""
-    held = getattr(node, "__dict__", None)
-    if isinstance(node, (Tensor, type, nn.Module)) or not isinstance(held, dict):
-        return None
-    return list(held.items()) if any(map(tensors_of, held.values())) else None
-
-
-def _holds_objects(batch: Any) -> bool:
-    return any(_attributes(leaf.value) is not None for leaf in flatten(batch)[0])
-
-
-def _layout_of_objects(batch: Any) -> Layout | None:
-    leaves: list[Leaf] = []
-    structure = _visit("", batch, None, leaves, objects=True)
-    arrays = [leaf.value for leaf in leaves if is_array(leaf.value) and leaf.value.ndim]
-    sizes = {len(array) for array in arrays}
-    if len(sizes) != 1 or 0 in sizes:
-        return None
-    [size] = sizes
-    batched = tuple(replace(leaf, batched=_has_rows(leaf.value, size)) for leaf in leaves)
-    return Layout(size, batched, structure)
-
-
-def _has_rows(value: Any, size: int) -> bool:
-    return bool(is_array(value) and value.ndim and len(value) == size)
 
 
 def check_layout(batch_size: object, static: object) -> None:
@@ -447,7 +415,7 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
             f"the batch is a {type(batch).__name__}, and step() takes one batch: "
             "for batch in loader: train.step(batch)"
         )
-    if children(batch) is None and _attributes(batch) is not None:
+    if children(batch) is None and hasattr(batch, "__dict__"):
         raise SplitError(
             f"the batch is a {type(batch).__name__}, which cannot be taken apart: give a dict, a "
             "tuple, a named tuple or a dataclass of tensors"
@@ -502,9 +470,18 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, list) or not all(isinstance(item, Number) for item in node)
 
 
-def _has_one_item_per_sample(name: str, node: Any, size: int) -> bool:
-    """True if the container `node` is a list of samples, which is not taken apart further."""
-    if not _is_list(node) or len(node) != size:
+def _is_split(
+    name: str, entries: int, size: int, roles: Roles | None, fits: Callable[[], bool]
+) -> bool:
+    """True if a leaf has one entry per sample: by its role in the run, else by this batch."""
+    if roles is None or not name or not entries:
+        return fits()
+    return roles.is_split(name, entries, size, fits)
+
+
+def _fits(name: str, node: Any, size: int) -> bool:
+    """True if the container `node` may be a list of samples, which is not taken apart further."""
+    if len(node) != size:
         return False
     first = next((item for item in node if item is not None), None)
     if size == 1 or is_record(first) or set(_rows_within(node)) != {size}:
@@ -528,21 +505,25 @@ def _rows_within(node: Any) -> Iterator[int]:
             yield from _rows_within(value)
 
 
-def _judged(leaf: Leaf, size: int) -> Leaf:
+def _judged(leaf: Leaf, size: int, roles: Roles | None) -> Leaf:
     """Return the leaf, marked if it has one row or item for each sample."""
-    value = leaf.value
-    _refuse_unsplittable(leaf.name, value)
-    if is_array(value):
-        return Leaf(leaf.name, value, bool(value.ndim > 0 and value.shape[0] == size))
-    return Leaf(leaf.name, value, isinstance(value, (list, tuple)))
+    name, value = leaf.name, leaf.value
+    _refuse_unsplittable(name, value)
+    if value is None or isinstance(value, (list, tuple)):  # a list that is a leaf holds samples
+        return Leaf(name, value, value is not None)
+    rows = int(value.shape[0]) if is_array(value) and value.ndim else 1
+    fits = is_array(value) and value.ndim > 0 and rows == size
+    if rows in (1, size):  # with other rows it is refused
+        fits = _is_split(name, rows, size, roles, lambda: fits)
+    return Leaf(name, value, fits)
 
 
-def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf]) -> None:
+def _refuse_other_rows(leaf: Leaf, size: int, source: str, arrays: Sequence[Leaf]) -> None:
     """Refuse a tensor with another number of rows; one row is shared by all samples."""
-    if size == 1 or not is_array(leaf.value) or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
+    if size == 1 or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
         return
     expected = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
-    rows = [each.value.shape[0] for each in leaves if is_array(each.value) and each.value.ndim]
+    rows = _rows_of(arrays)
     is_odd = rows.count(size) == 1 < rows.count(leaf.value.shape[0])  # the first one, not this one
     name = source if is_odd and source != "batch_size=" else leaf.name
     raise SplitError(
@@ -550,6 +531,23 @@ def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf
         "one row for each sample; check the function that makes the batch (collate_fn). If "
         f"{name!r} is not a value per sample, pass {_as_options(f'static={name!r}')}"
     )
+
+
+def _refuse_one_row(size: int, source: str, arrays: Sequence[Leaf]) -> None:
+    """Refuse a first tensor that alone has one row: it may be no value per sample."""
+    rows = _rows_of(arrays)
+    if size > 1 or rows.count(1) != 1 or len(rows) == 1 or source == "batch_size=":
+        return
+    other = next(leaf for leaf in arrays if leaf.value.ndim and leaf.value.shape[0] > 1)
+    raise SplitError(
+        f"{source!r} has one row, and {other.name!r} has {other.value.shape[0]}: is this one "
+        f"sample? Then pass {_as_options('batch_size=1')}. If {source!r} is not a value per "
+        f"sample, pass {_as_options(f'static={source!r}')}"
+    )
+
+
+def _rows_of(arrays: Sequence[Leaf]) -> list[int]:
+    return [leaf.value.shape[0] for leaf in arrays if leaf.value.ndim]
 
 
 def _described(leaf: Leaf) -> str:

@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wholebatch.compile.dynamo_settings import can_follow_more, dynamo_settings
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.model_parts import ModelParts
 from wholebatch.compile.opaque_code import read_by, require_gradients
 from wholebatch.compile.python_writes import written_by_code
 from wholebatch.compile.source_names import MICRO_BATCH, name_of, plain_name
 from wholebatch.losses.loss import as_loss, terms_of
-from wholebatch.window.forward_state import ModelParts
 from wholebatch.window.replaced_attributes import emptied
 
 Place: TypeAlias = tuple[int, int] | str

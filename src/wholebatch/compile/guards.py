@@ -20,9 +20,9 @@ from wholebatch.compile.capture import Capture, Place
 from wholebatch.compile.dynamo_settings import REPLACEMENTS
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import Inputs, Number
+from wholebatch.compile.model_parts import ModelParts
 from wholebatch.compile.source_names import value_and_line
 from wholebatch.window.autograd_graph import version_of
-from wholebatch.window.forward_state import ModelParts
 
 _ARRAY = 2**14
 """The most numbers of a NumPy array that are compared at every micro-step."""

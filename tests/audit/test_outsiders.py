@@ -1,0 +1,413 @@
+"""Loops that people wrote: right ones are exact and not refused, wrong ones are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from wholebatch.errors import LossError, UnsupportedError
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.ModuleDict({"body": nn.Linear(4, 5), "head": nn.Linear(5, 3)}).double()
+
+
+def logits(model: Any, x: Tensor) -> Tensor:
+    made: Tensor = model["head"](model["body"](x).tanh())
+    return made
+
+
+def samples(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(2)
+    return [(torch.randn(n, 4).double(), torch.randint(3, (n,))) for n in sizes]
+
+
+def off(
+    backward: Callable[[Any, Any, Any], Any], mean: Tensor, model: nn.Module, data: Any
+) -> float:
+    """Return how far a loop's gradient is from that of the undivided `mean`."""
+    parameters = list(model.parameters())
+    right = torch.cat([g.flatten() for g in torch.autograd.grad(mean, parameters)])
+    acc = wb.Accumulator(model, None, steps=len(data))
+    for micro in acc.over(data):
+        backward(acc, model, micro)
+    made = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    return float((made - right).norm() / right.norm())
+
+
+Bags = tuple[Tensor, tuple[int, ...], Tensor]
+
+
+def bag_loss(model: nn.Module, bags: Bags) -> Tensor:
+    x, sizes, y = bags
+    pooled = [part.mean(0) for part in logits(model, x).split(list(sizes))]
+    return F.cross_entropy(torch.stack(pooled), y)
+
+
+def bags(*sizes: int) -> Bags:
+    return torch.randn(sum(sizes), 4).double(), sizes, torch.randint(3, (len(sizes),))
+
+
+@pytest.mark.parametrize("sizes", [((3, 1, 4), (2, 5)), ((2,) * 9, (1, 6))])
+def test_bags_of_unequal_sizes_are_no_comparison(sizes: Any) -> None:
+    torch.manual_seed(3)
+    data, model = [bags(*one) for one in sizes], net()
+    whole = torch.cat([b[0] for b in data]), sum(sizes, ()), torch.cat([b[2] for b in data])
+
+    def backward(acc: Any, model: nn.Module, micro: Bags) -> None:
+        acc.backward(mean=bag_loss(model, micro), units=len(micro[1]))
+
+    assert off(backward, bag_loss(model, whole), model, data) < 1e-14
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_a_sum_over_two_units_divided_by_two(is_weight: bool, smoothing: float) -> None:
+    """A weight of 1 / 2 stands in micro-batches of other sizes, too."""
+    model, data = net(), samples(2, 1, 2, 1)
+    acc = wb.Accumulator(model, None, steps=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in acc.over(data):
+            is_mean = bool(smoothing) and not is_weight  # of which torch makes a mean and a sum
+            loss = nn.CrossEntropyLoss(
+                reduction="mean" if is_mean else "sum", label_smoothing=smoothing
+            )
+            divisor = 2 if is_weight else 1 if is_mean else len(y)
+            acc.backward(loss(logits(model, x), y) / divisor, units=len(y))
+    told = [str(warning.message) for warning in caught]
+    assert any("divided by 2 where its units are 2" in text for text in told) is not is_weight
+
+
+def test_a_call_for_each_task_is_right() -> None:
+    """The queries of a task of a meta-learner are linked, those of two tasks are not."""
+    model = nn.Linear(4, 1).double()
+    tasks = [torch.randn(5, 5, 4).double() for _ in range(2)]
+
+    def loss(tasks: Tensor) -> Tensor:
+        losses = []
+        for x in tasks:
+            weights = dict(model.named_parameters())
+            inner = torch.func.functional_call(model, weights, (x[:3],)).square().mean()
+            slopes = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+            moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), slopes, strict=True)}
+            query = torch.func.functional_call(model, moved, (x[3:],))
+            losses.append((query - x[3:, :1]).square().mean())
+        return torch.stack(losses).mean()
+
+    def backward(acc: Any, model: nn.Module, tasks: Tensor) -> None:
+        acc.backward(mean=loss(tasks), units=len(tasks))
+
+    assert off(backward, loss(torch.cat(tasks)), model, tasks) < 1e-12
+
+
+@pytest.mark.parametrize("sizes", [[(3, 5), (2,)], [(4, 1), (3, 3, 2)], [(3, 3), (1, 1)]])
+def test_a_call_for_each_ranked_list_is_right(sizes: Any) -> None:
+    model = net()
+    torch.manual_seed(4)
+    data = [[torch.randn(n, 4).double() for n in micro] for micro in sizes]
+
+    def loss(lists: list[Tensor]) -> Tensor:
+        losses = [
+            -logits(model, x)[:, 0].log_softmax(0)[0] + logits(model, x).square().mean()
+            for x in lists
+        ]
+        return torch.stack(losses).sum()
+
+    def backward(acc: Any, model: nn.Module, lists: list[Tensor]) -> None:
+        acc.backward(loss(lists), units=len(lists))
+
+    every = [one for micro in data for one in micro]
+    assert off(backward, loss(every) / len(every), model, data) < 1e-12
+
+
+def test_a_mean_beside_a_weighted_mean_is_no_sum() -> None:
+    """The loss of a critic, with ten times a gradient penalty."""
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    [(x, y), _] = samples(4, 3)
+    z = logits(model, x)
+    with pytest.raises(LossError, match="total is a mean"):
+        acc.backward(z[:, 0].mean() + 10 * (z[:, 1] - 1).square().mean(), units=len(y))
+    acc.backward(z[:, 0].mean() * 4 + z[:, 1].sum(), units=len(y))
+    acc.discard()
+
+
+def test_attention_over_each_bag_is_right() -> None:
+    """One model is called once for all bags, the other for each."""
+    torch.manual_seed(5)
+    body, weigh = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
+    data = [bags(3, 5), bags(2, 4, 1)]
+
+    def loss(micro: Bags) -> Tensor:
+        x, sizes, y = micro
+        parts = body(x).tanh().split(list(sizes))
+        pooled = [(weigh(part).softmax(0) * part).sum(0) for part in parts]
+        return F.cross_entropy(torch.stack(pooled), y, reduction="sum")
+
+    acc = wb.Accumulator([body, weigh], None, steps=2)
+    for micro in acc.over(data):
+        acc.backward(loss(micro), units=len(micro[1]))
+    right = torch.autograd.grad(sum(map(loss, data)) / 5, [body.weight, weigh.weight])
+    for p, gradient in zip((body.weight, weigh.weight), right, strict=True):
+        assert torch.allclose(p.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_as_units_of_bags_are_told() -> None:
+    torch.manual_seed(3)
+    acc, micro = wb.Accumulator(model := net(), None, steps=2), bags(3, 1, 4)
+    with pytest.warns(UserWarning, match="claims more independent parts than there are"):
+        acc.backward(mean=bag_loss(model, micro), units=8)
+    acc.discard()
+
+
+def test_a_checkpoint_around_head_and_loss() -> None:
+    """The test of a first call inside a checkpoint adds nothing to what the checkpoint saves."""
+    data, model = samples(4, 4, 3), net()
+    x, y = map(torch.cat, zip(*data, strict=True))
+
+    def summed(hidden: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model["head"](hidden), y, reduction="sum")  # type: ignore[index]
+
+    def backward(acc: Any, model: Any, micro: Any) -> None:
+        hidden = model["body"](micro[0]).tanh()
+        acc.backward(checkpoint(summed, hidden, micro[1], use_reentrant=False), units=len(micro[1]))
+
+    assert off(backward, F.cross_entropy(logits(model, x), y), model, data) < 1e-14
+
+
+def test_a_reentrant_checkpoint_is_named() -> None:
+    acc, [(x, y)] = wb.Accumulator(model := net(), None, steps=2), samples(4)
+    made = checkpoint(lambda x: logits(model, x), x.requires_grad_(), use_reentrant=True)
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        acc.backward(mean=F.cross_entropy(made, y), units=4)
+    acc.discard()
+
+
+def test_a_teacher_in_training_mode_is_told() -> None:
+    """A BatchNorm in no model that was given; not one that another accumulator trains."""
+    torch._dynamo.reset()  # no hook is put on all modules where torch.compile was used
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    acc, [(x, _)] = wb.Accumulator(model := net(), None, steps=2), samples(4)
+    with torch.no_grad():
+        target = norm(logits(model, x))
+    with pytest.warns(UserWarning, match="a BatchNorm1d in training mode"):
+        acc.backward((logits(model, x) - target).square().sum(), units=4)
+    acc.discard()
+    other = wb.Accumulator(norm, None, steps=2, batchnorm="allow")
+    acc = wb.Accumulator(model, None, steps=2)
+    acc.backward((logits(model, x) - norm(logits(model, x).detach())).square().sum(), units=4)
+    acc.discard()
+    del other
+
+
+class NormWithBuffers(nn.Module):
+    """A BatchNorm whose running statistics are arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.batch_norm(self.out(x), mean, var, training=True)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5])
+def test_the_test_of_a_call_leaves_its_arguments(rows: int) -> None:
+    acc, [(x, y)] = wb.Accumulator(model := NormWithBuffers(), None, steps=2), samples(rows)
+    mean, var = torch.zeros(3).double(), torch.ones(3).double()
+    right = NormWithBuffers()
+    right.load_state_dict(model.state_dict())
+    wanted = torch.zeros(3).double()
+    right(x, wanted, torch.ones(3).double())
+    with pytest.warns(UserWarning, match="changed when another row changed"):
+        acc.backward(mean=F.cross_entropy(model(x, mean, var), y), units=rows)
+    assert torch.equal(mean, wanted)
+    acc.discard()
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.out(x - x.mean(0))
+        return made
+
+
+PLAIN_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of squares": lambda z, y: (z - 1).square().sum(),
+    "of rows": lambda z, y: (z - 1).abs().sum(1).sum(),
+    "gathered": lambda z, y: -z.log_softmax(1).gather(1, y[:, None]).sum(),
+    "masked": lambda z, y: F.cross_entropy(z, y, reduction="none")[y > 0].sum(),
+    "of two": lambda z, y: F.softplus(z).sum() + F.softplus(-z).sum(),
+}
+MEANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "divided": lambda z, y: (z - 1).square().sum() / len(y),
+    "divided before": lambda z, y: ((z - 1).square() / len(y)).sum(),
+    "of each feature": lambda z, y: (z - 1).square().mean(0).sum(),
+    "weighted": lambda z, y: F.cross_entropy(
+        z, y, weight=torch.full((3,), 1 / len(y)).double(), reduction="none"
+    ).sum(),
+    "by weights": lambda z, y: (z.square() * torch.full((3,), 1 / len(y)).double()).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", [*PLAIN_SUMS, *MEANS])
+def test_a_sum_of_losses_that_is_given_as_a_mean_is_told(loss: str) -> None:
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in samples(5, 3):
+            mean = {**PLAIN_SUMS, **MEANS}[loss](logits(model, x), y)
+            acc.backward(mean=mean, units=len(y))
+    told = any("that nothing divides" in str(one.message) for one in caught)
+    assert told == (loss in PLAIN_SUMS)
+
+
+def test_units_of_a_mean_are_compared_with_what_a_scaled_sum_is_divided_by() -> None:
+    acc = wb.Accumulator(model := net(), None, steps=2)
+    (x, y), (x2, y2) = samples(5, 3)
+    acc.backward(mean=(logits(model, x) - 1).square().sum() * 3.0 / len(y), units=1)
+    mean = (logits(model, x2) - 1).square().sum() * 3.0 / len(y2)
+    with pytest.warns(UserWarning, match="micro-batches count the same"):
+        acc.backward(mean=mean, units=1)
+
+
+class OfGraphs(nn.Module):
+    """One logit for each node, from its neighbours: `edges` are two rows of node numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        sent = self.message(x)[edges[0]]
+        return self.out(torch.zeros_like(x).index_add(0, edges[1], sent) + x)
+
+
+@pytest.mark.parametrize("way", ["backward", "run"])
+def test_a_graph_of_two_nodes_is_no_batch_of_two_samples(way: str) -> None:
+    """Its edges have two rows, too."""
+    model = OfGraphs().double()
+    torch.manual_seed(2)
+    edges = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    data = [(torch.randn(2, 4).double(), edges, torch.randint(3, (2,))) for _ in range(2)]
+
+    def backward(acc: Any, model: Any, micro: Any) -> None:
+        def loss(micro: Any) -> Any:
+            x, edges, y = micro
+            return wb.mean_loss(F.cross_entropy(model(x, edges), y), len(y))
+
+        acc.run(loss, micro) if way == "run" else acc.backward(loss(micro))
+
+    mean = torch.stack([F.cross_entropy(model(x, edges), y) for x, edges, y in data]).mean()
+    assert off(backward, mean, model, data) < 1e-12
+
+
+def test_a_forward_that_is_called_past_its_hooks_is_told() -> None:
+    model = Centred()
+    acc = wb.Accumulator(model, None, steps=2)
+    [(x, y)] = samples(4)
+    acc.backward(mean=F.cross_entropy(model.forward(x), y), units=4, last=False)
+    mean = F.cross_entropy(model.forward(x), y)
+    with pytest.warns(UserWarning, match="Centred itself was not called"):
+        acc.backward(mean=mean, units=4, last=True)
+
+
+def token_loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(logits(model, micro[0]).flatten(0, 1), micro[1].flatten())
+
+
+def test_an_error_that_does_not_come_again_is_raised_as_it_is() -> None:
+    calls = []
+
+    def loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> wb.Loss:
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("disk quota exceeded")
+        return wb.cross_entropy(logits(model, micro[0]), micro[1])
+
+    [batch] = samples(7)
+    train = wb.WholeBatch(net(), None, loss=loss, micro_batch=2, execute="eager")
+    with pytest.raises(OSError, match="disk quota exceeded"):
+        train.gradient(batch)
+    assert train.gradient(batch).units == 7
+
+
+def test_a_loop_left_by_next_ends_with_the_program() -> None:
+    program = """
+import torch, wholebatch as wb
+model = torch.nn.Linear(2, 1)
+acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+items = iter(acc.over([torch.ones(2, 2)] * 3))
+for _ in range(3):
+    acc.backward(model(next(items)).sum(), units=2)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, "Error" in ended.stderr) == (0, False), ended.stderr
+
+
+@pytest.mark.parametrize("length", ["whole", "all"])
+def test_a_schedule_without_the_short_last_windows_is_told(length: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = 2 * (2 if length == "whole" else 3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=updates)
+    acc = wb.Accumulator(model, optimizer, steps=3, scheduler=schedule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        next(iter(acc.over(samples(*[2] * 7))))
+    told = any("made for 4 updates" in str(one.message) for one in caught)
+    assert told == (length == "whole")
+
+
+def test_weights_of_16_bit_are_summed_in_float32() -> None:
+    weight = torch.tensor([0.3, 1.0, 2.0], dtype=torch.bfloat16)
+    y = torch.arange(3).repeat(40)
+    whole = wb.cross_entropy(torch.zeros(120, 3, requires_grad=True), y, weight=weight)
+    assert float(whole.units) == pytest.approx(40 * float(weight.double().sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("beyond", [True, False])
+def test_targets_beyond_the_mask_are_trained(beyond: bool) -> None:
+    """From the second window on, in which no test compares the padded with the trimmed."""
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)).double()
+    widths = []
+
+    def loss(model: Any, micro: dict[str, Tensor]) -> wb.Loss:
+        if torch.is_grad_enabled():  # the test of the loss has no graph here
+            widths.append(micro["targets"].shape[1])
+        return wb.cross_entropy(model(micro["input_ids"]), micro["targets"], dim=-1)
+
+    def batch(seed: int, beyond: bool) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        ids = torch.randint(1, 9, (4, 6))
+        mask = torch.ones_like(ids)
+        mask[:, 4:], mask[2, 2:] = 0, 0
+        targets = ids.roll(-1, 1) if beyond else ids.roll(-1, 1).masked_fill(mask == 0, -100)
+        positions = torch.arange(6).expand(4, 6)
+        lengths = (mask.cumsum(1) - 1).clamp(min=0)
+        given = {"input_ids": ids * mask, "attention_mask": mask, "targets": targets}
+        return {**given, "positions": positions, "lengths": lengths}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    tokens = wb.tokens(12)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=tokens, execute="eager")
+    train.step(batch(1, False))
+    widths.clear()
+    given = batch(2, beyond)
+    step, trained = train.step(given), [*widths]
+    assert step.units == loss(model, given).units
+    assert max(trained[-2:]) == (6 if beyond else 4)
