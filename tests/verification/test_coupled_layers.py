@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch.audit.finding import AuditFinding
+from wholebatch.audit.layers import layers_by_type
 from wholebatch.batch.samples import readable_layout
-from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.coupling_layers import layers_by_type, layers_that_couple
 from wholebatch.coupled.normalisation_layers import batchnorms
-from wholebatch.coupled.sample_runs import ChosenSamples
+from wholebatch.verification.coupled_layers import layers_that_couple
 
 
 class Own(nn.BatchNorm1d):
@@ -34,10 +34,7 @@ def findings(model: nn.Module, batch: Any, run: Any = None) -> list[AuditFinding
     if layout is None:
         return by_type
     known = {one.name for one in by_type if one.kind != "running"}
-    count = min(layout.size, 8)
-    samples = ChosenSamples(model, run or model, layout, count, graph=False)
-    with samples.testing():
-        changed = layers_that_couple(samples, count)
+    changed = layers_that_couple(model, run or model, layout)
     return by_type + [one for one in changed if one.name not in known]
 
 
@@ -167,14 +164,6 @@ def test_probe_of_the_whole_model() -> None:
 
     (finding,) = findings(Contrast(), torch.randn(5, 4))
     assert "the model itself (Contrast): its output for one sample changed" in str(finding)
-
-
-def test_probe_takes_nested_batches_of_tokens() -> None:
-    embed, couple = nn.Embedding(11, 4), Centred()
-    model = nn.ModuleDict({"embed": embed, "couple": couple})
-    batch = {"x": [torch.arange(12).view(4, 3) % 11]}
-    made = findings(model, batch, lambda few: couple(embed(few["x"][0])))
-    assert [f.name for f in made] == ["couple"]
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from wholebatch.audit.samples_run import Precision
 from wholebatch.batch import Tokens
 from wholebatch.batch.samples import Layout
 from wholebatch.batch.tokens import without_padding
 from wholebatch.coupled.normalisation_layers import evaluation_mode
-from wholebatch.coupled.sample_runs import CalledModules
 from wholebatch.errors import UnsupportedError
 from wholebatch.losses.loss import Loss, Terms, terms_of
 from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.precision import SIXTEEN_BIT
 
 _SEQUENCES = 4
 _TRIMMED = (
@@ -26,7 +27,6 @@ _TRIMMED = (
 )
 
 
-@torch.no_grad()
 def check_padding(
     run: Callable[[Any], Loss | Terms], layout: Layout, by: Tokens, models: Sequence[nn.Module]
 ) -> bool:
@@ -41,13 +41,19 @@ def check_padding(
     pair = without_padding(layout, by, _SEQUENCES)
     if pair is None:
         return False
-    called = CalledModules(nn.ModuleList(models))
-    with ForwardState(*models), evaluation_mode(*models), called:
-        padded, trimmed = (_totals_and_units(run(micro)) for micro in pair)
-    rounding = 1e-3 if torch.backends.cuda.matmul.allow_tf32 else 2e-5
-    allowed = 1e-2 if called.sixteen_bit else rounding
-    for name, (total, units) in padded.items():
-        trimmed_total, trimmed_units = trimmed[name]
+    with ForwardState(*models), evaluation_mode(*models):
+        with torch.no_grad():
+            padded = terms_of(run(pair[0]))
+        trimmed = terms_of(run(pair[1]))  # its graph tells the precision
+    dtypes = [parameter.dtype for model in models for parameter in model.parameters()]
+    precision = Precision.of(dtypes).with_dtypes(term.total for term in trimmed.values())
+    allowed = precision.relative / 5 if precision.narrowest in SIXTEEN_BIT else 2e-5
+    if torch.backends.cuda.matmul.allow_tf32:
+        allowed = max(allowed, 1e-3)
+    for name in padded:
+        total, units = float(padded[name].total), float(padded[name].units)
+        trimmed_total = float(trimmed[name].total.detach())
+        trimmed_units = float(trimmed[name].units)
         # Units may be sums of weights, and a total near 0 may be one of large losses.
         same_units = math.isclose(units, trimmed_units, rel_tol=1e-5)
         if same_units and abs(trimmed_total - total) <= allowed * (abs(total) + units):
@@ -59,7 +65,3 @@ def check_padding(
             f"units, and {trimmed_total:g} over {trimmed_units:g} {_TRIMMED}"
         )
     return True
-
-
-def _totals_and_units(loss: Loss | Terms) -> dict[str, tuple[float, float]]:
-    return {name: (float(term.total), float(term.units)) for name, term in terms_of(loss).items()}
