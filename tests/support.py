@@ -158,9 +158,9 @@ def trained(model: nn.Module, acc: wb.Accumulator, micros: Any) -> list[wb.Step]
     return steps
 
 
-def measured(*given: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
+def measured(*arguments: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
     """A WholeBatch that measures the gradient noise scale, by default in every window."""
-    train = wb.WholeBatch(*given, **grouped(options))
+    train = wb.WholeBatch(*arguments, **grouped(options))
     if noise is not None:
         NoiseProbe(train, noise)
     return train
