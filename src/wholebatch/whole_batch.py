@@ -134,7 +134,9 @@ class WholeBatch(BatchWindows):
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, sync.group)
         self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
-        self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
+        self._precision = precisions.choose(
+            precision, target.device.type, keeps=sync.adds_to_parameters
+        )
         self._ledger = ledger
         self._runner = choose_runner(
             model,

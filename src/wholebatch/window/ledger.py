@@ -284,7 +284,7 @@ class Ledger:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
         sync, inputs, added = self.sync, self.current.inputs, self.added
         try:
-            with sync.backward(inputs, reduces=last):
+            with sync.backward(inputs, last=last):
                 # A mean over no units adds nothing, and its backward may divide by zero.
                 if any(map(is_nothing, totals)) and sync.runs_alone:
                     pairs = [p for p in zip(totals, seeds, strict=True) if not is_nothing(p[0])]
@@ -300,7 +300,6 @@ class Ledger:
             if isinstance(error, RuntimeError) and sync.adds_to_parameters:
                 refuse_reentrant(totals)
             raise
-        added.reduced = last and sync.reduces_in_backward
 
     def end_micro_batch(self) -> None:
         """Count a micro-batch after its last backward."""
@@ -328,10 +327,10 @@ class Ledger:
         window, added, training = self.current, self.added, self._training
         try:
             self._refuse_changed(window)
-            if not added.reduced:
-                self.sync.reduce_now(window.inputs)
+            filled_in = self.sync.reduce(window.inputs)
             # A rank without weights only joins the others.
-            sums = add_up(window, added, training, added.weights or self._last_weights)
+            weights = added.weights or self._last_weights
+            sums = add_up(window, added, training, weights, filled_in)
             decision = decide(
                 window,
                 added,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,9 +21,7 @@ from wholebatch.coupled.normalisation_layers import (
     uses_batch_statistics,
     whole_batch_norms,
 )
-from wholebatch.distributed.ddp import Buckets
-from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Parameters, Sync
+from wholebatch.distributed.pipelined import Pipelined
 from wholebatch.errors import LossError, OptionError, UnsupportedError
 from wholebatch.losses.loss import SINGLE, Loss, Term, Units, as_loss
 from wholebatch.options import Close, close_options, close_with_only
@@ -195,60 +192,6 @@ class PipelineRunner:
         units = units.detach() if isinstance(units, Tensor) else units
         self._made[place] = (result.total.detach(), units)
         return result.total * self._ledger.seed_of(SINGLE, result.total, 1.0)
-
-
-class Pipelined(Sync):
-    """The ranks of one pipeline, and those that hold replicas of this rank's stages.
-
-    The schedule moves activations and their gradients between stages, and averages nothing. What
-    is left are sums: losses and units are on the last stage and are wanted on all, the norm is over
-    the parameters of all stages, and replicas of a stage add up their gradients.
-    """
-
-    same_parameters = False
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        group: dist.ProcessGroup | None,
-        data_parallel: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        self._modules = tuple(modules)
-        self._device = device
-        self.stages = Group([group], device, rank=dist.get_rank(group))
-        self._replica_group = data_parallel
-        groups = [group]
-        if data_parallel is not None:
-            self.replicas = Group([data_parallel], device, rank=dist.get_rank(data_parallel))
-            groups.append(data_parallel)
-        super().__init__(Group(groups, device, rank=dist.get_rank()))
-        if self.replicas is not None:
-            with torch.no_grad():
-                self.replicas.broadcast([p for m in modules for p in m.parameters()])
-            self.after_update()
-
-    @contextmanager
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
-        yield  # the schedule makes the backwards
-
-    def reduce_now(self, parameters: Parameters) -> None:
-        if self.replicas is None:
-            return
-        present = torch.tensor([float(p.grad is not None) for p in parameters])
-        on_some = self.replicas.sum_tensor(present.to(self._device)).tolist()
-        used = [p for p, count in zip(parameters, on_some, strict=True) if count]
-        with Buckets(used, self._replica_group).reducing(overlap=False):
-            pass
-
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        return self.stages.norm(gradients)
-
-    def after_update(self) -> None:
-        """Broadcast the first replica's buffers, as DDP does."""
-        if self.replicas is not None:
-            buffers = [b for m in self._modules for b in m.buffers() if b.is_floating_point()]
-            self.replicas.broadcast(buffers)
 
 
 class Pipeline(HasLedger):
