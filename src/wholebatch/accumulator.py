@@ -238,17 +238,13 @@ class Accumulator(LoopWindows):
         with self._turn:
             refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
             reduces = self._begin_backward(last) and not more
-            ledger, checks = self._ledger, self._checks
+            ledger = self._ledger
             progress, loop = self._progress, self._progress.loop
             if loop is not None and loop.joint.are_several:
                 used = total if mean is None else mean
                 loop.joint.refuse_moved(self, lambda: parameters_below(used))
             has_terms = isinstance(total, Terms) and ledger.known is not None
             loss = cast(Terms, total) if has_terms else loss_of(total, units, mean)
-            if checks.are_asked or loss is total:
-                if not ledger.added.owners:
-                    self._watch()
-                checks.check(loss, in_parts=self._in_parts, steps=self._planned_steps)
             ledger.add(loss, last=reduces, counts=progress.counts)
             ledger.added.are_units_given = True
             return self._end_backward(more)
@@ -355,7 +351,6 @@ class Accumulator(LoopWindows):
         """Drop the open window; the next micro-batch begins a new one."""
         self._ledger.discard()
         self._untouched.forget()
-        self._checks.end_micro_batch()
         self._progress.end_window()
         if self._progress.loop is None:
             self._ledger.sync.restore()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 from weakref import proxy
 
-from wholebatch.audit.loop_checks import LoopChecks
+from wholebatch.audit.own_loop import OwnLoop
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
@@ -17,6 +17,7 @@ from wholebatch.warn_user import warn_user
 from wholebatch.window.close import Handover
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.ledger import HasLedger, Ledger
+from wholebatch.window.observer import Plan
 from wholebatch.window.steps import Steps
 from wholebatch.window.units import UnitsCount
 from wholebatch.window.window import Step
@@ -51,14 +52,14 @@ class LoopWindows(HasLedger):
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for model in models:
             warn_of_spectral_norms(model)
-        self._checks = LoopChecks(models, audit=audit)
+        if audit:
+            ledger.observer = OwnLoop(models)
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
         self._has_warned_of_length = False
         this = proxy(self)  # no cycle: a deleted accumulator is gone at once, and so are its hooks
         self._progress = Progress(lambda: this._next_size())
-        self._watch()
 
     def _next_size(self) -> int:
         return self._steps.at(update=self._ledger.updates, epoch=self.epoch)
@@ -115,8 +116,6 @@ class LoopWindows(HasLedger):
             self._ledger.added.more_of_micro_batch = True
             self._progress.expect_more()
             return None
-        if self._checks.are_asked:
-            self._checks.end_micro_batch()
         if self._progress.counts:
             self._ledger.end_micro_batch()
         return self._close() if self._progress.end_item() else None
@@ -131,24 +130,15 @@ class LoopWindows(HasLedger):
         """The number of micro-batches of the window; empty if it is not known before its end."""
         return (self._progress.size,) if self._knows_steps else ()
 
-    def _watch(self) -> None:
-        """Check the forwards of a first window in parts; none with collectives is repeated."""
-        sync = self._ledger.sync
-        if self._checks.active and self._in_parts:
-            self._checks.watch(calls=sync.runs_alone)
-
     def _close(self) -> Step:
         self._untouched.check(rates=True)
         progress, loop = self._progress, self._progress.loop
-        if self._in_parts:
-            self._checks.end_window(self._ledger.added.micro_batches)
         if loop is not None:
             loop.before_close(self)
         progress.end_window()
         self._untouched.forget()
         self.last_step = self._ledger.close()
         self._after_close(self.last_step)
-        self._watch()
         return self.last_step
 
     def _after_close(self, step: Step) -> None:
@@ -160,8 +150,8 @@ class LoopWindows(HasLedger):
         """Refuse what has changed since the last window, before its first micro-batch."""
         if self._progress.loop is not None:
             self._ledger.sync.before_forwards()
-        self._checks.begin_window(self._ledger.number)
-        self._watch()
+        plan = Plan(self._ledger.number, self._in_parts, self._planned_steps)
+        self._ledger.observer.window_begins(plan)
         for policy in self._batchnorms:
             policy.begin_window()
 

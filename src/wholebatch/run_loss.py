@@ -151,7 +151,6 @@ class RunLoss:
             ledger=ledger,
             precision=Full(),  # that of the loop
             execute=execute,
-            audit=audit,
             untouched=untouched,
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
@@ -185,7 +184,6 @@ class RunLoss:
         is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
             self._unmoved = self._gathered = None
-            self._step.begin_window()
         elif self._unmoved is not None and place.last:
             self._unmoved.check()
         begins = is_first and place.in_parts

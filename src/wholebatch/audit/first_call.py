@@ -45,7 +45,7 @@ class FirstCall(Check):
         """Test the first call of a model, before the call itself."""
         module = module.module if isinstance(module, DistributedDataParallel) else module
         rows = {len(tensor) for tensor in tensors_of(given) if tensor.dim()}
-        if module in self._tested or not module.training or len(rows) != 1 or rows < {2}:
+        if module in self._tested or not module.training or len(rows) != 1 or min(rows) < 2:
             return
         self._tested.update(module.modules())
         if any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in module.modules()):
@@ -80,9 +80,7 @@ def _difference(module: nn.Module, given: Any, rows: int) -> str | None:
         size = len(range(rows)[part])
         return [out for out in outputs if out.dim() and len(out) == size]
 
-    hooks = [
-        held for m in module.modules() for held in (m._forward_hooks, m._forward_pre_hooks)
-    ]
+    hooks = [held for m in module.modules() for held in (m._forward_hooks, m._forward_pre_hooks)]
     draws, cut = HeldDraws(), (rows + 1) // 2
     with emptied(hooks):
         with ForwardState(module), draws.recording():

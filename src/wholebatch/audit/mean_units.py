@@ -46,9 +46,7 @@ class UnitsOfMeans(Check):
             over, first_units = self._first.setdefault(key, (part.over, units))
             # Means over equally many are not judged: one may be a penalty of the weights.
             is_judged = part.over != over or (part.function == "cross_entropy" and _ignores(part))
-            if is_judged and not math.isclose(
-                part.over * first_units, over * units, rel_tol=1e-2
-            ):
+            if is_judged and not math.isclose(part.over * first_units, over * units, rel_tol=1e-2):
                 return [_warning((over, first_units), (part.over, units), means)]
         return ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,18 +34,18 @@ class ModelCalls:
 
     Args:
         models: The models; their layers count, too, where they are called directly.
-        before: Called with the module and its arguments, before the call.
-        after: Called with the arguments and the output.
+        before: Each is called with the module and its arguments, before the call.
+        after: Each is called with the arguments and the output.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        before: Callable[[nn.Module, Any], None],
-        after: Callable[[Any, Any], None],
+        before: Iterable[Callable[[nn.Module, Any], None]],
+        after: Iterable[Callable[[Any, Any], None]],
     ) -> None:
         self._modules: WeakSet[nn.Module] = WeakSet(m for model in models for m in model.modules())
-        self._before, self._after = WeakMethod(before), WeakMethod(after)
+        self._before, self._after = list(before), list(after)
         self._handles: list[Any] = []
         self._depth = 0
         finalize(self, _remove, self._handles)
@@ -70,14 +70,12 @@ class ModelCalls:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        before = self._before()
-        if self._depth == 1 and before is not None and torch.is_grad_enabled():
+        for before in self._before if self._depth == 1 and torch.is_grad_enabled() else ():
             before(module, (args, kwargs))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._depth -= 1
-        after = self._after()
-        if self._depth == 0 and after is not None and torch.is_grad_enabled():
+        for after in self._after if self._depth == 0 and torch.is_grad_enabled() else ():
             after((args, kwargs), output)
 
 

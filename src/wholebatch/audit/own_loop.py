@@ -6,7 +6,7 @@ for. `acc.run` and `WholeBatch` test the loss function itself, and `wb.verify` p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -51,18 +51,15 @@ class OwnLoop:
         checks: The classes of the checks.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], checks: Sequence[type[Check]] = CHECKS
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], checks: Sequence[type[Check]] = CHECKS) -> None:
         self._models: WeakSet[nn.Module] = WeakSet(models)
         self._checks = [check() for check in checks]
         self._have_warned: set[Check] = set()
         self._is_first = True  # until the first window in parts has closed
         self._plan = Plan(0, in_parts=False)
-        by_type: Mapping[type[Check], Any] = {type(check): check for check in self._checks}
-        self._calls: ModelCalls | None = None
-        if FirstCall in by_type and ComparedRows in by_type:
-            self._calls = ModelCalls(models, by_type[FirstCall].call, by_type[ComparedRows].returned)
+        before = [check.call for check in self._checks if isinstance(check, FirstCall)]
+        after = [check.returned for check in self._checks if isinstance(check, ComparedRows)]
+        self._calls = ModelCalls(models, before, after) if before or after else None
 
     def window_begins(self, plan: Plan) -> None:
         self._plan = plan

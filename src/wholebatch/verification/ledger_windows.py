@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from wholebatch.audit.sum_or_mean import sum_or_mean
 from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.verification.evidence import Ledger
+from wholebatch.verification.given_as_mean import sum_or_mean
 
 Rates = tuple[float, ...]
 

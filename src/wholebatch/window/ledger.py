@@ -265,7 +265,8 @@ class Ledger:
                 f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
-        self.observer.loss_is_known(loss)
+        if counts:
+            self.observer.loss_is_known(loss)
         self.added.record(terms, counts=counts)
         totals, seeds = [], []
         for name, term in terms.items():
@@ -319,6 +320,7 @@ class Ledger:
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
         `while_waiting()` is called where the host waits for the device.
         """
+        self.observer.window_closes()
         for observer in observers:
             observer.window_closes(self)
         handover = self.store.handover
@@ -340,7 +342,6 @@ class Ledger:
                 steps=steps,
                 while_waiting=while_waiting,
             )
-            self.observer.window_closes(decision.counts)
             apply(decision, training, steps=steps)
             self.updates += decision.skipped is None and (steps or handover.counts)
             self.skipped += decision.skipped is not None

@@ -295,8 +295,6 @@ class Decision:
     clip: float = 1.0
     terms: Mapping[str, float] | None = None
     """The mean of each term; None if the loss has one term only."""
-    counts: Mapping[str, float] = field(default_factory=dict)
-    """The units of each term."""
     skipped: str | None = None
     """The reason for making no update; None if it is to be made."""
     has_stepped: bool = False
@@ -421,7 +419,6 @@ def decide(
         grad_norm=norm,
         clip=clip if is_valid else 1.0,
         terms=means if names != [SINGLE] else None,
-        counts=dict(zip(names, units_of, strict=True)),
         skipped=skipped,
         has_stepped=unread,
     )
