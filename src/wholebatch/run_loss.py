@@ -27,7 +27,7 @@ from wholebatch.losses.loss import SINGLE, Loss
 from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
-from wholebatch.window.ledger import Ledger
+from wholebatch.window.ledger import HALF_DONE, Ledger
 from wholebatch.window.reachable_objects import content_of, inside
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -212,13 +212,13 @@ class RunLoss:
 
     def _added(self) -> Loss:
         ledger = self._ledger
-        entered = len(ledger.added.owners)
+        before = ledger.micro
         try:
             added = self._step.run(self._micro, self._place)
         except BaseException:
-            was_added = len(ledger.added.owners) != entered or self.executor.mode != "eager"
+            was_added = ledger.micro is not before or self.executor.mode != "eager"
             if was_added and ledger.open is not None:
-                ledger.added.broken = True  # some gradients may be in, and others not
+                ledger.broken = HALF_DONE
             raise
         with torch.no_grad():  # it has no graph, and needs none
             term = added.terms[SINGLE]

@@ -1,8 +1,6 @@
-"""A loader that knows if another item follows, and that can resume at a saved position.
+"""The items of a loader, one at a time, from a position where a run was saved.
 
-A window must know *before* a micro-batch's forward whether it is the window's last: its backward
-reduces the gradients. In the middle of a window, this reads the next item early. At the end of a
-full window it does not, so a loop that stops there loses no item.
+Nothing is read before its turn, unless `has_next`, `look_ahead` or `read` asks for it.
 """
 
 from __future__ import annotations
@@ -114,6 +112,7 @@ class Feed:
         self.current: Any = NOTHING
         self.is_exhausted = False
         self._held: list[Any] = []
+        self._read = 0  # of those, by `read`
         self._error: BaseException | None = None
         if resume is None:
             self._start_random = capture_random()
@@ -183,6 +182,30 @@ class Feed:
             self.fetched += 1
             self._held.append(item)
         return min(most, len(self._held) + (self._error is not None))
+
+    @property
+    def holds_items(self) -> bool:
+        """True if items are read that were not taken."""
+        return bool(self._held)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all items were taken."""
+        return self.is_exhausted and not self._held
+
+    def read(self) -> Iterator[Any]:
+        """Yield the items before their turn; `give_out` takes each when it is used."""
+        while self.look_ahead(self._read + 1) > self._read:
+            if self._error is not None and self._read == len(self._held):
+                raise self._error
+            self._read += 1
+            yield self._held[self._read - 1]
+        self.is_exhausted = True
+
+    def give_out(self) -> None:
+        """Take the first item that was read."""
+        self.current = self._held.pop(0)
+        self._read -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the items that were taken."""

@@ -174,7 +174,7 @@ class Executor:
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
         added = ready.form.read(*ready.run(inputs.tensors, self._seeds(ready.form)))
-        self._window.added.record(added.terms)
+        self._window.record(added.terms)
         return added
 
     def _advance(self, kind: Kind, slot: Slot, inputs: Inputs) -> Stage:
@@ -184,7 +184,7 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage, kinds = self._plan, slot.stage, self.kinds
-        first = not self._window.added.micro_batches  # A second loss of a micro-batch never is.
+        first = not self._window.micro_batches  # A second loss of a micro-batch never is.
         slot.reading = slot.reading or kinds.known_reading(inputs)
         shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         is_compiled = shared is not None and True in shared.joints
@@ -277,11 +277,11 @@ class Executor:
         on_cuda = self._device.type == "cuda"
         if slot.stage is not Stage.EAGER or (on_cuda and is_nearly_full(self._device)):
             self._make_room()
-        alone = not self._window.added.owners
+        alone = not self._window.has_losses
         earlier = None
         shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
         proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
-        if not alone and (not self._window.added.micro_batches or not proven):
+        if not alone and (not self._window.micro_batches or not proven):
             self.memory.state()
             gradients = self.memory.gradients
             earlier = gradients.set_aside(range(len(gradients.parameters)))
