@@ -336,7 +336,7 @@ class Runner:
         """Test a batch that is cut only now, since memory ran out."""
         self._in_parts = self._are_parts(micros)
         if self._untested is not None and self._in_parts:
-            layout = {**self._untested, "batch_size": None}
+            layout = {**self._untested, "batch_size": None, "roles": None}
             self.test_window(micros[0], micros, layout)
 
     def _are_parts(self, micros: Sequence[Any]) -> bool:

@@ -81,7 +81,6 @@ for adapter in (
     "keras.GradientAccumulateModel",
     "keras.GradientAccumulateOptimizer",
     "jax.accumulate",
-    "jax.multi_steps",
 ):
     library, _, attribute = adapter.partition(".")
     CALLED[attribute] = read_options(attribute)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.cli.run_settings import autocast_option, like_train, resolve
+from wholebatch.cli.run_settings import autocast_option, device_option, like_train, resolve
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class VerifyOptions:
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = _like_train("device", default="auto")
+    device: str = device_option(_BATCH)
     as_json: bool = switch(
         "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
     )
@@ -218,13 +219,14 @@ def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner)
     verdict: Verdict | LoopVerdict
     with process_group(options.device) as (rank, where):
         doing(f"comparing {name or 'bytes-gpt'} with the undivided batch")
+        about: dict[str, Any] = {}
         if kind == "model":
-            verdict = _verify_recipe(name, options, where=where, rank=rank)
+            verdict, about = _verify_recipe(name, options, where=where, rank=rank)
         else:
             verdict = _verify_loop(str(name), options, where)
         doing.stop()
         if rank == 0:
-            _show(verdict, options)
+            _show(verdict, options, about)
             sys.stdout.flush()
         if torch.distributed.is_initialized():
             # torchrun ends all ranks once one exits with 1: not before the first has printed.
@@ -244,8 +246,8 @@ def _check_partners(options: VerifyOptions, kind: str) -> None:
 
 def _verify_recipe(
     name: str | None, options: VerifyOptions, *, where: torch.device, rank: int
-) -> Verdict:
-    """Return the proof on the first batch of a recipe, with its own optimizer."""
+) -> tuple[Verdict, dict[str, Any]]:
+    """Return the proof on the first batch of a recipe, and what `report` knows its runs by."""
     from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
@@ -265,7 +267,13 @@ def _verify_recipe(
     more |= {} if options.execute is None else {"execute": options.execute}
     if options.optimizer_state is not None:
         more["memory"] = Memory(optimizer_state=options.optimizer_state)  # type: ignore[arg-type]
-    return prove(
+    about = {
+        "recipe": recipe.known_as,
+        "recipe_sha256": recipe.digest,
+        "batchnorm": options.batchnorm,
+        "precision": config.precision,
+    }
+    verdict = prove(
         wrapped,
         recipe.loss,
         batches.peek(),
@@ -276,6 +284,7 @@ def _verify_recipe(
         units=recipe.units,
         **more,
     )
+    return verdict, about
 
 
 # ------------------------------------------------------------------------- a script that trains
@@ -405,10 +414,12 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] 
 # ------------------------------------------------------------------------------- on the screen
 
 
-def _show(verdict: Verdict | LoopVerdict, options: VerifyOptions) -> None:
+def _show(
+    verdict: Verdict | LoopVerdict, options: VerifyOptions, about: dict[str, Any] | None = None
+) -> None:
     """Print a verdict as it is written (`str(verdict)`), with a colour for each kind of line."""
     if options.as_json:
-        print(verdict.to_json())
+        print(json.dumps({**verdict.to_dict(), **(about or {})}, indent=2))
         return
     console = Console(file=sys.stdout, highlight=False)
     is_green = verdict.same and verdict.line.startswith("same update")  # else an error ended it
