@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from wholebatch.audit.check import Check, LossOfMicroBatch, silenced
 from wholebatch.audit.scalar_graph import Part
@@ -23,10 +24,10 @@ class DividedBySteps(Check):
     """
 
     def __init__(self) -> None:
-        self._losses: list[tuple[Sequence[Part], float]] = []
+        self._losses: list[tuple[Sequence[Part], float | None]] = []
 
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
-        self._losses.append((micro.parts, 1.0 if micro.is_mean else micro.number))
+        self._losses.append((micro.parts, None if micro.is_mean else micro.number))
         warning = step_division(micro.parts, self._losses[-1][1], micro.plan.steps)
         return [] if warning is None else [warning]
 
@@ -36,8 +37,11 @@ class DividedBySteps(Check):
         return [warning for warning in warnings if warning is not None][:1]
 
 
-def step_division(parts: Sequence[Part], units: float, steps: Collection[int]) -> str | None:
-    """Return a warning of a loss that is scaled by 1 / (number of steps), or None."""
+def step_division(parts: Sequence[Part], units: float | None, steps: Collection[int]) -> str | None:
+    """Return a warning of a loss that is scaled by 1 / (number of steps), or None.
+
+    `units` are those of a sum; None for a mean, whose own division is left out.
+    """
     for number in sorted(set(steps) - {0, 1}):
         if parts and all(_is_divided(part, number, units) for part in parts):
             begin = f"this loss is divided by {number}"
@@ -49,7 +53,9 @@ def step_division(parts: Sequence[Part], units: float, steps: Collection[int]) -
     return None
 
 
-def _is_divided(part: Part, number: int, units: float) -> bool:
+def _is_divided(part: Part, number: int, units: float | None) -> bool:
     """True if a part is divided by this number, which is neither its units nor a size of it."""
+    if part.kind == "sum" and units is None:
+        part = replace(part, factors=part.factors[:-1])
     is_a_size = part.kind == "sum" and number in (units, *part.sizes, part.over)
     return part.is_divided_by(number) and not is_a_size

@@ -38,22 +38,24 @@ class UnitsOfMeans(Check):
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
         units = micro.number
         mean = micro.parts if micro.is_mean else without_units(micro.parts, units)
-        means = [part for part in mean or () if part.kind == "mean"]
+        means = [part for part in mean or () if part.divisor is not None]
         for place, part in enumerate(means):
-            if not units or not math.isfinite(part.over) or _counts_samples(part, units):
+            now = part.divisor or 0.0
+            if not units or not math.isfinite(now) or _counts_samples(part, units):
                 continue
             key = (len(means), place, part.function)
-            over, first_units = self._first.setdefault(key, (part.over, units))
+            first, first_units = self._first.setdefault(key, (now, units))
             # Means over equally many are not judged: one may be a penalty of the weights.
-            is_judged = part.over != over or (part.function == "cross_entropy" and _ignores(part))
-            if is_judged and not math.isclose(part.over * first_units, over * units, rel_tol=1e-2):
-                return [_warning((over, first_units), (part.over, units), means)]
+            is_judged = now != first or (part.function == "cross_entropy" and _ignores(part))
+            if is_judged and not math.isclose(now * first_units, first * units, rel_tol=1e-2):
+                return [_warning((first, first_units), (now, units), means)]
         return ()
 
 
 def _counts_samples(part: Part, units: float) -> bool:
     """True for a mean over all elements of as many samples: images of another size, for example."""
-    return part.over == math.prod(part.sizes) and part.sizes[:1] == (units,) != part.sizes
+    is_all = part.kind == "mean" and part.over == math.prod(part.sizes)
+    return is_all and part.sizes[:1] == (units,) != part.sizes
 
 
 def _ignores(part: Part) -> bool:
@@ -64,8 +66,8 @@ def _warning(first: tuple[float, float], now: tuple[float, float], means: list[P
     begin = "the units of this loss do not follow what it is a mean over"
     what = f"{first[0]:g} and {now[0]:g} in two micro-batches, with units= of {first[1]:g} and "
     what += f"{now[1]:g}"
-    if len({part.over for part in means}) > 1:
-        counts = " and ".join(f"{part.over:g}" for part in means)
+    if len({part.divisor for part in means}) > 1:
+        counts = " and ".join(f"{part.divisor:g}" for part in means)
         advice = (
             f"The loss adds means over {counts}, so no single units= is right: give each its own, "
             "wb.Loss.terms({name: (sum, units)}), after announce()"

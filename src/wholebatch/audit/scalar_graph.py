@@ -29,6 +29,16 @@ class Part:
     factors: tuple[float, ...]
     """The numbers that it is multiplied by, the outermost first."""
 
+    @property
+    def divisor(self) -> float | None:
+        """What a mean is over, also one that is a sum and its division; None if that is not seen.
+
+        The innermost factor of a sum is its own.
+        """
+        if self.kind == "mean":
+            return self.over
+        return 1 / self.factors[-1] if self.factors and self.factors[-1] else None
+
     def is_divided_by(self, number: float) -> bool:
         """True if one of its factors is 1 / number, up to a step of bfloat16."""
         return any(math.isclose(factor * number, 1.0, rel_tol=4e-3) for factor in self.factors)

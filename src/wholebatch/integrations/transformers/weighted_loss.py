@@ -174,7 +174,7 @@ class WeightedLoss:
     def _warn_of_division(self, mean: Tensor, steps: int) -> None:
         """Warn of a first loss that is divided by the number of steps."""
         warns, self._warns_of_division = self._warns_of_division, False
-        warning = step_division(parts_of(mean), 1.0, [steps]) if warns else None
+        warning = step_division(parts_of(mean), None, [steps]) if warns else None
         if warning is not None:
             warn_user(warning)
 
