@@ -57,7 +57,7 @@ class LoopWindows(Member):
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
         self._has_warned_of_length = False
-        self._size: int | None = None  # of the window, once it was asked for
+        self._size: int | None = steps.at(update=0, epoch=0)  # of the window; None to ask again
         self._closes = False  # True if the micro-batch under way closes the window
         self._window_gone = False  # True if the item's window was flushed or discarded in it
 

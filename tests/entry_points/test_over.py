@@ -249,14 +249,22 @@ def test_accumulators_with_steps_of_their_own() -> None:
     assert (acc_a.updates, acc_b.updates) == (4, 3)
 
 
-def test_nesting_two_loops_on_one_model_is_refused() -> None:
+def test_nesting_two_loops_of_one_accumulator_is_refused() -> None:
     model = mlp()
     one = wb.Accumulator(model, sgd(model), steps=2)
     other = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(wb.errors.WindowError, match="this loop is over: another"):
+        for _ in one.over([1, 2]):
+            assert list(one.over([])) == []
+    x = samples(2)
     for _ in one.over([1, 2]):
-        with pytest.raises(wb.errors.WindowError, match=r"over\(\) inside over\(\)"):
-            other.over([1])
+        one.backward(summed(model, x), units=2)
+        with pytest.raises(wb.errors.WindowError, match="a window is still open"):
+            one.over([1])
+        with pytest.raises(wb.errors.WindowError, match="already holds a gradient"):
+            other.backward(summed(model, x), units=2)
         break
+    one.discard()
     with pytest.raises(wb.errors.OptionError, match="same model in one"):
         wb.over([1], one, other)
     with pytest.raises(wb.errors.OptionError, match="at least one"):
