@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from wholebatch.audit.check import Check, LossOfMicroBatch, silenced
 from wholebatch.batch.samples import tensors_of
+from wholebatch.window.autograd_graph import graph_nodes
 from wholebatch.window.replaced_attributes import emptied
 
 _MARK = "wholebatch.rows"
@@ -40,20 +41,28 @@ class ComparedRows(Check):
             node = tensor.grad_fn
             if node is None or not tensor.dim() or not 1 < len(tensor) == rows:
                 continue
+            if tensor.dim() > 2 and tensor.shape[1] == rows:
+                continue  # the states of a recurrent layer: [layers, samples, ...]
             if tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS:
                 node.metadata[_MARK] = (rows, tensor.output_nr, ref(tensor))
 
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
-        outputs, hooks = [], []
+        marked: dict[Any, Any] = {}
         for node in _nodes_above_marks(micro.loss):
-            rows, place, tensor = node.metadata.get(_MARK, (0, 0, None))
-            if not rows:
-                if isinstance(node, BackwardCFunction):  # it may change what it has saved
-                    return []
-            elif rows == micro.number:
+            if _MARK in node.metadata:
+                marked[node] = node.metadata[_MARK]
+            elif isinstance(node, BackwardCFunction):  # it may change what it has saved
+                return []
+        inner = {child for node in marked for child, _ in node.next_functions}
+        below = set(graph_nodes(inner)) if len(marked) > 1 else set()
+        outputs, hooks = [], []
+        for node, (rows, place, held) in marked.items():
+            tensor = held()
+            if rows != micro.number or (tensor is not None and tensor.retains_grad):
+                continue
+            if node not in below:  # a BatchNorm may be between them
                 outputs.append(GradientEdge(node, place))
-                alive = tensor()
-                hooks.append(None if alive is None else alive._backward_hooks)
+                hooks.append(None if tensor is None else tensor._backward_hooks)
         if not outputs:
             return []
         rows = int(micro.number)

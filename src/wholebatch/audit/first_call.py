@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from wholebatch.batch.samples import flatten, tensors_of
 from wholebatch.coupled.held_draws import HeldDraws
 from wholebatch.coupled.normalisation_layers import BatchNorm
 from wholebatch.window.forward_state import ForwardState
-from wholebatch.window.replaced_attributes import emptied
+from wholebatch.window.replaced_attributes import emptied, replaced_attributes
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 _log = logging.getLogger("wholebatch")
@@ -75,14 +76,18 @@ def _difference(module: nn.Module, given: Any, rows: int) -> str | None:
     values = [leaf.value for leaf in leaves]
 
     def run(part: slice) -> list[Tensor]:
-        few = structure.build([v[part] if isinstance(v, Tensor) and v.dim() else v for v in values])
+        few = structure.build([_few(value, part) for value in values])
         outputs = tensors_of(module(*few["args"], **few["kwargs"]))
         size = len(range(rows)[part])
         return [out for out in outputs if out.dim() and len(out) == size]
 
     hooks = [held for m in module.modules() for held in (m._forward_hooks, m._forward_pre_hooks)]
     draws, cut = HeldDraws(), (rows + 1) // 2
-    with emptied(hooks):
+    norms = [m for m in module.modules() if isinstance(m, BatchNorm) and m.training]
+    with ExitStack() as stack:
+        stack.enter_context(emptied(hooks))
+        for norm in norms:  # `batchnorm=` is for them
+            stack.enter_context(replaced_attributes(norm, training=False))
         with ForwardState(module), draws.recording():
             whole = run(slice(None))
             moved = _buffers(module)
@@ -105,6 +110,11 @@ def _difference(module: nn.Module, given: Any, rows: int) -> str | None:
         if not _are_equal(one, other):
             return f"a forward moves its buffer {name}, by two parts otherwise than by the whole"
     return None
+
+
+def _few(value: Any, part: slice) -> Any:
+    """Return some rows of a tensor, which the module may write into."""
+    return value[part].clone() if isinstance(value, Tensor) and value.dim() else value
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

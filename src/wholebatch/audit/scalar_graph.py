@@ -33,11 +33,11 @@ class Part:
     def divisor(self) -> float | None:
         """What a mean is over, also one that is a sum and its division; None if that is not seen.
 
-        The innermost factor of a sum is its own.
+        The innermost division of a sum is its own.
         """
         if self.kind == "mean":
             return self.over
-        return 1 / self.factors[-1] if self.factors and self.factors[-1] else None
+        return next((1 / factor for factor in reversed(self.factors) if 0 < factor < 1), None)
 
     def is_divided_by(self, number: float) -> bool:
         """True if one of its factors is 1 / number, up to a step of bfloat16."""
