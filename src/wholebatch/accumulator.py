@@ -131,7 +131,7 @@ class Accumulator(LoopWindows):
             audit=audit,
             untouched=self._untouched,
         )
-        self.last_loss: Loss | None = None
+        self.last_loss: Loss | Terms | None = None
         if self._written_by == "the loop":
             warn_of_empty_steps(self, ledger.target.optimizers)
         self._warning = UnclosedWarning(
@@ -285,6 +285,7 @@ class Accumulator(LoopWindows):
             "run()", "call it outside of them; to evaluate, call the loss function itself"
         )
         with self._turn, self._part_of_micro_batch():
+            self._ledger.before_window()
             self._ledger.sync.before_forwards()
             is_last = self._begin_backward(last)
             function = self._functions[loss]
@@ -367,6 +368,25 @@ class Accumulator(LoopWindows):
         """
         self._warn_of_short_schedule(loader)
         return over(loader, self, continue_window=continue_window)
+
+    def window(self, micro_batches: Iterable[_MicroBatch]) -> Iterator[_MicroBatch]:
+        """Yield the micro-batches of one window, however many; the last backward closes it.
+
+        For loops that learn at run time how many there are, as in reinforcement learning. `steps`
+        and the epoch do not count here.
+
+        >>> import torch, wholebatch as wb
+        >>> model = torch.nn.Linear(3, 1)
+        >>> acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
+        >>> for rollout in (torch.randn(5, 3), torch.randn(8, 3)):
+        ...     for micro in acc.window(rollout.split(2)):
+        ...         step = acc.backward(model(micro).square().sum(), units=len(micro))
+        ...     print(step.update, step.micro_batches, step.units)
+        1 3 5.0
+        2 4 8.0
+        """
+        micros = list(micro_batches)
+        return Loop(micros, [self], size=len(micros)).items()
 
     def _warn_of_short_schedule(self, loader: Iterable[Any]) -> None:
         """Warn once of a scheduler that was made for fewer updates than this loop makes."""

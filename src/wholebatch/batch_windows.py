@@ -91,6 +91,7 @@ class BatchWindows(Member):
                 f"rank {ledger.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
+        ledger.before_window()
         ledger.sync.before_forwards()
         try:
             return self._join_with(like, forwards)

@@ -61,6 +61,9 @@ class Member(HasLedger):
         """True if the body of the loop steps with the gradient of a window."""
         return not (self._runs_forwards or self._ledger.target.steps)
 
+    def _set_size(self, size: int) -> None:
+        """Set the number of items of the window that begins."""
+
     def _end_item(self) -> None:
         """End an item of the loop that was not used, or not to its end."""
 
@@ -108,6 +111,7 @@ class Loop:
         static: Leaves of an item that have no samples.
         continue_window: Continue windows that an earlier loop left open, instead of refusing them.
         ahead: Read the next item while the device computes the update.
+        size: The number of items, if they are one window and no epoch.
     """
 
     def __init__(
@@ -118,9 +122,12 @@ class Loop:
         static: Static = (),
         continue_window: bool = False,
         ahead: bool = False,
+        size: int | None = None,
     ) -> None:
         if not members:
             raise OptionError("wb.over(loader): give at least one Accumulator")
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise OptionError(f"over({loader!r}): must be a loader, or a list of (micro-)batches")
         models = [model for member in members for model in member._ledger.target.models]
         if len(set(map(id, models))) != len(models):
             raise OptionError(
@@ -132,7 +139,7 @@ class Loop:
         self.reads_ahead = ahead
         self.counts = True
         """False if the item only takes part in the collectives of the other ranks."""
-        self._loader, self._static = loader, static
+        self._loader, self._static, self._size = loader, static, size
         self._feed: Feed | None = None
         self._latest: Any = NOTHING  # item, for ranks that have none any more
         self._before: ForwardState | None = None  # of the models, before a forward without weight
@@ -149,7 +156,7 @@ class Loop:
         """The first member that has other ranks, or the first."""
         members = self.members
         if not members:
-            raise WindowError("the accumulator of this over() was deleted")
+            raise WindowError("the object of this over() was deleted: keep it in a variable")
         return next((member for member in members if member._ledger.sync.ranks > 1), members[0])
 
     def items(self) -> Iterator[Any]:
@@ -184,8 +191,11 @@ class Loop:
 
     def _begin(self) -> None:
         members = self.members
-        source = next((member for member in members if member._resumes), members[0])
-        if source._resumes is not None:
+        source = next((member for member in members if member._resumes), self._lead)
+        if self._size is not None:
+            source._set_size(self._size)
+            self._feed = Feed(self._loader)
+        elif source._resumes is not None:
             restore_random(source._resumes["random"])  # whatever was drawn since it was loaded
             self._feed = Feed(self._loader, source._resumes["feed"], static=self._static)
         else:
@@ -193,8 +203,9 @@ class Loop:
             goes_on = left and left.loader is self._loader and isinstance(self._loader, Iterator)
             self._feed = left if goes_on else Feed(self._loader, static=self._static)
         for member in members:  # another loop of theirs, that was left, is over
-            member._loop, member._resumes = self, None
-            member._position = member._read_ahead = None
+            member._loop = self
+            if self._size is None:
+                member._position = member._read_ahead = member._resumes = None
         self.joint.begin()
 
     def _stop(self) -> None:
@@ -212,15 +223,17 @@ class Loop:
             member._ledger.micro = None  # the item was not used
             member._loop, member._may_use_item = None, False
             member._ledger.sync.restore()
-            if feed is None or feed.has_ended:
+            if feed is None or self._size is not None:
                 continue
-            if feed.holds_items:
+            if feed.has_ended:
+                member._position = feed.state_at_end()
+            elif feed.holds_items:
                 member._read_ahead = feed
             else:
                 member._position = feed.state_dict()
 
     def _end_epoch(self) -> None:
-        for member in self.members:
+        for member in self.members if self._size is None else ():
             member._end_epoch()
 
     # ------------------------------------------------------------------ items
@@ -239,6 +252,8 @@ class Loop:
             if member._loop is not self:
                 raise WindowError(_NESTED)
             member._may_use_item = True
+            if not member._runs_forwards and not member._ledger.micro_batches:
+                member._ledger.before_window()
             member._is_last_item = None if ahead is None else ahead.last
             if ahead is None and member._leaves_gradients:
                 is_full = len(member._ledger.micro_batches) + 1 >= member._window_size

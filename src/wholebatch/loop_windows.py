@@ -68,6 +68,9 @@ class LoopWindows(Member):
             self._size = self._steps.at(update=self._ledger.updates, epoch=self.epoch)
         return self._size
 
+    def _set_size(self, size: int) -> None:
+        self._size = size
+
     def _forget_size(self) -> None:
         """Ask again how large the next window is: its schedule or the epoch has changed."""
         if not self._ledger.micro_batches and self._ledger.micro is None:
@@ -104,6 +107,7 @@ class LoopWindows(Member):
             self._size = max(self._window_size, done + 1)
         self._closes = done >= self._window_size if last is None else last
         if is_new and done == 1:
+            ledger.before_window(is_late=True)
             self._begin_window()
         ledger.refuse_broken()
         self._untouched.check()
@@ -117,7 +121,8 @@ class LoopWindows(Member):
                 f"last=False for micro-batch {steps} of a window of steps={steps}: the window goes "
                 "on until last=True. Where steps= closes the windows, leave last= out and call "
                 "acc.flush() after the loop, or loop with acc.over(loader); where last= closes "
-                "them, give the largest number of micro-batches as steps="
+                "them, give the largest number of micro-batches as steps=, or loop with "
+                "acc.window(micro_batches)"
             )
 
     def _last_of(self, last: bool | None) -> bool | None:

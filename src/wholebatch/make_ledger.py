@@ -54,6 +54,6 @@ def make_ledger(
         on_gradient=close.on_gradient is not None,
         handover=handover,
     )
-    ledger = Ledger(target, options, sync, store, close.on_gradient)
+    ledger = Ledger(target, options, sync, store, close.on_gradient, close.on_open)
     refuse_unreduced_steps(ledger)
     return ledger

@@ -23,7 +23,7 @@ from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, Unmov
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
-from wholebatch.losses.loss import SINGLE, Loss
+from wholebatch.losses.loss import SINGLE, Loss, Terms
 from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
@@ -161,7 +161,7 @@ class RunLoss:
         """Return the context in which the user's function is traced."""
         return self._around(self._micro, traced=True)
 
-    def __call__(self, micro: Any, place: Place) -> Loss:
+    def __call__(self, micro: Any, place: Place) -> Loss | Terms:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
         is_on = torch.is_autocast_enabled(self._kind)
         autocast = torch.get_autocast_dtype(self._kind) if is_on else None
@@ -194,10 +194,10 @@ class RunLoss:
             self._gathered = GatheredSamples()
         if not is_tested and self._gathered is None:
             return
-        call = self._micro
+        call, function = self._micro, self._call  # not `self`, which holds what holds `run`
 
         def run(few: Any) -> Any:
-            return self._call(None, {**call, "micro": few})
+            return function(None, {**call, "micro": few})
 
         if is_tested and (
             place.last or place.position >= self._test.turn % max(place.steps, default=1)
@@ -210,7 +210,7 @@ class RunLoss:
             if place.last:
                 self._test.test_gathered(run, self._gathered, call["micro"])
 
-    def _added(self) -> Loss:
+    def _added(self) -> Loss | Terms:
         ledger = self._ledger
         before = ledger.micro
         try:
@@ -221,6 +221,8 @@ class RunLoss:
                 ledger.broken = HALF_DONE
             raise
         with torch.no_grad():  # it has no graph, and needs none
+            if SINGLE not in added.terms:
+                return Terms(added.terms)
             term = added.terms[SINGLE]
             return Loss(term.total, term.units, extras=added.extras)
 

@@ -251,6 +251,7 @@ class WholeBatch(BatchWindows):
         try:
             if self._meets and not alike:
                 self._meet_with(1, steps)
+            ledger.before_window()
             ledger.sync.before_forwards()
             micros = self._fitting.split(batch)
             if self._meets and alike:
@@ -280,8 +281,7 @@ class WholeBatch(BatchWindows):
             return self._close(attempt.micros, steps)
         finally:
             ledger.sync.restore()
-            if ledger.open is not None:
-                ledger.discard()
+            ledger.discard()
             self._runner.discard_window()
 
     def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from wholebatch.batch.samples import Static, layout_of
-from wholebatch.errors import OptionError, StateError, UnsupportedError
+from wholebatch.errors import StateError, UnsupportedError
 from wholebatch.window.forward_state import capture_random, restore_random
 
 
@@ -104,8 +104,6 @@ class Feed:
     def __init__(
         self, loader: Iterable[Any], resume: dict[str, Any] | None = None, *, static: Static = ()
     ) -> None:
-        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-            raise OptionError(f"over({loader!r}): must be a loader, or a list of (micro-)batches")
         self.loader = loader
         self._static = static
         self.fetched = 0
@@ -119,7 +117,7 @@ class Feed:
             self._start_generators = [g.get_state() for g in generators_of(loader)]
             self._iterator: Iterator[Any] = iter(unpadded(loader, static=static))
         else:
-            self._start_random = resume["random"]
+            self._start_random = resume["random"] or capture_random()  # None: a new pass
             self._start_generators = resume["generators"]
             self._resume(resume)
 
@@ -134,7 +132,7 @@ class Feed:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._iterator = iter(unpadded(self.loader, static=self._static, start=self.fetched))
             return
-        now = capture_random()
+        now, is_new_pass = capture_random(), state["random"] is None
         restore_random(self._start_random)
         generators = generators_of(self.loader)
         if len(generators) != len(self._start_generators):
@@ -151,7 +149,8 @@ class Feed:
                     f"the loader ended after {position} micro-batches, but the saved run had read "
                     f"{self.fetched}: pass the same data, from its start"
                 )
-        restore_random(now)
+        if not is_new_pass:
+            restore_random(now)
 
     def take(self) -> bool:
         """Make the next item `current`; return False if there is none."""
@@ -206,6 +205,12 @@ class Feed:
         """Take the first item that was read."""
         self.current = self._held.pop(0)
         self._read -= 1
+
+    def state_at_end(self) -> dict[str, Any] | None:
+        """Return what the next pass begins with: generators of the loader's own, if it has any."""
+        states = [generator.get_state() for generator in generators_of(self.loader)]
+        begin = {"fetched": 0, "random": None, "generators": states, "loader": None}
+        return begin if states else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the items that were taken."""

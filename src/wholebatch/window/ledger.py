@@ -90,6 +90,7 @@ class Ledger:
         sync: Sync,
         store: Store | None = None,
         on_gradient: OnGradient | None = None,
+        on_open: Callable[[], object] | None = None,
     ) -> None:
         clips = sync.clip_norm is not None
         self.target = target
@@ -114,6 +115,8 @@ class Ledger:
         self._beside: list[MicroBatch] = []  # losses that belong to no single micro-batch
         self._weights: dict[str, float] = {}  # of the window's terms
         self.broken: str | None = None
+        self.on_open = on_open
+        self._has_opened = False  # True if `on_open` was called for the window
         self.are_units_given = False
         self.updates = 0
         self.skipped = 0
@@ -125,6 +128,19 @@ class Ledger:
         self._last_seed: tuple[str, float, Tensor] | None = None  # nearly always it is the same
 
     # ------------------------------------------------------------------ begin
+
+    def before_window(self, *, is_late: bool = False) -> None:
+        """Call `on_open`, once per window; refuse it if the first forward has run (`is_late`)."""
+        if self.on_open is None or self._has_opened:
+            return
+        if is_late:
+            raise WindowError(
+                "close=wb.Close(on_open=...) in a plain loop, whose first forward has run already: "
+                "loop with acc.over(loader) or acc.window(micro_batches), or call the function "
+                "yourself before each window"
+            )
+        self._has_opened = True
+        self.on_open()
 
     def begin(
         self,
@@ -425,6 +441,7 @@ class Ledger:
         """Take part in a window of the other ranks, without a micro-batch."""
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.before_window()
         self.sync.before_forwards()
         self.begin(0, known=known)
         return self.close()
@@ -436,7 +453,7 @@ class Ledger:
         self.hooks.give_back()
         self.open = self.micro = self.broken = None
         self.micro_batches, self._beside, self._weights = [], [], {}
-        self.are_units_given = False
+        self.are_units_given = self._has_opened = False
 
     def refuse_broken(self) -> None:
         """Refuse to go on with a window that holds a part of a micro-batch."""
