@@ -52,7 +52,7 @@ class LoopWindows(Member):
         for model in models:
             warn_of_spectral_norms(model)
         if audit:
-            ledger.observer = OwnLoop(models)
+            ledger.observer = OwnLoop(models, runs_alone=ledger.sync.runs_alone)
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced

@@ -210,7 +210,7 @@ def test_a_window_has_as_many_micro_batches_as_it_is_given() -> None:
     model = mlp()
     whole, acc = Whole(model), wb.Accumulator(model, sgd(model), steps=1)
     for sizes in ((2, 1, 4), (3,), (1, 1, 1, 1, 5)):
-        parts = pieces(samples(sum(sizes), seed=len(sizes)), list(sizes))
+        parts = pieces(samples(sum(sizes)), list(sizes))
         whole.step(joined(parts))
         for micro in acc.window(parts):
             step = acc.backward(summed(model, micro), units=len(micro["y"]))

@@ -51,9 +51,16 @@ class OwnLoop:
         checks: The classes of the checks.
     """
 
-    def __init__(self, models: Sequence[nn.Module], checks: Sequence[type[Check]] = CHECKS) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        checks: Sequence[type[Check]] = CHECKS,
+        *,
+        runs_alone: bool = True,
+    ) -> None:
         self._models: WeakSet[nn.Module] = WeakSet(models)
-        self._checks = [check() for check in checks]
+        left_out = () if runs_alone else (FirstCall, ComparedRows, OtherModels)
+        self._checks = [check() for check in checks if check not in left_out]
         self._have_warned: set[Check] = set()
         self._is_first = True  # until the first window in parts has closed
         self._plan = Plan(0, in_parts=False)
