@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from wholebatch.audit.layers import warn_of_spectral_norms
 from wholebatch.audit.own_loop import OwnLoop
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Member
 from wholebatch.warn_user import warn_user

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.audit.check import Check, LossOfMicroBatch, silenced
+from wholebatch.audit.held_draws import HeldDraws
 from wholebatch.batch.samples import flatten, tensors_of
-from wholebatch.coupled.held_draws import HeldDraws
 from wholebatch.coupled.normalisation_layers import BatchNorm
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.replaced_attributes import emptied, replaced_attributes

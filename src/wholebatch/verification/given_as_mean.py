@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wholebatch.coupled.causes import AuditFinding
+from wholebatch.audit.finding import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
 
 
