@@ -88,17 +88,19 @@ def _difference(module: nn.Module, given: Any, rows: int) -> str | None:
         stack.enter_context(emptied(hooks))
         for norm in norms:  # `batchnorm=` is for them
             stack.enter_context(replaced_attributes(norm, training=False))
-        with ForwardState(module), draws.recording():
+        before = ForwardState(module)
+        stack.callback(before.restore)
+        with draws.recording():
             whole = run(slice(None))
-            moved = _buffers(module)
-            with draws.serving():
-                again = run(slice(None))
-        with ForwardState(module):
-            with draws.serving():
-                first = run(slice(cut))
-            with draws.serving():
-                second = run(slice(cut, None))
-            moved_by_parts = _buffers(module)
+        moved = _buffers(module)
+        with draws.serving():
+            again = run(slice(None))
+        before.restore()
+        with draws.serving():
+            first = run(slice(cut))
+        with draws.serving():
+            second = run(slice(cut, None))
+        moved_by_parts = _buffers(module)
     if not draws.held:
         return None
     if not all(map(_are_equal, whole, again)):
