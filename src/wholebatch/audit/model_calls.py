@@ -91,7 +91,7 @@ class _Hook:
         self._method = WeakMethod(method)
 
     def __call__(self, *call: Any) -> None:
-        if torch.compiler.is_compiling() or transforms_active() or in_backward():
+        if torch.compiler.is_dynamo_compiling() or transforms_active() or in_backward():
             return
         method = self._method()
         if method is not None:

@@ -11,7 +11,7 @@ from functools import cached_property
 from .events import Event, Loop, Symbol
 from .file_index import ClassIndex, FileIndex, index_file
 from .reader import Env, Frame, Reader
-from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, last_part, names_in
+from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, is_call, last_part, names_in
 
 _TRAINERS = {"Trainer", "Seq2SeqTrainer"}
 _TELLS_TRAINER = {"compute_loss_func", "model_accepts_loss_kwargs"}
@@ -65,6 +65,10 @@ class NormalFile:
     def value(self, expr: ast.AST | None) -> ast.AST | None:
         """Return what an expression stands for: the value of a symbol that was set."""
         for _ in range(20):
+            wraps = expr.value if isinstance(expr, ast.Subscript) else None
+            at = getattr(getattr(expr, "slice", None), "value", None)
+            if is_call(wraps, "prepare", "setup") and isinstance(at, int) and at < len(wraps.args):
+                expr = wraps.args[at]  # `model, loader = accelerator.prepare(model, loader)`
             symbol = self.symbols.get(getattr(expr, "id", ""))
             if symbol is None or symbol.kind != "set" or symbol.value is None:
                 break

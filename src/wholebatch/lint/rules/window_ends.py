@@ -9,7 +9,6 @@ from ..normalise.syntax import keyword, text
 from ..windows import File, Window
 from ..windows.boundary import Boundary
 from ..windows.values import iterated, length, varies
-from .clearing import cleared_last
 from .rule_base import ERROR, NOTE, Report, rule
 
 
@@ -27,7 +26,7 @@ def short_last_window(file: File) -> Iterator[Report]:
         deepspeed = keyword(window.accelerator, "deepspeed_plugin")
         if deepspeed is not None:
             continue  # DeepSpeed counts its own windows, over all epochs.
-        if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
+        if boundary is None or not _ends_short(window, boundary):
             continue
         if any(_leaves_out_rest(backward, window) for backward in window.backwards):
             continue
