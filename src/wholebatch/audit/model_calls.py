@@ -260,7 +260,7 @@ class _Hook:
         self._method = WeakMethod(method)  # checks that nobody holds any more keep no outputs
 
     def __call__(self, *call: Any) -> None:
-        method = None if torch.compiler.is_compiling() else self._method()
+        method = None if torch.compiler.is_dynamo_compiling() else self._method()
         if method is not None:
             method(*call)
 

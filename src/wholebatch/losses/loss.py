@@ -284,7 +284,7 @@ def is_known_to_be_zero(units: Units) -> bool:
     """Return True if there is no unit, as far as that can be read without waiting."""
     if not isinstance(units, Tensor):
         return units == 0
-    if units.device.type != "cpu" or torch.compiler.is_compiling():
+    if units.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return False
     try:
         return not bool(units)
