@@ -20,8 +20,8 @@ from wholebatch.options import (
     Close,
     Memory,
     as_close,
+    known_options,
     without_budget,
-    without_precision,
 )
 from wholebatch.run_loss import RunFunctions
 from wholebatch.runner import Place
@@ -91,7 +91,11 @@ class Accumulator(LoopWindows):
         last_loss: The loss of the micro-batch that `run` was given last, without its graph.
     """
 
-    @without_precision
+    @known_options(
+        precision="your loop runs the forward: put it and the loss under "
+        "torch.autocast(device, torch.bfloat16); WholeBatch has precision=",
+        micro_batch="your loop splits the batch; WholeBatch has micro_batch=",
+    )
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

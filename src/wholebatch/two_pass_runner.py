@@ -100,7 +100,7 @@ class TwoPassRunner(Runner):
         gather = partial(gather_rows, group=sync.group)
         try:
             with self._precision.forward():
-                loss = as_loss(self._coupled.loss(whole.for_loss(gather)))
+                loss = as_loss(self._coupled.of_all(self.model, whole.for_loss(gather)))
             self._backward(loss, [leaf for leaf in whole.tensors if leaf.requires_grad])
         except torch.OutOfMemoryError as error:
             if may_retry:

@@ -21,7 +21,15 @@ from wholebatch.make_ledger import make_ledger
 from wholebatch.memory.budget import Budget, has_room
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.memory.out_of_memory import Attempt
-from wholebatch.options import BatchNormPolicy, Close, Memory, Samples, as_close, as_memory
+from wholebatch.options import (
+    BatchNormPolicy,
+    Close,
+    Memory,
+    Samples,
+    as_close,
+    as_memory,
+    known_options,
+)
 from wholebatch.runner import AfterMicro, WindowRun
 from wholebatch.two_pass_runner import choose_runner
 from wholebatch.window import precision as precisions
@@ -95,6 +103,10 @@ class WholeBatch(BatchWindows):
     _batches = 0
     """The batches of this window, if a trainer gave several."""
 
+    @known_options(
+        steps="give the whole batch and micro_batch=, the samples of a micro-batch: their number "
+        "follows. Accumulator has steps=",
+    )
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],

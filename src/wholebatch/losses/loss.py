@@ -210,9 +210,11 @@ def as_loss(result: object) -> Loss | Terms:
     kind = type(result).__name__
     if isinstance(result, tuple):
         kind = f"({', '.join(type(each).__name__ for each in result)})"
+    item = " (without .item() or float(): a number has no gradient)"
     raise LossError(
         f"the loss function returned {kind}: must be wb.Loss(total, units), wb.mean_loss(mean, "
         "units), wb.Loss.terms({...}) or a tensor of per-unit losses"
+        f"{item if isinstance(result, Real) else ''}"
     )
 
 
@@ -360,6 +362,7 @@ def cross_entropy(
         raise LossError(
             f"{shapes}{'' if dim is None else f', dim={dim}'}: must be [..., classes] and [...], "
             "or [n, classes, ...] and [n, ...]; or both of one shape, with probabilities as labels"
+            f"{_next_token(shape, labels.shape)}"
         )
     total = functional.cross_entropy(
         wide(logits),
@@ -376,6 +379,12 @@ def cross_entropy(
         return Loss(total, counted.sum())
     places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
     return Loss(total, (wide(weight)[places] * counted).sum())
+
+
+def _next_token(logits: torch.Size, labels: torch.Size) -> str:
+    """Return what to do with labels that are one token longer than the logits."""
+    is_longer = len(logits) == 3 and len(labels) == 2 and labels[1] == logits[1] + 1
+    return ". For the next token, give labels[:, 1:]" if is_longer else ""
 
 
 def refuse_in_parts(loss: object) -> None:

@@ -391,8 +391,8 @@ def apply(decision: Decision, training: Training, *, steps: bool) -> None:
         if not decision.has_stepped:
             training.store.update()
         training.schedules.step(decision.loss)
-        if target.ema is not None:
-            target.ema.update_parameters(target.models[0])
+        if target.ema is not None and target.averaged is not None:
+            target.ema.update_parameters(target.averaged)
     if target.scale is not None:
         target.scale.update(finite=is_valid)
     training.sync.after_update()
