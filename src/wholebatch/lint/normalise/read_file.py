@@ -65,15 +65,21 @@ class NormalFile:
     def value(self, expr: ast.AST | None) -> ast.AST | None:
         """Return what an expression stands for: the value of a symbol that was set."""
         for _ in range(20):
-            wraps = expr.value if isinstance(expr, ast.Subscript) else None
-            at = getattr(getattr(expr, "slice", None), "value", None)
-            if is_call(wraps, "prepare", "setup") and isinstance(at, int) and at < len(wraps.args):
-                expr = wraps.args[at]  # `model, loader = accelerator.prepare(model, loader)`
+            expr = _unprepared(expr)
             symbol = self.symbols.get(getattr(expr, "id", ""))
             if symbol is None or symbol.kind != "set" or symbol.value is None:
                 break
             expr = symbol.value
         return expr
+
+
+def _unprepared(expr: ast.AST | None) -> ast.AST | None:
+    """Return `loader` for what `accelerator.prepare(model, loader)` gives back at its place."""
+    wraps = expr.value if isinstance(expr, ast.Subscript) else expr
+    if not is_call(wraps, "prepare", "setup", "setup_dataloaders"):
+        return expr
+    at = getattr(getattr(expr, "slice", None), "value", 0 if len(wraps.args) == 1 else None)
+    return wraps.args[at] if isinstance(at, int) and at < len(wraps.args) else expr
 
 
 def normalise(source: str) -> NormalFile:

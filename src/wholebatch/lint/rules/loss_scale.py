@@ -195,6 +195,13 @@ def _divided_again(window: Window) -> Iterator[Report]:
     terms = [(e, t) for e in engines for t in terms_of(e, window.file)]
     for event, term in (*window.terms, *terms):
         counts = [d for d in term.divisors if window.counts(d)]
+        by_count = window.every_key in window.rescaled_by and window.every_key != ""
+        if not counts and by_count and _is_whole(term, window):
+            message = (
+                f"gradients are divided by {window.count_name} as well as the loss: divide once"
+            )
+            yield Report(event.node, message, NOTE)
+            return
         if not counts or id(written(counts[0].node)) in reported:
             continue
         framework = _framework(event, window)
@@ -206,6 +213,12 @@ def _divided_again(window: Window) -> Iterator[Report]:
             certain = is_again or (framework == "Accelerate" and same) or bool(window.engine_steps)
             level = ERROR if certain else NOTE
             yield _twice(counts[0].node, counts[0].written, framework, level)
+
+
+def _is_whole(term: Term, window: Window) -> bool:
+    """True if the loss or its gradients are divided by some number of the whole window."""
+    by = [d for d in term.divisors if not (d.elementwise or window.is_own(d))]
+    return bool(by) or len(set(window.rescaled_by)) > 1
 
 
 def _twice(node: ast.AST, count: str, framework: str, level: str) -> Report:
