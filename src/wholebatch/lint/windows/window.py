@@ -25,7 +25,7 @@ from ..normalise.syntax import (
 )
 from .boundary import Boundary, boundary_of
 from .loss_terms import DEVICES, Divisor, Term, says_accumulating, terms_of
-from .values import integer, iterated, length, symbols_in, varies
+from .values import integer, iterated, leaves, length, symbols_in, varies
 
 # A condition that may be a boundary of another file: `if self.should_update():`.
 _MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
@@ -74,6 +74,12 @@ class Window:
         return length(self.loop.iterable, self.file) if self.shape == "nested" else None
 
     @property
+    def level(self) -> str:
+        """Return the level of a mistake that a window of one micro-batch does not have."""
+        ones = [leaf for leaf in leaves(self.every, self.file) if number(leaf) == 1]
+        return "note" if ones else "error"
+
+    @property
     def changes_size(self) -> bool:
         """True if the loop changes the number of micro-batches per update."""
         return varies(self.every, self.loop, self.file)
@@ -118,7 +124,8 @@ class Window:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        accumulates = "accumulate" in self.file.index.calls_by_name
+        switches = {"accumulate", "_set_sync_gradients"}
+        accumulates = not switches.isdisjoint(self.file.index.calls_by_name)
         always_syncs = self.shape == "boundary" and not accumulates
         for condition in event.conditions(self.loop):
             boundary = self.boundary_of(condition)
