@@ -87,13 +87,11 @@ SHORT = {
     "Trainer, Llama": "HF Trainer and SFTTrainer, a Llama",
     "Trainer, BERT": "HF Trainer, a BERT classifier",
     "Trainer, BERT, accepts_loss_kwargs=False": "… with `accepts_loss_kwargs = False`",
-    "Trainer, a model of one's own": "HF Trainer, a model of your own",
     "DPOTrainer": "TRL's DPOTrainer",
     "KTOTrainer": "TRL's KTOTrainer",
     "Accelerate": "Accelerate",
     "Lightning": "Lightning",
     "Keras, TensorFlow": "Keras 3",
-    "optax.MultiSteps": "optax.MultiSteps",
 }
 """The trainers of README.md, by their names there."""
 

@@ -29,6 +29,8 @@ def test_the_page_is_the_record(benchmark: Any) -> None:
     page = (ROOT / "docs/split-dependence.md").read_text(encoding="utf-8")
     assert benchmark.page_of(page, rows, RECORD["date"]) == page
     assert {row.trainer for row in rows} == set(benchmark.ABOUT)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert benchmark.written(readme, "trainers", benchmark.short_table(rows)) == readme
 
 
 @pytest.mark.parametrize("name", sorted(RECORD["libraries"]))
