@@ -93,7 +93,7 @@ ABOUT: Mapping[str, About] = {
         "huggingface/transformers#47688",
     ),
     "Trainer, a model of one's own": About(
-        _MEANS, "`compute_loss_func=` that divides by `num_items_in_batch`: right"
+        _MEANS, "`compute_loss_func=` that divides by `num_items_in_batch`"
     ),
     "SFTTrainer, Llama": About("none: divides by the window's `num_items_in_batch`"),
     "DPOTrainer": About(_MEANS, "batches of equal size are right", "huggingface/trl#5710"),
@@ -116,10 +116,10 @@ ABOUT: Mapping[str, About] = {
     "Fabric": About(_MEANS, "the loop is the user's: divide by the count of the window"),
     "SentenceTransformerTrainer, MultipleNegativesRankingLoss": About(
         "negatives of one micro-batch only",
-        "`CachedMultipleNegativesRankingLoss` with the whole batch: right",
+        "`CachedMultipleNegativesRankingLoss` with the whole batch: two passes",
         "huggingface/sentence-transformers#3862",
     ),
-    "DeepSpeed ZeRO-1": About(_MEANS, "divide by the global count before `backward`: right"),
+    "DeepSpeed ZeRO-1": About(_MEANS, "divide by the global count before `backward`"),
     "DeepSpeed ZeRO-2": About(_MEANS, "as ZeRO-1"),
     "DeepSpeed ZeRO-3": About(_MEANS, "as ZeRO-1"),
     "Keras, TensorFlow": About(
@@ -133,7 +133,7 @@ ABOUT: Mapping[str, About] = {
         "micro-batches count alike; the tail waits", "sum losses, and divide by the count"
     ),
     "optax.microbatch": About(
-        "micro-batches count alike", "`AccumulationType.SUM`, and divide by the count: right"
+        "micro-batches count alike", "`AccumulationType.SUM`, and divide by the count"
     ),
     "timm, train.py": About("BatchNorm sees one micro-batch", "a model with GroupNorm"),
     "diffusers, train_unconditional.py": About(
