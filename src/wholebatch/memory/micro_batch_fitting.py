@@ -22,8 +22,7 @@ from wholebatch.distributed import Sync
 from wholebatch.errors import OptionError, RankError, UnsupportedError
 from wholebatch.memory.budget import Budget, parse_memory, sharing_processes
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
-from wholebatch.memory.make_it_fit import ladder, refusal
-from wholebatch.memory.out_of_memory import Attempt, Recovery, within
+from wholebatch.memory.out_of_memory import Attempt, Recovery, limit_allocator
 from wholebatch.memory.predict import simulating, state_bytes
 from wholebatch.memory.trial_step import held_bytes, measure_step, trial_peak
 from wholebatch.memory.undivided_batch import UndividedBatch
@@ -47,12 +46,12 @@ class Recovered:
 class Fitting:
     """Sizes of micro-batches: as given, or the largest that is measured to fit.
 
-    `micro_batch="auto"` chooses when the first batch is there: by real steps whose effects are
-    undone on CUDA or where a budget was given (`memory="20GiB"`, `0.5`, `"free"`), else it takes
-    the whole batch. A window that runs out of memory all the same begins again with smaller
-    micro-batches, and no later micro-batch has as many bytes as the one that failed: batches of
-    shorter sequences keep their size. With `micro_batch=None` each batch is one micro-batch, unless
-    it does not fit.
+    `micro_batch="auto"` chooses when the first batch is there: on CUDA by real steps whose effects
+    are undone, on a CPU by predictions, if a budget was given (`memory="20GiB"`, `0.5`, `"free"`);
+    else it takes the whole batch there. A window that runs out of memory all the same begins again
+    with smaller micro-batches, and no later micro-batch has as many bytes as the one that failed:
+    batches of shorter sequences keep their size. With `micro_batch=None` each batch is one
+    micro-batch, unless it does not fit.
     """
 
     def __init__(
@@ -163,28 +162,44 @@ class Fitting:
                     "the batch is not split; if it does not fit, its blocks are checkpointed",
                     self._micro_batch,
                 )
-            if self._sync.ranks > 1:  # no rank can begin a window again without the others
+            on_cpu = self._device.type == "cpu"
+            # On CUDA, no rank can begin a window again without the others.
+            if (on_cpu and self._budget is not None) or (not on_cpu and self._sync.ranks > 1):
                 self._try_settings(self._undivided, whole)
         return whole
 
+    def _failure_of(self, undivided: UndividedBatch, whole: Any) -> str | None:
+        """Return why a step in the present setting does not fit; None if it does.
+
+        On CUDA the step runs, and its effects are undone; on a CPU it is predicted.
+        """
+        if self._device.type == "cpu":
+            with simulating(self._model, self._loss, optimizer=self._optimizer) as simulation:
+                peak = simulation.predict(
+                    whole,
+                    precision=self._precision,
+                    micro_batches=1,
+                    checkpoints=undivided.place > 0,
+                ).peak
+            budget = self._budget or 0
+            return None if peak <= budget else f"{bytes_said(peak)} of {bytes_said(budget)}"
+        try:
+            with undivided.running():
+                measure_step(self._model, self._loss, [whole], precision=self._precision)
+        except torch.OutOfMemoryError as error:
+            return str(error).split("\n")[0]
+        return None
+
     def _try_settings(self, undivided: UndividedBatch, whole: Any) -> None:
-        """Find the first setting that fits on all ranks, by steps whose effects are undone."""
-        limit = self._budget if self._device.type == "cpu" else None
-        failure = None
-        if self._device.type == "cuda":
-            within(self._budget, model=self._model)
-        while limit is not None or self._device.type == "cuda":
-            try:
-                with undivided.running():
-                    how: dict[str, Any] = {"precision": self._precision, "limit": limit}
-                    measure_step(self._model, self._loss, [whole], **how)
+        """Find the first setting that fits on all ranks."""
+        limit_allocator(self._budget, self._device)
+        while True:
+            failure = self._failure_of(undivided, whole)
+            if failure is None:
                 break
-            except torch.OutOfMemoryError as error:
-                failure = str(error).split("\n")[0]
             if undivided.place + 1 == len(undivided.settings):
                 break
             undivided.save_memory(failure)
-            failure = None
         undivided.place = int(self._sync.group.largest_number(undivided.place))
         failed = self._sync.group.sum([float(failure is not None)])[0]
         if failed:
@@ -277,9 +292,7 @@ class Fitting:
         samples = max(map(len, self._numbers))
         if samples == 1:
             raise torch.OutOfMemoryError(
-                f"a micro-batch of one sample does not fit ({failure}); what would make it fit: "
-                "precision='bf16', activation checkpointing (wholebatch.memory.with_checkpoints), "
-                "shorter samples, or a sharded model"
+                f"a micro-batch of one sample does not fit ({failure}); {self._ways()}"
             )
         before, micros = self._numbers, attempt.micros
         largest = max(_bytes_of(*pair) for pair in zip(micros, map(len, before), strict=True))
@@ -324,9 +337,8 @@ class Fitting:
     def inside(self) -> Iterator[None]:
         """Run forwards and backwards within the budget; save memory as an undivided batch must."""
         is_whole = self._undivided is not None and self._is_undivided()
-        budget = within(self._budget, model=self._model, optimizer=self._optimizer)
-        saving = self._undivided.running() if self._undivided and is_whole else nullcontext()
-        with saving, budget:
+        limit_allocator(self._budget, self._device)
+        with self._undivided.running() if self._undivided and is_whole else nullcontext():
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,13 +386,51 @@ class Fitting:
             self._fits = int(self._smallest(math.inf)) or None
 
     def _choose(self, batch: Any, samples: int) -> int:
-        """Measure real steps of 1, 2, 4, … samples, and return the largest size that fits."""
+        """Return the largest size of which a step fits: measured on CUDA, predicted on a CPU."""
         on_cuda = self._device.type == "cuda"
         if self._budget is None and not on_cuda:
             return samples
         budget = self._budget or self._bytes("free")
-        if on_cuda:  # in force from here on, for the trial steps too
-            within(self._budget, model=self._model)
+        with self._measured(batch, samples, budget) if on_cuda else self._predicted(batch) as peak:
+            choice = choose_micro_batch(peak, budget=budget, most=samples)
+        if choice is None:
+            raise OptionError(
+                f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit; "
+                f"{self._ways()}"
+            )
+        self.said = choice.summary(measured=on_cuda)
+        _log.info("%s", self.said)
+        return choice.micro_batch
+
+    def _ways(self) -> str:
+        """Return what makes a micro-batch of one sample smaller."""
+        is_sharded = any(isinstance(p, DTensor) for p in self._model.parameters())
+        sharding = "more devices" if is_sharded else "a sharded model"
+        return (
+            'use precision="bf16", checkpointing (wholebatch.memory.with_checkpoints), on a GPU '
+            'also wb.Memory(optimizer_state="host"), shorter samples, a larger device or '
+            f"{sharding}; wholebatch plan tells what each of them takes"
+        )
+
+    @contextmanager
+    def _predicted(self, batch: Any) -> Iterator[Callable[[int], int | None]]:
+        """Yield a function that predicts the peak of a size."""
+        static = self._layout["static"]
+        with simulating(self._model, self._loss, optimizer=self._optimizer) as simulation:
+            yield (
+                lambda size: (
+                    simulation.predict(
+                        resize_batch(batch, size, static=static), precision=self._precision
+                    ).peak
+                )
+            )
+
+    @contextmanager
+    def _measured(
+        self, batch: Any, samples: int, budget: int
+    ) -> Iterator[Callable[[int], int | None]]:
+        """Yield a function that measures the peak of a size, by steps whose effects are undone."""
+        limit_allocator(self._budget, self._device)  # from here on, for the trial steps too
         on_device = self._optimizer_state == "device"
         missing = self._missing_state() if on_device else 0
 
@@ -395,23 +445,16 @@ class Fitting:
                 missing_state=missing,
             )
 
-        choice = choose_micro_batch(peak, budget=budget, most=samples)
-        if choice is None:
-            raise OptionError(self._refusal(batch, budget))
-        self.said = choice.summary()
-        _log.info("%s", self.said)
-        return choice.micro_batch
+        yield peak
 
     def _trial_window(self, batch: Any, size: int, samples: int) -> list[Any]:
         """Return micro-batches that need the memory of a window of this size.
 
-        From the second one on there are gradients beside the activations. On CUDA the smaller last
-        one follows: it leaves the freed memory in other pieces.
+        From the second one on there are gradients beside the activations. The smaller last one
+        leaves the freed memory in other pieces.
         """
         static = self._layout["static"]
         micro = resize_batch(batch, size, static=static)
-        if self._device.type != "cuda":
-            return [micro, micro]
         last = resize_batch(batch, samples % size or size, static=static)
         return [micro, micro, last]
 
@@ -423,17 +466,6 @@ class Fitting:
         except Exception:  # An optimizer may do anything. Most have at most two moments.
             weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
             return max(0, 2 * weights - there)
-
-    def _refusal(self, batch: Any, budget: int) -> str:
-        """Return why nothing fits, and what would, as far as that can be predicted."""
-        sample = resize_batch(batch, 1, static=self._layout["static"])
-        try:
-            with simulating(self._model, self._loss, optimizer=self._optimizer) as simulation:
-                rungs = ladder(simulation, sample, budget=budget, precision=self._precision)
-        except UnsupportedError:
-            return f"memory={bytes_said(budget)}: a micro-batch of one sample does not fit"
-        is_sharded = any(isinstance(p, DTensor) for p in self._model.parameters())
-        return refusal(rungs, budget, is_sharded=is_sharded)
 
 
 def _bytes_of(batch: Any, samples: int) -> float:
