@@ -35,6 +35,7 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, device_option, like_train, resolve
+from wholebatch.cli.split_proof import numbers, prove_splits
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -94,6 +95,21 @@ class VerifyOptions:
         check=whole_number(2, 10_000),
     )
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP, of="loop")
+    splits: tuple[int, ...] | None = _loop(
+        None,
+        "N,N",
+        "Prove instead that a function(micro_batch), of any trainer, makes the same update however "
+        "its samples are cut: sizes of micro-batches, the first one all samples.",
+        check=numbers,
+        typed=str,
+    )
+    ranks: tuple[int, ...] | None = _loop(
+        None,
+        "N,N",
+        "With --splits: numbers of ranks, each of them a job of so many processes.",
+        check=numbers,
+        typed=str,
+    )
     windows: int | None = _script(
         None,
         "N",
@@ -127,6 +143,7 @@ class VerifyOptions:
     "wholebatch verify train.py:one_window",
     "wholebatch verify train.py -- --lr 3e-4",
     "wholebatch verify script train.py",
+    "wholebatch verify train.py:one_update --splits 8,4,1 --ranks 1,2",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -136,6 +153,10 @@ def verify(options: VerifyOptions) -> int:
     """
     kind, name = _target_of(options.what or [])
     _check_partners(options, kind)
+    if options.splits is not None:
+        path, function = _parsed(str(name))
+        ranks = options.ranks or (1,)
+        return prove_splits(path, function, options.splits, ranks, as_json=options.as_json)
     if kind == "script":
         return _watch_script(Path(str(name)), options)
     console = Console(quiet=True) if options.quiet else console_of(stderr=options.as_json)
@@ -240,6 +261,8 @@ def _check_partners(options: VerifyOptions, kind: str) -> None:
         of = setting.metadata.get("of", kind)
         if of != kind and getattr(options, setting.name) != setting.default:
             raise OptionError(f"{flag_of(setting)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
+    if options.splits is None and options.ranks is not None:
+        raise OptionError("--ranks: belongs to --splits; give --splits 8,4,1 too")
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 

@@ -35,8 +35,10 @@ DIVISORS = {
     "while": ("steps", "counted"),
     "islice": ("steps", "own count", *UNITS),
     "split": ("steps", "own count", *UNITS),
+    "accumulate": ("steps",),
 }
 """The shapes of windows, and what their losses can be divided by."""
+LIBRARIES = ("torch", "torch", "torch", "accelerate", "fabric", "lightning")
 FORMS = ("module", "function", "main", "class")
 
 
@@ -64,6 +66,7 @@ def _any(random: Random) -> Loop:
     return Loop(
         task=random.choice([*TASKS]),
         shape=shape,
+        library=random.choice(LIBRARIES),
         form=random.choice(FORMS),
         divide=divide,
         style=random.choice(STYLES[divide]),
@@ -111,21 +114,62 @@ def is_written(loop: Loop) -> bool:
             loop.clear == "after" or loop.shape not in ("while", "counter"),
             loop.batch != "list" or not loop.shuffle,
             task.is_right or loop.mistake == "none",
+            loop.library != "accelerate" or loop.amp == "none",
+            _in_library(loop),
             _shows(loop),
         )
     )
 
 
+def _in_library(loop: Loop) -> bool:
+    """True if the loop can be written with its library."""
+    is_by_hand = loop.library in ("torch", "accelerate", "fabric")
+    if loop.shape == "accumulate":
+        impossible = ("not divided", "tail dropped", "tail leaked", "step per micro-batch")
+        impossible += ("cleared before the step", "a detached loss", "never cleared")
+        return (
+            loop.library == "accelerate"
+            and loop.style == "inline"
+            and not (loop.extra and loop.mistake != "nominal count")
+            and loop.batch != "list"
+            and loop.scheduler != "by hand"
+            and loop.clip != "value"
+            and "print" not in loop.noise
+            and "evaluate" not in loop.noise
+            and "norm" not in loop.noise
+            and (loop.clear, loop.clears) == ("after", "optimizer.zero_grad()")
+            and loop.mistake not in impossible
+        )
+    if loop.library == "lightning":
+        return (
+            loop.shape == "modulo"
+            and loop.form == "module"
+            and loop.amp in ("none", "bf16")
+            and loop.batch != "list"
+            and "log" not in loop.noise
+            and loop.mistake not in ("a carry between micro-batches", "a detached loss")
+            and (loop.mistake != "tail dropped")
+        )
+    return is_by_hand and not (loop.library == "fabric" and loop.amp.startswith("scaler"))
+
+
 def _shows(loop: Loop) -> bool:
     """True if the loop's mistake changes its updates."""
     several = loop.windows * loop.epochs > 1
+    if loop.mistake in ("step per micro-batch", "schedule per micro-batch"):
+        several = several and loop.scheduler != "one cycle"  # it counts its steps
+    if loop.mistake in ("step per micro-batch", "cleared before the step"):
+        several = several and loop.clip != "value"  # it refuses a model without gradients
     is_of_a_number = loop.mistake in ("not divided", "divided twice", "nominal count")
-    if is_of_a_number and loop.weight:  # the loss's own weight may be meant to divide
+    # The loss's own weight may be meant to divide, and a clip hides a factor.
+    if is_of_a_number and (loop.weight or loop.clip in ("norm", "value")):
         return False
     return {
         "never cleared": several,
         "average per micro-batch": several,
-        "schedule per micro-batch": loop.scheduler != "none",
+        "schedule per micro-batch": several and loop.scheduler != "none",
+        "step per micro-batch": several,
+        "cleared before the step": several,
         "a detached loss": loop.amp != "scaler",
         "tail leaked": loop.clear == "after" and loop.epochs > 1,
         "mean of means": loop.missing > 0,

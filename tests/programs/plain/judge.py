@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import BESIDE, MISTAKES
 from tests.programs.plain.oracle import Recorder, difference, undivided
-from tests.programs.plain.text import script
+from tests.programs.plain.text import imports, script
 from tests.programs.run import in_fork, run_as_main
 from tests.programs.run import warm_up as machine_warm_up
 
@@ -117,11 +117,11 @@ def _in_fork(function: Callable[[], Any]) -> Any:
     return in_fork(guarded, _LIMIT)
 
 
-def warm_up() -> None:
-    """Import what the loops import, so that every fork has it already."""
-    machine_warm_up(
-        *(script(Loop(amp=amp)) for amp in ("none", "scaler")), "import wholebatch.lint"
-    )
+def warm_up(libraries: Sequence[str] = ("torch",)) -> None:
+    """Import what the loops of these libraries import, so that every fork has it already."""
+    for library in libraries:
+        exec(imports(Loop(library=library)), {})
+    machine_warm_up(script(Loop(amp="scaler")), "import wholebatch.lint, wholebatch.verification")
 
 
 def _recorded(text: str) -> Any:

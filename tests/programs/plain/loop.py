@@ -14,6 +14,8 @@ class Loop:
     task: str = "classes"
     shape: str = "modulo"
     """How the loop makes windows of micro-batches."""
+    library: str = "torch"
+    """Who runs the backward, clips and steps: torch, Accelerate, Fabric or Lightning."""
     form: str = "module"
     """Where the loop stands: in the module, in functions, in a class."""
     divide: str = "steps"

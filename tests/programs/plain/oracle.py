@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from tests.programs.plain.loop import Loop
-from tests.programs.plain.text import IMPORTS, SCHEDULERS, Text
+from tests.programs.plain.text import SCHEDULERS, Text, imports
 
 Steps = list[tuple[Tensor, Tensor]]
 """The gradients that each step has seen, and the weights after it."""
@@ -29,7 +29,7 @@ def undivided(loop: Loop) -> Steps:
     """Return the steps of the undivided batches."""
     torch.set_default_dtype(torch.float64)
     scope: dict[str, Any] = {}
-    exec(IMPORTS + Text(loop).setup(), scope)
+    exec(imports(loop) + Text(loop).setup(), scope)
     model, optimizer = scope["model"], scope["optimizer"]
     model.train()
     steps: Steps = []

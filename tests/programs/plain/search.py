@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any
 
-from tests.programs.plain.grammar import draw, label, plainest
+from tests.programs.plain.grammar import LIBRARIES, draw, label, plainest
 from tests.programs.plain.judge import (
     Judgement,
     is_linted,
@@ -18,14 +18,14 @@ from tests.programs.plain.judge import (
 )
 from tests.programs.plain.text import script
 
-_SHRINKS_FOR = 20.0
+_SHRINKS_FOR = 10.0
 """Seconds that a failure is made plainer."""
 
 
 def work(number: int, jobs: int, seed: int, seconds: float, tell: Any) -> None:
     """Draw loops until the time is up; tell of each, and of each new failure."""
     ends = time.monotonic() + seconds
-    warm_up()
+    warm_up(LIBRARIES)
     known: set[str] = set()
     place = number
     while time.monotonic() < ends:

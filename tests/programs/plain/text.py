@@ -61,6 +61,34 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 """
+_LIBRARIES = {
+    "accelerate": "from accelerate import Accelerator\n",
+    "fabric": "from lightning.fabric import Fabric\n",
+    "lightning": "import lightning as L\n",
+}
+_LIGHTNING = """class Lit(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.automatic_optimization = False
+        self.seen = 0
+
+    def training_step(self, batch, i):
+{step}
+
+    def configure_optimizers(self):
+        return {made}
+
+
+trainer = L.Trainer(
+    max_epochs={epochs},
+    accelerator="cpu",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(Lit(model), loader)"""
 _SHARED = (
     "model",
     "optimizer",
@@ -71,6 +99,8 @@ _SHARED = (
     "summed",
     "balance",
     "loader",
+    "accelerator",
+    "fabric",
 )
 """Names of the set-up that a function may take as arguments, and a class as attributes."""
 
@@ -122,8 +152,29 @@ class Text:
             lines.append("average = copy.deepcopy(model)")
         if loop.average == "torch":
             lines.append("average = torch.optim.swa_utils.AveragedModel(model)")
-        lines += [task.data.format(n=loop.samples), *self._loader()]
+        lines += [task.data.format(n=loop.samples), *self._loader(), *self._library()]
         return "\n".join(filter(None, lines))
+
+    def _library(self) -> list[str]:
+        """Return the lines that hand model, optimizer and data to the library."""
+        loop = self.loop
+        if loop.library == "accelerate":
+            steps = f"gradient_accumulation_steps={self.count}, " * (loop.shape == "accumulate")
+            prepared = ["model", "optimizer", *(["loader"] if loop.batch != "list" else [])]
+            if loop.shape == "accumulate" and loop.scheduler in SCHEDULERS:
+                prepared += [] if self.is_planted("schedule per micro-batch") else ["scheduler"]
+            listed = ", ".join(prepared)
+            return [
+                f"accelerator = Accelerator({steps}cpu=True)",
+                f"{listed} = accelerator.prepare({listed})",
+            ]
+        if loop.library == "fabric":
+            lines = [
+                'fabric = Fabric(accelerator="cpu", devices=1)',
+                "model, optimizer = fabric.setup(model, optimizer)",
+            ]
+            return [*lines, *["loader = fabric.setup_dataloaders(loader)"][: loop.batch != "list"]]
+        return []
 
     def _loader(self) -> list[str]:
         loop = self.loop
@@ -154,6 +205,8 @@ class Text:
         }
         if self.is_planted("not divided") or loop.style == "gradients":
             return ""
+        if loop.shape == "accumulate" and not self.is_planted("divided twice"):
+            return ""  # Accelerate divides
         divisors = {"steps": self.count, "own count": own.get(loop.shape, ""), "units": "units"}
         return divisors.get(loop.divide, "")
 
@@ -196,10 +249,22 @@ class Text:
             return [*lines, f"together = together.detach() + {loss}"]
         if loop.amp.startswith("scaler"):
             loss = f"scaler.scale({loss})"
-        call = f"{loss}.backward()"
+        calls = [self.backward_of(loss)]
         if self.is_planted("counted twice"):
-            return [*lines, f"{loss}.backward(retain_graph=True)", call]
-        return [*lines, call]
+            calls = [self.backward_of(loss, "retain_graph=True"), *calls]
+        return [*lines, *calls]
+
+    def backward_of(self, loss: str, options: str = "") -> str:
+        """Return the call that runs the backward of a loss, in the words of the library."""
+        owner = {
+            "accelerate": "accelerator.backward",
+            "fabric": "fabric.backward",
+            "lightning": "self.manual_backward",
+        }.get(self.loop.library)
+        if owner is None:
+            return f"{loss}.backward({options})"
+        bare = loss[1:-1] if loss.startswith("(") and loss.endswith(")") else loss
+        return f"{owner}({bare}{', ' * bool(options)}{options})"
 
     def _units(self) -> str:
         task = self.loop.of
@@ -232,6 +297,16 @@ class Text:
         return self.loop.clears.split("\n")
 
     def clip(self) -> list[str]:
+        library = {
+            "accelerate": ["accelerator.clip_grad_norm_(model.parameters(), 0.05)"],
+            "fabric": ["fabric.clip_gradients(model, optimizer, max_norm=0.05)"],
+            "lightning": [
+                "self.clip_gradients(optimizer, gradient_clip_val=0.05, "
+                'gradient_clip_algorithm="norm")'
+            ],
+        }
+        if self.loop.clip == "norm" and self.loop.library in library:
+            return library[self.loop.library]
         kinds = {
             "norm": ["torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)"],
             "value": ["torch.nn.utils.clip_grad_value_(model.parameters(), 0.005)"],
@@ -251,7 +326,7 @@ class Text:
         loop, lines = self.loop, list[str]()
         if self.is_planted("a detached loss"):
             loss = "scaler.scale(together)" if loop.amp.startswith("scaler") else "together"
-            lines += [f"{loss}.backward()", "together = torch.zeros(())"]
+            lines += [self.backward_of(loss), "together = torch.zeros(())"]
         scaled = loop.amp.startswith("scaler")
         if self.is_planted("cleared before the step"):
             lines += self.clear()
@@ -308,6 +383,7 @@ class Text:
             "while": self._while,
             "islice": self._islice,
             "split": self._split,
+            "accumulate": self._accumulate,
         }
         return "\n".join([*before, *make[loop.shape]()])
 
@@ -347,6 +423,45 @@ class Text:
         ]
         head = self.clear() if self.is_planted("tail dropped") else []
         return self._epochs([*head, *body])
+
+    def _accumulate(self) -> list[str]:
+        """Accelerate's context manager; it divides, and makes step and zero_grad wait."""
+        clip = [] if self.is_planted("clip per micro-batch") else self.clip()
+        lines = self.micro_batch()
+        lines += ["if accelerator.sync_gradients:", *_in(clip)] if clip else []
+        lines.append("optimizer.step()")
+        if self.loop.scheduler in SCHEDULERS and not self.is_planted("schedule per micro-batch"):
+            lines.append("scheduler.step()")
+        lines.append("optimizer.zero_grad()")
+        if self.average() and not self.is_planted("average per micro-batch"):
+            lines += ["if accelerator.sync_gradients:", *_in(self.average())]
+        body = [f"for {self._item} in loader:", "    with accelerator.accumulate(model):"]
+        return self._epochs([*body, *_in(_in(lines))])
+
+    def lightning(self) -> str:
+        """Return a LightningModule that optimizes by hand, and its Trainer."""
+        loop, k = self.loop, self.count
+        boundary = f"(i + 1) % {k} == 0"
+        if self.is_planted("off by one"):
+            boundary = f"i % {k} == 0"
+        left = self.is_planted("tail dropped") or self.is_planted("tail leaked")
+        if (loop.has_tail or loop.missing) and not left:
+            boundary += " or i + 1 == len(loader)"
+        close = (
+            self.close()
+            if self.is_planted("step per micro-batch")
+            else [f"if {boundary}:", *_in(self.close())]
+        )
+        head = [f"if i % {k} == 0:", *_in(self._head())] if self._head() else []
+        lines = ["optimizer = self.optimizers()"]
+        lines += ["x, y = batch"] if loop.batch != "dict" else []
+        if loop.scheduler in SCHEDULERS:
+            lines.append("scheduler = self.lr_schedulers()")
+        lines += [*head, *self.micro_batch(boundary), *close]
+        step = re.sub(r"(?<![\w.])model\b", "self.model", "\n".join(lines))
+        step = re.sub(r"(?<![\w.])seen\b", "self.seen", step)
+        made = "[optimizer], [scheduler]" if loop.scheduler in SCHEDULERS else "optimizer"
+        return _LIGHTNING.format(step=indent(step, "        "), made=made, epochs=loop.epochs)
 
     def _counter(self) -> list[str]:
         loop = self.loop
@@ -446,35 +561,47 @@ def _in(lines: list[str]) -> list[str]:
     return [indent(line, "    ") for line in lines]
 
 
+def imports(loop: Loop) -> str:
+    """Return the imports of a loop's text."""
+    library = _LIBRARIES.get(loop.library, "")
+    return IMPORTS.replace("\nimport torch\n", f"\n{library}import torch\n", 1)
+
+
 def script(loop: Loop) -> str:
     """Return the text of a loop."""
     text = Text(loop)
-    setup, training = text.setup(), text.training()
+    head, setup = imports(loop), text.setup()
+    if loop.library == "lightning":
+        return f"{head}\n{setup}\n\n\n{text.lightning()}\n"
+    training = text.training()
     if loop.form == "main":
         body = f"{setup}\n\n{training}"
         start = 'if __name__ == "__main__":\n    main()\n'
-        return f"{IMPORTS}\n\ndef main():\n{indent(body, '    ')}\n\n\n{start}"
+        return f"{head}\n\ndef main():\n{indent(body, '    ')}\n\n\n{start}"
     if loop.form == "function":
-        names = [name for name in _SHARED if re.search(rf"^{name} = ", setup, re.MULTILINE)]
-        listed = ", ".join(names)
+        listed = ", ".join(_names(setup))
         return (
-            f"{IMPORTS}\n{setup}\n\n\ndef train({listed}):\n{indent(training, '    ')}\n\n\n"
+            f"{head}\n{setup}\n\n\ndef train({listed}):\n{indent(training, '    ')}\n\n\n"
             f"train({listed})\n"
         )
     if loop.form == "class":
-        return _class(setup, training)
-    return f"{IMPORTS}\n{setup}\n\n{training}\n"
+        return head + _class(setup, training)
+    return f"{head}\n{setup}\n\n{training}\n"
+
+
+def _names(setup: str) -> list[str]:
+    return [name for name in _SHARED if re.search(rf"^{name} = ", setup, re.MULTILINE)]
 
 
 def _class(setup: str, training: str) -> str:
     """Return the loop as the method of a trainer."""
-    names = [name for name in _SHARED if re.search(rf"^{name} = ", setup, re.MULTILINE)]
+    names = _names(setup)
     made = re.compile(rf"(?<![\w.\"'])({'|'.join(names)})\b(?!\s*=[^=])")
     fit = made.sub(r"self.\1", training).replace("def endless(self.loader)", "def endless(loader)")
     fit = fit.replace("yield from self.loader", "yield from loader")
     listed = ", ".join(names)
     kept = "\n".join(f"        self.{name} = {name}" for name in names)
     return (
-        f"{IMPORTS}\n{setup}\n\n\nclass Trainer:\n    def __init__(self, {listed}):\n{kept}\n\n"
+        f"\n{setup}\n\n\nclass Trainer:\n    def __init__(self, {listed}):\n{kept}\n\n"
         f"    def fit(self):\n{indent(fit, '        ')}\n\n\nTrainer({listed}).fit()\n"
     )

@@ -10,28 +10,28 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
-from .events import Definition, Env, Guard, Loop, Symbol
-from .expressions import (
+from ..normalise import Condition, Loop, NormalFile
+from ..normalise.events import Symbol
+from ..normalise.syntax import (
     dotted,
     is_accumulation_name,
     is_binary,
     is_call,
     is_not,
     keyword,
-    last_part,
     number,
     positional,
-    root,
+    shown,
+    strip_casts,
     text,
+    written,
 )
-from .name_resolution import Resolver, strip_casts
+from .loss_terms import says_accumulating
+from .values import integer, leaves, peel, symbols_in, varies
 
 _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_steps|nb\b", re.I)
 _LAST_FLAG = ("last", "final", "end")
-# Calls that wrap an iterable without changing its items.
-_WRAPPERS = {"tqdm", "trange", "track", "notebook_tqdm", "TQDM", "Progbar", "progress_bar", "iter"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,11 @@ class Boundary:
 
     kind: str  # "modulo", "reset", "accelerate"
     every: ast.expr | None
-    expr: ast.expr
+    test: ast.expr
     shift: int | None = None
     inverse: bool = False
     tail: bool = False
-    spanning: bool = False
+    spanning: bool = False  # The count goes on over the epochs.
     after_first: bool = False
     pure: bool = True
     partial: bool = False  # "boundary and something else": its negation means nothing.
@@ -56,7 +56,14 @@ class Boundary:
     @property
     def key(self) -> str:
         """Return the number of micro-batches as text."""
-        return "" if self.every is None else text(self.every)
+        return text(self.every)
+
+    @property
+    def written(self) -> str:
+        """Return the number of micro-batches as the source has it, or ""."""
+        parts = ast.walk(written(self.test))
+        counts = [n.right for n in parts if is_binary(n, ast.Mod) and dotted(n.right)]
+        return shown(written(counts[0])) if counts else shown(self.every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +75,13 @@ class _Position:
     spans_epochs: bool = False
 
 
-def of_guard(guard: Guard, loop: Loop, resolver: Resolver) -> Boundary | None:
-    """Return the boundary that a guard represents, as seen from inside it."""
-    conditions = _LoopConditions(loop, resolver, text(guard.expr))
-    boundary = conditions.boundary(resolver.resolve(guard.expr, guard.env))
-    if boundary is None or (boundary.partial and not guard.positive):
+def boundary_of(condition: Condition, loop: Loop, file: NormalFile) -> Boundary | None:
+    """Return the boundary that a condition stands for, as seen from inside it."""
+    boundary = _Conditions(loop, file, shown(written(condition.test))).read(condition.test)
+    if boundary is None or (boundary.partial and not condition.positive):
         return None
-    boundary = replace(boundary, expr=guard.expr)
-    return boundary if guard.positive else _negated(boundary)
+    boundary = replace(boundary, test=condition.test)
+    return boundary if condition.positive else _negated(boundary)
 
 
 def _negated(boundary: Boundary | None) -> Boundary | None:
@@ -83,17 +89,17 @@ def _negated(boundary: Boundary | None) -> Boundary | None:
 
 
 @dataclass(eq=False)
-class _LoopConditions:
-    """Reads the resolved conditions of one loop."""
+class _Conditions:
+    """Reads the conditions of one loop."""
 
     loop: Loop
-    resolver: Resolver
-    written: str = ""  # The condition with its own names.
+    file: NormalFile
+    written: str
 
-    def boundary(self, expr: ast.expr) -> Boundary | None:
-        """Return the boundary in a resolved condition, or None if it is another condition."""
+    def read(self, expr: ast.expr) -> Boundary | None:
+        """Return the boundary in a condition, or None if it is another condition."""
         if is_not(expr):
-            return _negated(self.boundary(expr.operand))
+            return _negated(self.read(expr.operand))
         if isinstance(expr, ast.BoolOp):
             return self._compound(expr)
         if isinstance(expr, ast.Compare) and len(expr.ops) == 1:
@@ -101,14 +107,16 @@ class _LoopConditions:
         if is_binary(expr, ast.Mod):
             return self._modulo(expr, 0.0, expr, inverse=True)
         if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
-            return self.boundary(expr.args[0])
-        return _framework_boundary(expr)
+            return self.read(expr.args[0])
+        if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
+            return Boundary("accelerate", None, expr)
+        return None
 
-    def _varies(self, expr: ast.expr) -> bool:
-        return self.resolver.varies(expr, self.loop)
+    def _varies(self, expr: ast.AST) -> bool:
+        return varies(expr, self.loop, self.file)
 
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
-        parts = [(value, self.boundary(value)) for value in expr.values]
+        parts = [(value, self.read(value)) for value in expr.values]
         known = [b for _, b in parts if b is not None]
         others = [v for v, b in parts if b is None]
         if not known:
@@ -117,14 +125,13 @@ class _LoopConditions:
         is_or = isinstance(expr.op, ast.Or)
         # "boundary or last" and its negation "not boundary and not last" both handle the tail.
         if is_or != main.inverse:
-            tail = main.tail or any(self._is_tail(v) for v in others)
-            boundary = self._beside(main, others, self._is_tail)
-            return replace(boundary, tail=tail, expr=expr)
+            tail = main.tail or any(map(self._is_tail, others))
+            return replace(self._beside(main, others, self._is_tail), tail=tail, test=expr)
         if is_or:
             return None
-        after_first = any(self._excludes_zero(v) for v in others)
+        after_first = any(map(self._excludes_zero, others))
         boundary = self._beside(main, others, self._excludes_zero)
-        return replace(boundary, after_first=after_first, expr=expr)
+        return replace(boundary, after_first=after_first, test=expr)
 
     def _beside(
         self, main: Boundary, others: list[ast.expr], harmless: Callable[[ast.expr], bool]
@@ -132,7 +139,8 @@ class _LoopConditions:
         """Return the boundary, marked impure or partial by the other conditions beside it."""
         pure = all(harmless(v) or not self._varies(v) for v in others)
         plain = [v for v in others if says_accumulating(v, main.key) is None]
-        return replace(main, pure=main.pure and pure, partial=any(not harmless(v) for v in plain))
+        partial = any(not harmless(v) for v in plain)
+        return replace(main, pure=main.pure and pure, partial=main.partial or partial)
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
@@ -149,7 +157,7 @@ class _LoopConditions:
 
     def _excludes_zero(self, expr: ast.expr) -> bool:
         if isinstance(expr, ast.Name):
-            return any(s.kind in {"target", "carried"} for s in self.resolver.symbols_in(expr))
+            return any(s.kind in {"target", "carried"} for s in symbols_in(expr, self.file))
         return (
             isinstance(expr, ast.Compare)
             and len(expr.ops) == 1
@@ -166,7 +174,8 @@ class _LoopConditions:
             if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
                 return None
             rest = number(right)
-            if rest is None and text(right) == f"{text(left.right)} - 1":
+            less_one = is_binary(right, ast.Sub) and number(right.right) == 1
+            if rest is None and less_one and text(right.left) == text(left.right):  # type: ignore[attr-defined]
                 rest = -1.0  # `i % k == k - 1`
             inverse = isinstance(op, (ast.NotEq, ast.Gt))
             return None if rest is None else self._modulo(left, rest, expr, inverse=inverse)
@@ -183,7 +192,7 @@ class _LoopConditions:
         if position is None or (size is not None and size <= 1):
             return None
         # A number of steps that the loop changes is a name; a value of the micro-batch is none.
-        changing = self.resolver.symbols.get(getattr(every, "id", ""))
+        changing = self.file.symbols.get(getattr(every, "id", ""))
         kept = changing is not None and changing.kind == "carried"
         named = is_accumulation_name(f"{text(every)} {self.written}")
         if self._varies(every) and not kept and not named:
@@ -218,17 +227,20 @@ class _LoopConditions:
         shift = None if start is None else 1 - start - first
         return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
 
-    # -- positions ---------------------------------------------------------------------------
+    # -- counters ----------------------------------------------------------------------------
 
     def _position(self, expr: ast.expr) -> _Position | None:
         """Return the counter and the constant of `i + c + epoch * n`, or None."""
         if isinstance(expr, ast.Name):
-            symbol = self.resolver.symbols.get(expr.id)
-            if symbol is None or symbol.kind == "opaque" or symbol.loop is not self.loop:
+            symbol = self.file.symbols.get(expr.id)
+            if symbol is None or symbol.kind == "set" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
         if isinstance(expr, ast.Attribute) and self.loop.virtual:
-            return self._position(root(expr))  # ignite's `engine.state.iteration`
+            inner = expr.value
+            while isinstance(inner, ast.Attribute):
+                inner = inner.value
+            return self._position(inner)  # ignite's `engine.state.iteration`
         return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
 
     def _sum(self, expr: ast.BinOp) -> _Position | None:
@@ -245,85 +257,63 @@ class _LoopConditions:
         offset = counter.offset + sign * _constant_part(other)
         return _Position(counter.symbol, offset, counter.spans_epochs or not is_constant)
 
-    # -- counters ----------------------------------------------------------------------------
-
     def _first_value(self, symbol: Symbol) -> tuple[int | None, bool]:
         """Return the first iteration's value (or None), and True if outer loops do not reset it."""
         if symbol.kind == "target":
             start = self._target_start(symbol)
             # An index with another start continues from an earlier epoch or run.
             return start, start is None and self._resumes()
-        start, spanning = self._carried_start(symbol.init)
+        start, spanning = self._carried_start(symbol.value)
         # An attribute set in the constructor keeps counting from call to call.
-        kept = symbol.name.startswith("self.") and any(d.node is None for d in symbol.init)
+        kept = symbol.name.startswith("self.") and not self.loop.parents
         return start, spanning or kept or self.loop.virtual
 
     def _resumes(self) -> bool:
-        iterable = peel(self.loop.iterable, self.loop.entry)
+        iterable = peel(self.loop.iterable, self.file)
         return is_call(iterable, "enumerate") and (
             len(iterable.args) > 1 or keyword(iterable, "start") is not None
         )
 
     def _target_start(self, symbol: Symbol) -> int | None:
         if self.loop.virtual:
-            # Frameworks count batches from zero (Lightning's batch_idx).
-            return 0
-        iterable = peel(self.loop.iterable, self.loop.entry)
+            return 0  # Frameworks count batches from zero (Lightning's batch_idx).
+        iterable = peel(self.loop.iterable, self.file)
         if is_call(iterable, "enumerate") and isinstance(self.loop.target, ast.Tuple):
             if dotted(self.loop.target.elts[0]) != symbol.name:
                 return None
             start = positional(iterable, 1) or keyword(iterable, "start")
-            return self._integer(start) if start is not None else 0
+            return integer(start, self.file) if start is not None else 0
         if is_call(iterable, "range", "trange"):
             if len(iterable.args) == 1:
                 return 0
-            return self._integer(iterable.args[0]) if iterable.args else None
+            return integer(iterable.args[0], self.file) if iterable.args else None
         return None
 
-    def _integer(self, expr: ast.expr) -> int | None:
-        value = number(self.resolver.resolve(expr, self.loop.entry))
-        return None if value is None else int(value)
-
-    def _carried_start(
-        self, init: tuple[Definition, ...], depth: int = 0
-    ) -> tuple[int | None, bool]:
-        # What a method may set meanwhile, as when it resumes a run, does not change a fresh one.
-        names = [(d, getattr(d.expr, "id", "")) for d in init]
-        init = tuple(d for d, name in names if not name.startswith("self.") or "@" in name)
-        if len(init) != 1 or depth > 6:
-            return None, True
-        resolved = self.resolver.resolve(init[0].expr, init[0].env)
-        value = number(resolved)
+    def _carried_start(self, before: ast.AST | None, depth: int = 0) -> tuple[int | None, bool]:
+        """Return the value before the loop, and True if a loop around it carries it on."""
+        value = number(before)
         if value is not None:
             return int(value), False
-        if isinstance(resolved, ast.Name) and resolved.id in self.resolver.symbols:
-            outer = self.resolver.symbols[resolved.id]
-            if outer.kind == "carried":
-                return self._carried_start(outer.init, depth + 1)[0], True
+        outer = self.file.symbols.get(getattr(before, "id", ""))
+        if outer is not None and outer.kind == "carried" and depth < 6:
+            return self._carried_start(outer.value, depth + 1)[0], True
         return None, True
 
     def _steps_by_one(self, symbol: Symbol) -> bool:
         """True if every iteration adds one to a manual counter, or resets it to a literal."""
-        values = [self.resolver.resolve(d.expr, d.env) for d in self._next(symbol)]
-        values = [v for v in values if number(v) is None]
+        values = [v for v in self._next(symbol) if number(v) is None]
         # On some path it may stay as it is: `if not last: n += 1`.
         steps = [v.left if is_binary(v, ast.Add) and number(v.right) == 1 else v for v in values]
-        counts = [self.resolver.symbols.get(getattr(s, "id", "")) is symbol for s in steps]
+        counts = [self.file.symbols.get(getattr(s, "id", "")) is symbol for s in steps]
         return all(counts) and any(isinstance(v, ast.BinOp) for v in values)
 
     def _is_reset(self, symbol: Symbol) -> bool:
         """True if the loop resets a counter to a literal on some path."""
-        return any(isinstance(d.expr, ast.Constant) for d in self._next(symbol))
+        return any(isinstance(value, ast.Constant) for value in self._next(symbol))
 
-    def _next(self, symbol: Symbol) -> tuple[Definition, ...]:
-        """Return the definitions of a counter at the end of an iteration."""
-        return self.loop.exit.get(symbol.name, ())
-
-
-def _framework_boundary(expr: ast.expr) -> Boundary | None:
-    if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
-        return Boundary("accelerate", None, expr)
-    return None
+    def _next(self, symbol: Symbol) -> list[ast.AST]:
+        """Return what a counter can be at the end of an iteration."""
+        return list(leaves(self.loop.after.get(symbol.name), self.file))
 
 
 def _constant_part(expr: ast.expr) -> int:
@@ -331,80 +321,3 @@ def _constant_part(expr: ast.expr) -> int:
     if is_binary(expr, ast.Add):
         return _constant_part(expr.left) + _constant_part(expr.right)
     return int(number(expr) or 0)
-
-
-def says_accumulating(expr: ast.expr, key: str) -> bool | None:
-    """True if a condition means "accumulation is on" (`k > 1`), False if "off", else None."""
-    if is_not(expr):
-        inner = says_accumulating(expr.operand, key)
-        return None if inner is None else not inner
-    if isinstance(expr, ast.Compare):
-        return _compares_count(expr, key)
-    return True if _names_count(expr, key) else None
-
-
-def _compares_count(expr: ast.Compare, key: str) -> bool | None:
-    op, limit = expr.ops[0], number(expr.comparators[0])
-    if len(expr.ops) != 1 or not _names_count(expr.left, key) or limit not in {0.0, 1.0, 2.0}:
-        return None
-    if (isinstance(op, ast.Gt) and limit <= 1) or (isinstance(op, ast.GtE) and limit == 2):
-        return True
-    if isinstance(op, ast.NotEq):
-        return True
-    if isinstance(op, ast.Lt) or (isinstance(op, (ast.Eq, ast.LtE)) and limit <= 1):
-        return False
-    return None
-
-
-def _names_count(expr: ast.expr, key: str) -> bool:
-    spelled = text(strip_casts(expr))
-    if spelled == key and key:
-        return True
-    is_name = dotted(expr) is not None or isinstance(expr, ast.Subscript)
-    return is_name and is_accumulation_name(spelled)
-
-
-def peel(iterable: ast.expr | None, env: Env) -> ast.expr | None:
-    """Return the iterable without progress bars and aliases: `enumerate(loader)` for `pbar`."""
-    for _ in range(8):
-        if iterable is None:
-            break
-        if _is_wrapper(iterable):
-            inner = positional(iterable, 0) or keyword(iterable, "iterable")
-            if inner is None or last_part(iterable.func) == "trange":
-                break
-            iterable = inner
-        elif isinstance(iterable, ast.IfExp):
-            iterable = iterable.body  # `tqdm(loader) if is_main else loader`
-        else:
-            alias = _alias(iterable, env)
-            if alias is None:
-                break
-            iterable, env = alias.expr, alias.env
-    return iterable
-
-
-def iterated(loop: Loop) -> ast.expr | None:
-    """Return what a loop runs over, without progress bars, aliases and `enumerate`."""
-    iterable = peel(loop.iterable, loop.entry)
-    if is_call(iterable, "enumerate") and iterable.args:
-        return peel(iterable.args[0], loop.entry)
-    return iterable
-
-
-def _is_wrapper(expr: ast.expr) -> TypeGuard[ast.Call]:
-    return isinstance(expr, ast.Call) and (
-        last_part(expr.func) in _WRAPPERS or "tqdm" in (dotted(expr.func) or "")
-    )
-
-
-def _alias(iterable: ast.expr, env: Env) -> Definition | None:
-    """Return the definition of a name that stands for another name or a wrapped iterable."""
-    name = dotted(iterable)
-    kinds = (ast.Call, ast.Name, ast.IfExp)
-    defs = [d for d in env.get(name or "", ()) if isinstance(d.expr, kinds)]
-    if not defs or dotted(defs[-1].expr) == name:
-        return None
-    expr = defs[-1].expr
-    known = _is_wrapper(expr) or is_call(expr, "enumerate", "range", "zip", "cycle")
-    return defs[-1] if known or isinstance(expr, (ast.Name, ast.IfExp)) else None

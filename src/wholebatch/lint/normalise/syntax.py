@@ -1,28 +1,39 @@
-"""Helpers for expressions and assignments: their names, text and values."""
+"""Helpers for expressions: their names, text and values."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_Node = TypeVar("_Node", bound=ast.AST)
 
 # Spellings of "micro-batches per update". Kept strict: a bare "steps" or "freq" means nothing.
-ACCUMULATION_NAME = re.compile(
-    r"accum|accu_|grad_?acc|\bgas\b|acc_?steps?|acc_(grad|batch|num)|batch_acc|subdivisions?|acc_?iter|iter_?size|update_?freq|micro_?(steps|batches)"
-    r"|num_?micro|n_?micro|virtual_?batch|batch_?multiplier|batch_?split|batches?_per_(step|update)"
-    r"|steps?_per_update|(update|optimi[sz]e|step)_(every|interval)|backward_passes_per_step|\bacu\b|step_?interval|optim(izer)?_freq",
+_ACCUMULATION_NAME = re.compile(
+    r"accum|accu_|grad_?acc|\bgas\b|acc_?steps?|acc_(grad|batch|num)|batch_acc|subdivisions?"
+    r"|acc_?iter|iter_?size|update_?freq|micro_?(steps|batches)|num_?micro|n_?micro|virtual_?batch"
+    r"|batch_?multiplier|batch_?split|batches?_per_(step|update)|steps?_per_update"
+    r"|(update|optimi[sz]e|step)_(every|interval)|backward_passes_per_step|\bacu\b|step_?interval"
+    r"|optim(izer)?_freq",
     re.IGNORECASE,
 )
-# The mark of a symbol: `i@3` is the value of `i` in one iteration.
-_SYMBOL_MARK = re.compile(r"@\d+")
+# The mark of a symbol: `i@3` is one value of `i`.
+_MARK = re.compile(r"@\d+")
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.Pow: "**", ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">",
+    ast.GtE: ">=", ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
+    ast.And: "and", ast.Or: "or", ast.Not: "not ", ast.USub: "-", ast.UAdd: "+", ast.Invert: "~",
+    ast.MatMult: "@", ast.BitAnd: "&", ast.BitOr: "|",
+}  # fmt: skip
 
 
 def is_accumulation_name(name: str) -> bool:
     """True if the name alone says that it counts micro-batches per update."""
-    return ACCUMULATION_NAME.search(name) is not None
+    return _ACCUMULATION_NAME.search(name) is not None
 
 
 def dotted(node: ast.AST | None) -> str | None:
@@ -33,12 +44,14 @@ def dotted(node: ast.AST | None) -> str | None:
         node = node.value
     if not isinstance(node, ast.Name):
         return None
+    if not parts:
+        return node.id
     parts.append(node.id)
     return ".".join(reversed(parts))
 
 
 def slot_name(node: ast.AST) -> str | None:
-    """Return the same as `dotted`, and also `state['step']`: any slot that can hold a counter."""
+    """Return the same as `dotted`, and also `state['step']`: any slot that can hold a value."""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         owner = slot_name(node.value)
         if owner is not None and isinstance(node.slice.value, str):
@@ -46,29 +59,73 @@ def slot_name(node: ast.AST) -> str | None:
     return dotted(node)
 
 
-def last_part(node: ast.AST) -> str:
-    """Return the last name of a chain: `step` for `self.opt.step`, or ""."""
+def last_part(node: ast.AST | None) -> str:
+    """Return the last name of a chain without marks: `step` for `self.opt.step`, or ""."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):
-        return node.id
+        return node.id.partition("@")[0]
     return ""
 
 
 def text(node: ast.AST | None) -> str:
-    """Return the expression as normalised source, so that spacing does not matter; "" for None."""
+    """Return an expression as text that is equal for equal expressions; "" for None."""
     if node is None:
         return ""
-    known: str | None = node.__dict__.get("source_text")
+    if isinstance(node, ast.Name):
+        return node.id
+    known: str | None = node.__dict__.get("key_text")
     if known is None:
-        # Kept on the node: the same expression is compared many times, and nodes never change.
-        known = node.__dict__["source_text"] = ast.unparse(node)
+        # Kept on the node: expressions are compared many times, and nodes never change.
+        known = node.__dict__["key_text"] = _text(node)
     return known
 
 
-def without_marks(spelled: str) -> str:
-    """Return a resolved expression as the user wrote it: `i` for `i@3`."""
-    return _SYMBOL_MARK.sub("", spelled)
+def _text(node: ast.AST) -> str:
+    """Return the text of the usual expressions; `ast.unparse` is ten times slower."""
+    if isinstance(node, ast.Attribute):
+        return f"{text(node.value)}.{node.attr}"
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    if isinstance(node, ast.BinOp):
+        return f"({text(node.left)} {_OPERATORS.get(type(node.op), '?')} {text(node.right)})"
+    if isinstance(node, ast.UnaryOp):
+        return f"({_OPERATORS[type(node.op)]}{text(node.operand)})"
+    if isinstance(node, ast.BoolOp):
+        return f"({f' {_OPERATORS[type(node.op)]} '.join(map(text, node.values))})"
+    if isinstance(node, ast.Compare):
+        sides = zip(node.ops, node.comparators, strict=True)
+        rest = " ".join(f"{_OPERATORS[type(op)]} {text(side)}" for op, side in sides)
+        return f"({text(node.left)} {rest})"
+    if isinstance(node, ast.Call):
+        options = [f"{k.arg or '**'}={text(k.value)}" for k in node.keywords]
+        return f"{text(node.func)}({', '.join([*map(text, node.args), *options])})"
+    if isinstance(node, ast.Subscript):
+        return f"{text(node.value)}[{text(node.slice)}]"
+    return ast.unparse(node)
+
+
+def shown(node: ast.AST | None) -> str:
+    """Return an expression as the user would write it, without marks."""
+    return "" if node is None else _MARK.sub("", ast.unparse(node))
+
+
+def written(node: ast.AST) -> ast.AST:
+    """Return the expression of the source that a normal form was made from."""
+    source: ast.AST = node.__dict__.get("source", node)
+    return source
+
+
+def changed(node: _Node, **fields: object) -> _Node:
+    """Return a copy of a node with other fields, which knows the node of the source."""
+    copy = node.__class__.__new__(node.__class__)
+    values = copy.__dict__
+    values.update(node.__dict__)
+    values.pop("key_text", None)
+    values.pop("loop_numbers", None)
+    values.setdefault("source", node)
+    values.update(fields)
+    return copy
 
 
 def names_in(*nodes: ast.AST) -> frozenset[str]:
@@ -76,11 +133,6 @@ def names_in(*nodes: ast.AST) -> frozenset[str]:
     fields = ("id", "attr", "arg", "name")
     values = {getattr(n, field, None) for node in nodes for n in ast.walk(node) for field in fields}
     return frozenset(name for name in values if isinstance(name, str))
-
-
-def has_word(word: str, spelled: str) -> bool:
-    """True if a text has a dotted name as a whole: `n` in `n + 1`, not in `run.n`."""
-    return re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", spelled) is not None
 
 
 def number(node: ast.AST | None) -> float | None:
@@ -117,15 +169,10 @@ def divisor_of(node: ast.AST | None) -> ast.expr | None:
     return None
 
 
-def root(expr: ast.expr) -> ast.expr:
-    """Return the expression without attributes and subscripts: `f(x)` for `f(x).loss[0]`."""
-    while isinstance(expr, (ast.Attribute, ast.Subscript)):
-        expr = expr.value
-    return expr
-
-
-def keyword(call: ast.Call, name: str) -> ast.expr | None:
+def keyword(call: ast.AST | None, name: str) -> ast.expr | None:
     """Return the value of a keyword argument of a call, or None."""
+    if not isinstance(call, ast.Call):
+        return None
     return next((k.value for k in call.keywords if k.arg == name), None)
 
 
@@ -144,36 +191,18 @@ def values_of(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(k.value for k in call.keywords)]
 
 
-def calls_in(node: ast.AST) -> Iterator[ast.Call | ast.NamedExpr]:
-    """Yield the calls and `:=` of an expression in evaluation order (inner ones first)."""
-    if isinstance(node, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from calls_in(child)
-    if isinstance(node, (ast.Call, ast.NamedExpr)):
-        yield node
-
-
-def bind_pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (name, expression) for an assignment; `a, b = f()` gives `f()[0]` and `f()[1]`."""
-    if isinstance(target, (ast.Tuple, ast.List)):
-        for element, part in zip(target.elts, _parts(target.elts, value), strict=True):
-            yield from bind_pairs(element, part)
-        return
-    name = slot_name(target.value if isinstance(target, ast.Starred) else target)
-    if name is not None:
-        yield name, value
-
-
-def _parts(targets: list[ast.expr], value: ast.expr) -> list[ast.expr]:
-    if (
-        isinstance(value, (ast.Tuple, ast.List))
-        and len(value.elts) == len(targets)
-        and not any(isinstance(e, ast.Starred) for e in (*value.elts, *targets))
-    ):
-        return value.elts
-    parts = [ast.Subscript(value, ast.Constant(i), ast.Load()) for i in range(len(targets))]
-    return [ast.copy_location(part, value) for part in parts]
+def strip_casts(expr: ast.expr) -> ast.expr:
+    """Remove casts: `int(max(1, k))` and `k` are the same number."""
+    while isinstance(expr, ast.Call) and expr.args and not expr.keywords:
+        name = dotted(expr.func)
+        plain = [a for a in expr.args if number(a) is None]
+        if name in {"int", "float", "round"} and len(expr.args) == 1:
+            expr = expr.args[0]
+        elif name == "max" and len(expr.args) == 2 and len(plain) == 1:
+            expr = plain[0]
+        else:
+            return expr
+    return expr
 
 
 def target_names(target: ast.expr) -> Iterator[str]:
@@ -195,7 +224,7 @@ def assigned_names(body: Sequence[ast.AST]) -> set[str]:
     todo = list(body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
             continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -204,5 +233,7 @@ def assigned_names(body: Sequence[ast.AST]) -> set[str]:
             names.update(target_names(node.target))
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             names.update(target_names(node.optional_vars))
+        elif isinstance(node, (ast.Attribute, ast.Name, ast.Constant)):
+            continue
         todo += ast.iter_child_nodes(node)
     return names

@@ -1,4 +1,4 @@
-"""The kinds of calls: which event a call is.
+"""The kinds of calls: which effect on training a call has.
 
 A method called `step` may belong to an optimizer, a schedule, a scaler, an engine or a game. The
 constructor of the receiver decides. Its name decides only if the constructor is not in the file.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 
-from .events import Context, Definition, Effect, Env
-from .expressions import dotted, keyword, last_part, names_in, positional, text
+from .events import Effect
+from .syntax import dotted, keyword, last_part, names_in, positional, text
+
+Makers = Callable[[ast.AST | None], list[tuple[str, int | None]]]
+"""Returns the constructors of an expression, each with its index in a returned tuple."""
 
 # Names of objects, and of what makes them: `lr_sched`, `OneCycleLR`, `get_cosine_schedule`.
 _SCHEDULER = re.compile(
@@ -44,47 +48,11 @@ _FREEZES = re.compile(
 )
 _SIMPLE = {"zero_grad": "clear", "unscale_": "unscale"}
 _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatch"}
-_WRAPPERS = {"DistributedDataParallel", "DDP", "FSDP", "DataParallel"}
 
 
-def holds_sync(context: Context) -> bool:
-    """True if a `with` item is (or was assigned from) a `no_sync()`."""
-    return any(map(HOLDS_SYNC.fullmatch, context.names))
-
-
-def constructor(definition: Definition) -> tuple[str, int | None]:
-    """Return a definition's constructor ("" if not a call), and its index in a returned tuple."""
-    expr: ast.expr = definition.expr
-    index: int | None = None
-    if isinstance(expr, ast.Subscript) and isinstance(expr.slice, ast.Constant):
-        index = expr.slice.value if isinstance(expr.slice.value, int) else None
-        expr = expr.value
-    if isinstance(expr, ast.Call):
-        return dotted(expr.func) or last_part(expr.func), index
-    return "", None
-
-
-def constructors(receiver: ast.expr, env: Env) -> list[tuple[str, int | None]]:
-    """Return every possible constructor of a receiver, following plain aliases."""
-    makers: list[tuple[str, int | None]] = []
-    todo: list[tuple[ast.expr, Env]] = [(receiver, env)]
-    for _ in range(12):
-        if not todo:
-            break
-        expr, where = todo.pop()
-        name = dotted(expr)
-        for definition in where.get(name or "", ()):
-            maker = constructor(definition)
-            if maker[0]:
-                makers.append(maker)
-            elif dotted(definition.expr) not in (None, name):
-                todo.append((definition.expr, definition.env))
-    return makers
-
-
-def role(receiver: ast.expr, env: Env) -> str:
+def role(receiver: ast.expr, makers: Makers) -> str:
     """Return the role of a receiver: optimizer, scheduler, scaler, engine or ""."""
-    for maker, index in constructors(receiver, env):
+    for maker, index in makers(receiver):
         name = maker.rpartition(".")[2]
         if maker.endswith("deepspeed.initialize"):
             return ("engine", "optimizer", "", "scheduler")[index] if index in (0, 1, 3) else ""
@@ -103,60 +71,49 @@ def role(receiver: ast.expr, env: Env) -> str:
     return next((kind for kind, pattern in _ROLES if pattern.search(name)), "")
 
 
-def classify(call: ast.Call, env: Env) -> Effect | None:
-    """Return the effect of a call on a window, or None if it has none that we know."""
+def effect_of(call: ast.Call, makers: Makers) -> Effect | None:
+    """Return the effect of a call in normal form, or None if it has none that we know."""
     func, name = call.func, last_part(call.func)
     owner = func.value if isinstance(func, ast.Attribute) else None
     if name.removeprefix("dispatch_").startswith("clip_grad"):
         return None if only_measures(call) else Effect("clip", owner, detail=name)
     if name.strip("_") == "optimizer_step":
         return Effect("step", positional(call, 0), detail="xla")
-    if name in {"mul_", "div_"} and rescales_gradient(owner, call.args[0] if call.args else None):
+    if name in {"mul_", "div_"} and is_gradient(owner):
         return Effect("rescale", owner, positional(call, 0))
     if _RESCALES.fullmatch(name):
         return Effect("rescale", owner)
     if HOLDS_SYNC.fullmatch(name):
         return Effect("hold_sync", owner)
-    if any(_FREEZES.fullmatch(word) for word in (name, *map(last_part, [func, *call.args]))):
+    if any(_FREEZES.fullmatch(word) for word in (name, *map(last_part, call.args))):
         return Effect("freeze", owner)
-    if owner is None:
-        return _plain_call(call, func, env)
+    native = _native_scaler(call)
+    if native is not None or owner is None:
+        return native
     if name == "backward":
-        return _backward(call, owner, env)
+        return _backward(call, owner, makers)
     if name == "manual_backward":
         return Effect("backward", owner, positional(call, 0), "lightning")
     if name in _SIMPLE:
         return Effect(_SIMPLE[name], owner, positional(call, 0))
     if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):
-        return _step(call, owner, env)
-    if MODEL_NAME.match(name):
-        return Effect("forward", func)
-    return _native_scaler(call, func)
+        return _step(call, owner, makers)
+    return None
 
 
-def rescales_gradient(target: ast.AST | None, factor: ast.expr | None) -> bool:
-    """True if `p.grad` is multiplied or divided, other than by a mask or AMP's loss scale."""
-    name = dotted(target) or ""
-    words = names_in(factor) if factor is not None else ()
-    own = any("mask" in word or "loss_scale" in word for word in words)
-    return name.removesuffix(".data").endswith(".grad") and not own
+def is_gradient(target: ast.AST | None) -> bool:
+    """True for `p.grad` and `p.grad.data`."""
+    return isinstance(target, ast.Attribute) and text(target).removesuffix(".data").endswith(
+        ".grad"
+    )
 
 
-def _plain_call(call: ast.Call, func: ast.expr, env: Env) -> Effect | None:
-    native = _native_scaler(call, func)
-    if native is not None:
-        return native
-    makers = [maker.rpartition(".")[2] for maker, _ in constructors(func, env)]
-    is_model = MODEL_NAME.match(last_part(func)) or not _WRAPPERS.isdisjoint(makers)
-    return Effect("forward", func) if is_model else None
-
-
-def _native_scaler(call: ast.Call, func: ast.expr) -> Effect | None:
+def _native_scaler(call: ast.Call) -> Effect | None:
     # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: a backward, and the step if cond.
-    is_scaler = last_part(func).lower().endswith(("loss_scaler", "nativescaler"))
+    is_scaler = last_part(call.func).lower().endswith(("loss_scaler", "nativescaler"))
     if not is_scaler or len(call.args) < 2:
         return None
-    return Effect("native", func, positional(call, 0))
+    return Effect("native", call.func, positional(call, 0))
 
 
 def only_measures(call: ast.Call) -> bool:
@@ -167,18 +124,18 @@ def only_measures(call: ast.Call) -> bool:
     return limit is not None and (dotted(limit) or "").endswith("inf")
 
 
-def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Effect | None:
-    makers = {maker.rpartition(".")[2] for maker, _ in constructors(owner, env)}
-    if keyword(call, "units") is not None or makers & _OURS:
+def _backward(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
+    made = {maker.rpartition(".")[2] for maker, _ in makers(owner)}
+    if keyword(call, "units") is not None or made & _OURS:
         return None  # wholebatch's own: it weighs by units and closes the window itself.
     first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
-    kind = role(owner, env)
+    kind = role(owner, makers)
     if dotted(owner) == "torch.autograd":
         return Effect("backward", None, first, "tensor")
-    if "accelerator" in owner_name or "Accelerator" in makers:
+    if "accelerator" in owner_name or "Accelerator" in made:
         return Effect("backward", owner, first, "accelerate")
-    if "fabric" in owner_name:
+    if "fabric" in owner_name or "Fabric" in made:
         return Effect("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
         return Effect("backward", None, owner, "tensor")
@@ -187,8 +144,8 @@ def _backward(call: ast.Call, owner: ast.expr, env: Env) -> Effect | None:
     return Effect("backward", owner, first, "deepspeed" if kind == "engine" else "engine")
 
 
-def _step(call: ast.Call, owner: ast.expr, env: Env) -> Effect | None:
-    kind = role(owner, env)
+def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
+    kind = role(owner, makers)
     if kind == "scheduler":
         return Effect("schedule", owner)
     if kind == "scaler":
@@ -198,9 +155,15 @@ def _step(call: ast.Call, owner: ast.expr, env: Env) -> Effect | None:
         calls = closure is not None and not _RATE.search(text(closure))
         return Effect("step", owner, detail="closure" if calls else "")
     # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
-    held = next((a for a in call.args if role(a, env) == "optimizer"), None)
+    held = next((a for a in call.args if role(a, makers) == "optimizer"), None)
     if held is not None:
         return Effect("step", held, detail="wrapper")
     if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
         return Effect("engine_step", owner)
     return None
+
+
+def scales_loss_scale(factor: ast.expr | None) -> bool:
+    """True if a factor of gradients is a mask or AMP's loss scale, and no mean."""
+    words = names_in(factor) if factor is not None else ()
+    return any("mask" in word or "loss_scale" in word for word in words)
