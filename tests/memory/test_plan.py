@@ -312,7 +312,7 @@ def test_command_names_the_extra_that_is_missing(
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     error = refused(f"hf:{path}")
     assert isinstance(error, MissingExtraError)
-    assert ".[transformers]" in str(error)
+    assert "wholebatch[transformers]" in str(error)
 
 
 def test_predicts_a_sharded_model() -> None:

@@ -97,7 +97,7 @@ class GivenWindows(WholeBatch):
         is_one = self._runner.is_coupled or not totals  # one loss of the whole batch
         if not is_one:  # before the close, which waits for the device
             losses = torch.stack([torch.as_tensor(total, device=device) for total in totals])
-            batch_of = self._fitting.batch_of_each()
+            batch_of = self._fitting.sizes.batch_of_each()
             places = torch.tensor([batch_of[owner] for owner in owners]).to(
                 device, non_blocking=True
             )
