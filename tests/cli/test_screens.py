@@ -239,7 +239,7 @@ def test_something_is_on_the_screen_at_once(
         ("wholebatch re", "recipes report"),
         ("wholebatch verify --batchn", "--batchnorm"),
         ("wholebatch train --precision b", "bf16 bf16-pure"),
-        ("wholebatch train --device c", "cpu cuda"),
+        ("wholebatch tune --device c", "cpu cuda"),
         ("wholebatch train by", "bytes-gpt"),
         ("wholebatch lint --format g", "github"),
         ("wholebatch lint --expl", "--explain"),
