@@ -133,7 +133,7 @@ class Fitting:
             return self._smaller(batch, attempt, _STEPS_BACK if was_measured else 1 / 2)
 
         yield from self._recovery.attempts(
-            micros, discard=discard, smaller=smaller, inside=self.inside, attributes=False
+            micros, discard=discard, smaller=smaller, inside=self.inside
         )
         on_cuda = self.choice.device.type == "cuda"
         if self.sizes.given == "auto" and on_cuda and not self._optimizer.state:

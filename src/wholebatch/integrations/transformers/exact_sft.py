@@ -69,8 +69,9 @@ class ExactSFT(ExactTrainerMixin):
             with trainer.compute_loss_context_manager():
                 return inner(model, inputs)
 
-        loss.__name__ = "the loss"
-        loss.reads = inner  # type: ignore[attr-defined]  # the context is the Trainer's own
+        named: Any = loss
+        named.__name__ = "the loss"
+        named.reads, named.as_read = inner, trainer.compute_loss_context_manager
         return {"loss": loss, "units": self.count_units}
 
     def _run_window(self, whole: GivenWindows, model: nn.Module) -> Sequence[Tensor]:

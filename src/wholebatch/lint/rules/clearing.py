@@ -72,30 +72,6 @@ def cleared_before_step(file: File) -> Iterator[Report]:
                     f"gradients are cleared before `{shown(written(step.node))}` uses them: clear "
                     "after it",
                 )
-            elif clear is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
-                yield Report(
-                    clear.node,
-                    "gradients are cleared just before the last backward of the window: only that "
-                    "micro-batch counts; clear after the step",
-                )
-
-
-def cleared_last(window: Window) -> Event | None:
-    """Return a clearing at the boundary just before the last backward of a window."""
-    boundary, steps = window.boundary, window.closing_steps()
-    first = min((b.order for b in window.backwards), default=0)
-    if boundary is None or boundary.shift is None or not steps:
-        return None
-    if any(step.order < first for step in window.of("step")):
-        return None
-    for clear in window.of("clear"):
-        mine = next((b for b in window.boundaries(clear) if window.is_ours(b)), None)
-        is_early = window.when(clear) == "boundary" and clear.order < first
-        # At the start of a window the same words have another count: `i % k == 0`.
-        same = mine is not None and mine.shift == boundary.shift
-        if is_early and same and is_optimizer_of(clear, steps):
-            return clear
-    return None
 
 
 def _clears_the_others(clear: Event, window: Window) -> bool:

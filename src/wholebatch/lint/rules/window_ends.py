@@ -9,7 +9,6 @@ from ..normalise.syntax import keyword, text
 from ..windows import File, Window
 from ..windows.boundary import Boundary
 from ..windows.values import iterated, length, varies
-from .clearing import cleared_last
 from .rule_base import ERROR, NOTE, Report, rule
 
 
@@ -27,7 +26,7 @@ def short_last_window(file: File) -> Iterator[Report]:
         deepspeed = keyword(window.accelerator, "deepspeed_plugin")
         if deepspeed is not None:
             continue  # DeepSpeed counts its own windows, over all epochs.
-        if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
+        if boundary is None or not _ends_short(window, boundary):
             continue
         if any(_leaves_out_rest(backward, window) for backward in window.backwards):
             continue
@@ -38,7 +37,9 @@ def short_last_window(file: File) -> Iterator[Report]:
             continue
         message = _mistake(window, handled=handled)
         if message:
-            certain = bool(rest) and boundary.shift == 0 and bool(window.loop.parents)
+            # Accelerate and Fabric share the batches among ranks: then the length is another.
+            shared = {"prepare", "setup_dataloaders"} & window.file.index.calls_by_name.keys()
+            certain = rest and boundary.shift == 0 and window.loop.parents and not shared
             shown = f" ({items} micro-batches leave {rest})" if rest else ""
             yield Report(boundary.test, message + shown, ERROR if certain else NOTE)
 

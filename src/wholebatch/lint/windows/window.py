@@ -118,7 +118,8 @@ class Window:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        accumulates = "accumulate" in self.file.index.calls_by_name
+        switches = {"accumulate", "_set_sync_gradients"}
+        accumulates = not switches.isdisjoint(self.file.index.calls_by_name)
         always_syncs = self.shape == "boundary" and not accumulates
         for condition in event.conditions(self.loop):
             boundary = self.boundary_of(condition)
