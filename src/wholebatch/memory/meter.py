@@ -9,9 +9,9 @@ meter.peak_by_category     # {"parameters": …, "gradients": …, "activations"
 ```
 
 The meter is a dispatch mode that sees every operation. It also works with fake tensors, which
-compute nothing: `memory.predict` uses it that way. torch's own `MemTracker` counts the same bytes in
-every case of `tests/memory/models.py`, but takes three to seven times as long on fake tensors, and
-refuses a second forward.
+compute nothing: `memory.predict` uses it that way. torch's own `MemTracker` counts the same bytes
+in every case of `tests/memory/models.py`, but takes three to seven times as long on fake tensors,
+and refuses a second forward.
 """
 
 from __future__ import annotations
