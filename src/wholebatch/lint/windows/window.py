@@ -16,7 +16,6 @@ from ..normalise.syntax import (
     is_accumulation_name,
     is_call,
     last_part,
-    names_in,
     number,
     shown,
     strip_casts,
@@ -349,9 +348,3 @@ def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
     names = {s.owner for s in steps}
     is_optimizer = "opt" in clear.owner.lower()
     return clear.owner in names - {""} or (len(names) == 1 and not is_optimizer)
-
-
-def names_behind(file: NormalFile, expr: ast.AST | None) -> frozenset[str]:
-    """Return the names in an expression and in what it stands for."""
-    parts = [part for part in (expr, file.value(expr)) if part is not None]
-    return names_in(*parts)
