@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from wholebatch.plain_files import finite
@@ -148,6 +148,8 @@ class LoopTrial:
     own: tuple[float, ...] = ()
     """The weight that each term of the loss has of its own."""
     notes: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """Where the loss, the backward and the step stand, as file:line."""
 
     def with_answer(
         self, answer: str, reason: str = "", findings: Sequence[Finding] = ()

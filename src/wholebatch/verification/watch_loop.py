@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count as counter
 from typing import Any
@@ -26,7 +26,6 @@ from wholebatch.verification.judge import are_of_two_losses, judge
 from wholebatch.verification.verdicts import (
     DIFFERENT,
     NOT_JUDGED,
-    RIGHT,
     LoopTrial,
     LoopVerdict,
     Watched,
@@ -264,19 +263,18 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
     shared = sorted(set.intersection(*map(set, by_number)))
     if not shared:
         return [_not_judged(prefix, "the ranks have made different steps")]
-    counts = Counter(len(window.backwards) for row in by_number for window in row.values())
+    every = [window for row in by_number for window in row.values()]
+    of_one_pass = [w for w in every if len({micro.loader_pass for micro in w.backwards}) < 2]
+    counts = Counter(len(window.backwards) for window in of_one_pass or every)
     usual = max(counts, key=lambda count: (counts[count], count))
     first = len(by_number[0][shared[0]].backwards)
     trials: list[LoopTrial] = []
-    own: Sequence[float] = ()
+    own: dict[Hashable, tuple[float, ...]] = {}
     for number in shared:
         window = [row[number] for row in by_number]
         count = max(len(evidence.backwards) for evidence in window)
-        # A loss's own weight may grow with the windows; a short one has that of the first.
-        known = own if len(window[0].backwards) != first else ()
         numbers = Counts(count, usual, first, len(ranks), number)
-        trials.append(judge(window, numbers, f"{prefix}window {number}", own=known))
-        own = own or (trials[-1].own if trials[-1].answer == RIGHT else ())
+        trials.append(judge(window, numbers, f"{prefix}window {number}", own=own))
     return trials
 
 

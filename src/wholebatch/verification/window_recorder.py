@@ -30,12 +30,12 @@ from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
+from wholebatch.verification.loop_calls import LoopCalls, user_line
 from wholebatch.verification.loss_terms import (
-    COMPARES_OTHERS,
+    MeasuredLoss,
     compares_others,
-    doubt_about,
+    coupling_of,
     loss_graph,
-    terms_of,
 )
 from wholebatch.verification.parameter_rows import ParameterRows
 from wholebatch.verification.running_program import replaced, trainer_at_hand
@@ -61,9 +61,7 @@ _MOST_BACKWARDS = 1 << 9
 class _Brought(Backward):
     """A backward that some optimizer has still to step on, with the rows of all parameters."""
 
-    number: int = 0
-    touched: frozenset[int] = frozenset()
-    """Parameters that it brought a gradient."""
+    measured: MeasuredLoss | None = None
     moved_parameters: frozenset[int] = frozenset()
     rates_by_optimizer: Mapping[int, tuple[float, ...]] | None = None
 
@@ -117,7 +115,7 @@ class WindowRecorder:
         self.after_step: Tensor | None = None
         """The weights after the last step."""
         self._known: dict[int, torch.optim.Optimizer] = {}
-        self._modules = CalledModules()
+        self._modules, self._calls = CalledModules(), LoopCalls()
         self._history: list[_Brought] = []
         self._stepped_at: dict[int, tuple[int, int]] = {}
         """How many backwards came before the last step on a parameter, and whose step it was."""
@@ -130,6 +128,8 @@ class WindowRecorder:
         self._loss_scale = 1.0
         self._own: LedgerWindow | None = None
         self._own_parameters: set[int] = set()
+        self._own_since = 0
+        """The number of the first backward of a window of wholebatch."""
         self._undo = ExitStack()
 
     # ------------------------------------------------------------- open and close
@@ -146,6 +146,9 @@ class WindowRecorder:
         self._undo.callback(self.rows.remove_hooks)
         around = {place: attrgetter(method)(self) for place, method in _REPLACED.items()}
         self._undo.enter_context(replaced(around))
+        self._calls.begin()
+        self._undo.callback(setattr, self._calls, "is_paused", True)
+        self._undo.callback(self._calls.end)
         own_windows.observers.append(self)
         self._undo.callback(own_windows.observers.remove, self)
         if self.model is not None:
@@ -174,17 +177,18 @@ class WindowRecorder:
             raise self.over
         if self._inside or self.failure or torch.compiler.is_compiling():
             return run()
-        if self._own is not None and self._own.is_open:
-            self._note_own_backward(tensors)
-            return run()
-        began = self._before_backward(tensors, grad_tensors)
-        self._inside = True
-        try:
-            with self.rows.contributions() as brought:
-                result = run()
-        finally:
-            self._inside = False
-        self._after_backward(began, brought)
+        with self._calls.paused():
+            if self._own is not None and self._own.is_open:
+                self._note_own_backward(tensors)
+                return run()
+            began = self._before_backward(tensors, grad_tensors)
+            self._inside = True
+            try:
+                with self.rows.contributions() as brought:
+                    result = run()
+            finally:
+                self._inside = False
+            self._after_backward(began, brought)
         return result
 
     @_never_fails
@@ -203,55 +207,50 @@ class WindowRecorder:
         before, weights = self.rows.gradients(), self.rows.weights()
         if self.overflowed and not before.any():  # a loss scaler has skipped the step
             self._history.clear()
-        was = torch.cat([self._weights, weights])[: len(weights)]
-        is_changed = self.after_step is not None and not weights[: len(self.after_step)].equal(
-            self.after_step
+        was = torch.cat([self._weights, weights[len(self._weights) :]])
+        after_step, batchnorms = self.after_step, self._modules.batchnorms()
+        is_changed = after_step is not None and bool(
+            self.rows.differing(torch.cat([after_step, weights[len(after_step) :]]), weights)
         )
         optimizers = () if self._step_depth else self._known.values()  # a closure: it has begun
         self._weights, self.after_step = weights, None
         scale, self._loss_scale = self._loss_scale, 1.0
         nodes = [root.grad_fn for root in listed]
         graph = list(loss_graph(nodes))
-        terms = [term for r, s in zip(listed, starts, strict=False) for term in terms_of(r, s)]
-        operations = {node.name() for node in graph} - {DDP_SINK}
-        batchnorms = self._modules.batchnorms()
-        doubt = "the loop changes the weights beside the step" if is_changed else ""
-        doubt = doubt or self._doubt_about(graph)
-        self._nodes.update(graph)
-        return _Brought(
+        is_first = not self.pending
+        self._calls.trained = self._trained
+        changed = self._modules.changed(
+            is_first=is_first, trained=self._trained, written=self._calls.written
+        )
+        is_evaluated = self._modules.evaluated() and not is_first
+        loader_pass, batch, counted = self.passes.take()
+        began = _Brought(
             before=before,
             after=before,
             contribution=before,
-            terms=tuple(terms),
+            number=self._number,
+            measured=MeasuredLoss(listed, starts),
             loss_scale=scale,
-            operations=frozenset(operations),
-            targets=frozenset(term.target for term in terms if term.target is not None),
+            operations=frozenset(node.name() for node in graph) - {DDP_SINK},
             batchnorms=batchnorms,
             is_averaged=self._modules.is_averaged,
-            doubt=doubt,
-            number=self._number,
-            moved_parameters=self.rows.filled(weights - was),
+            loader_pass=loader_pass,
+            batch=batch,
+            counted=counted,
+            carried=self._calls.carried_into(nodes),
+            changed=changed,
+            coupling=next(filter(None, map(coupling_of, graph)), ""),
+            compares_others=compares_others(graph),
+            shares_graph=not self._nodes.isdisjoint(graph),
+            has_hooks=self.rows.has_foreign_hooks,
+            is_evaluated=is_evaluated,
+            is_changed_beside=is_changed,
+            lines={"loss": self._calls.loss_line, "backward": user_line()},
+            moved_parameters=self.rows.differing(was, weights),
             rates_by_optimizer=dict(enumerate(map(rates_of, optimizers))),
         )
-
-    def _doubt_about(self, graph: Sequence[Any]) -> str:
-        """Return a reason to doubt that the samples of a loss are apart."""
-        if compares_others(graph):
-            shared = COMPARES_OTHERS
-        elif not self._nodes.isdisjoint(graph):
-            shared = "two backwards of the window have a part of their graph in common"
-        elif self.rows.has_foreign_hooks:
-            shared = (
-                "the loop has hooks on parameters, and they may change the gradient of each "
-                "micro-batch"
-            )
-        else:
-            shared = ""
-        is_first = not self.pending
-        moved = self._modules.moved(is_first=is_first, trained=self._trained)
-        evaluated = self._modules.evaluated()
-        shared = shared or ("" if is_first else evaluated) or moved
-        return shared or next(filter(None, map(doubt_about, graph)), "")
+        self._nodes.update(graph)
+        return began
 
     @property
     def _trained(self) -> set[int]:
@@ -262,14 +261,15 @@ class WindowRecorder:
         """Keep the backward, if it brought a watched parameter a gradient."""
         if began is None:
             return
+        terms = () if began.measured is None else began.measured.terms()
         touched = self.rows.filled(brought[0])
+        self._number += 1
+        self._calls.number = self._number
         if touched:
-            after = self.rows.gradients()
             self._had_gradient |= touched
-            self._number += 1
-            self._history.append(
-                replace(began, after=after, contribution=brought[0], touched=touched)
-            )
+            done = {"after": self.rows.gradients(), "contribution": brought[0]}
+            micro = replace(began, **done, touched=touched, terms=terms, measured=None)
+            self._history.append(micro)
 
     @property
     def pending(self) -> list[_Brought]:
@@ -311,7 +311,7 @@ class WindowRecorder:
     @_never_fails
     def window_began(self, window: Any) -> None:
         """Read a window of wholebatch from its ledger, and not from its backwards."""
-        self._own = LedgerWindow(window)
+        self._own, self._own_since = LedgerWindow(window), self._number
         self.passes.note_backward()
         self._own_parameters |= self._own.parameters
         self._history.clear()
@@ -319,9 +319,17 @@ class WindowRecorder:
     @_never_fails
     def _note_own_backward(self, totals: Any) -> None:
         assert self._own is not None
+        roots = [totals] if isinstance(totals, Tensor) else list(totals)
+        sources = self._calls.carried_into([root.grad_fn for root in roots])
         self._own.note_backward(
-            totals, lambda is_first: self._modules.moved(is_first=is_first, trained=self._trained)
+            totals,
+            lambda is_first: self._modules.changed(
+                is_first=is_first, trained=self._trained, written=self._calls.written
+            ),
+            carries=any(source >= self._own_since for source in sources),
         )
+        self._number += 1
+        self._calls.number = self._number
 
     @_never_fails
     def window_closes(self, window: Any) -> None:
@@ -332,7 +340,7 @@ class WindowRecorder:
             return
         for optimizer in own.optimizers:
             kept = self._new_window(optimizer, [])
-            self._keep(replace(kept, ledger=own.ledger(optimizer), doubt=own.doubt))
+            self._keep(replace(kept, ledger=own.ledger(optimizer)))
 
     @property
     def open_ledger(self) -> int:
@@ -346,6 +354,7 @@ class WindowRecorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Record the step now, or after its closure has made the gradients."""
         self._step_depth += 1
+        self._calls.is_paused = True
         if self._step_depth > 1 or self._own is not None:  # of a wrapper
             return None
         closure, evaluations = kwargs.get("closure", args[1] if len(args) > 1 else None), 0
@@ -428,9 +437,6 @@ class WindowRecorder:
         since, stepped_by = max(steps, default=(0, window.optimizer))
         mine = [b for b in self._history if b.number >= since and b.touched & own]
         gradient = self._gradient(optimizer, indices)
-        doubt = next((micro.doubt for micro in mine if micro.doubt), "")
-        if window.number > 1 and not any(float(group["lr"]) for group in optimizer.param_groups):
-            doubt = "the learning rate is 0; a schedule may be stepped too often"
         self.lost_steps |= not mine
         self.stepped_twice |= not mine and stepped_by != window.optimizer and bool(gradient.any())
         self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
@@ -451,7 +457,8 @@ class WindowRecorder:
                 for clip in self._clips
                 if clip.number > since
             ),
-            doubt=doubt,
+            line=user_line(),
+            rate_is_zero=not any(float(group["lr"]) for group in optimizer.param_groups),
         )
 
     def _of(self, micro: _Brought, window: WindowEvidence) -> Backward:
@@ -476,6 +483,7 @@ class WindowRecorder:
     @_never_fails
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_depth = max(0, self._step_depth - 1)
+        self._calls.is_paused = self._step_depth > 0
         if not (self.rows.is_sharded or self._step_depth) and self.rows.parameters:
             self.after_step = self.rows.weights()
 
