@@ -44,6 +44,10 @@ _A_SUM = (
     "the undivided batch is a sum, too: use wb.verify"
 )
 _PENALTY = "a penalty on the weights comes with the losses, and is not divided by their number"
+_ONLY_COUNTED = (
+    "a window of {} micro-batches came after those that were recorded, and was only counted: watch "
+    "it alone, or use wb.verify"
+)
 _CARRIED = (
     "an output of one micro-batch is an input of a later one in the same window, so the undivided "
     "batch would compute something else"
@@ -87,7 +91,9 @@ def judge(
         return trial.with_answer(NOT_JUDGED, f"{_COMPARES_OTHERS}: use wb.verify")
     if any(_begins_again(window.backwards) for window in ranks):
         return trial.with_answer(NOT_JUDGED, _TWO_PASSES)
-    parts = _parts(ranks)
+    if ranks[0].is_brief and (len(ranks) > 1 or len(own) != 1):
+        return trial.with_answer(NOT_JUDGED, _ONLY_COUNTED.format(len(every)))
+    parts = [(next(iter(own)), None)] if ranks[0].is_brief else _parts(ranks)
     if len(parts) == 1:
         return _judged(trial, ranks, counts, own, *parts[0])
     whole = None

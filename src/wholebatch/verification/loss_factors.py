@@ -129,7 +129,8 @@ def _readings(
     varying = [product(term.scales) / product(constants) for term in terms]
     for units in _units(terms):
         weights = measured if is_mean else [w * u for w, u in zip(measured, units, strict=True)]
-        roles = _roles(counts, [units, varying], factors, columns)
+        weighs = not all(close(value, varying[0]) for value in varying)
+        roles = _roles(counts, [units, *[varying] * weighs], factors, columns)
         ways = dict.fromkeys(_own(constants, shared, roles, counts))
         for own, divisor in dict.fromkeys([*ways, (1.0, 0)]):
             own_weights = tuple(weight / own for weight in weights)
@@ -178,7 +179,7 @@ def _roles(
     """Return what a loop may multiply or divide by: its units, micro-batches, scale and ranks."""
     count, ranks = counts.micro_batches, counts.ranks
     totals = {sum(row) / over for row in units for over in (1, ranks)}
-    totals |= {row[0] for row in units if all(close(unit, row[0]) for unit in row)}
+    totals |= set(units[0][:1]) if all(close(unit, units[0][0]) for unit in units[0]) else set()
     steps = {n * over for n in (count, counts.usual, counts.first) for over in (1, ranks)}
     after = abs(factors[0]) * ranks  # between the last backward and the step
 

@@ -66,6 +66,7 @@ class ParameterRows:
     def remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
+        self._hooks.clear()
 
     def _brings(self, index: int, gradient: Tensor | None) -> None:
         if self._parts is not None and gradient is not None:  # else somebody calls hooks by hand

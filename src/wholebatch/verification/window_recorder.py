@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -130,6 +130,10 @@ class WindowRecorder:
         self._own_parameters: set[int] = set()
         self._own_since = 0
         """The number of the first backward of a window of wholebatch."""
+        self._is_brief = False
+        self._brief: list[Backward] = []
+        """Backwards since the last step, of which no gradients are recorded."""
+        self._module_hook: Any = None
         self._undo = ExitStack()
 
     # ------------------------------------------------------------- open and close
@@ -138,17 +142,14 @@ class WindowRecorder:
         if hasattr(torch.compiler, "set_stance"):  # compiled code hides how a loss is made
             self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         for hook in (
-            register_module_forward_pre_hook(self._enter_call),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._undo.callback(hook.remove)
-        self._undo.callback(self.rows.remove_hooks)
         around = {place: attrgetter(method)(self) for place, method in _REPLACED.items()}
         self._undo.enter_context(replaced(around))
-        self._calls.begin()
-        self._undo.callback(setattr, self._calls, "is_paused", True)
-        self._undo.callback(self._calls.end)
+        self._record_in_full()
+        self._undo.callback(self._record_briefly)
         own_windows.observers.append(self)
         self._undo.callback(own_windows.observers.remove, self)
         if self.model is not None:
@@ -159,6 +160,22 @@ class WindowRecorder:
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
+
+    def _record_in_full(self) -> None:
+        self._calls.begin()
+        self._calls.is_paused = self._step_depth > 0
+        self._module_hook = register_module_forward_pre_hook(self._enter_call)
+        if self.rows.parameters:
+            self._weights, self.after_step = self.rows.weights(), None
+        self._is_brief = False
+
+    def _record_briefly(self) -> None:
+        """Count backwards, measure losses and read rates, and nothing else."""
+        self._calls.is_paused = True
+        self._calls.end()
+        self._module_hook.remove()
+        self.rows.remove_hooks()
+        self._is_brief = True
 
     # ------------------------------------------------------------- backwards
 
@@ -177,9 +194,16 @@ class WindowRecorder:
             raise self.over
         if self._inside or self.failure or torch.compiler.is_compiling():
             return run()
+        if self._is_brief and self._own is None:
+            measured = self._before_brief(tensors, grad_tensors)
+            if measured is not None:
+                result = run()
+                self._after_brief(measured)
+                return result
         with self._calls.paused():
             if self._own is not None and self._own.is_open:
-                self._note_own_backward(tensors)
+                if not self._is_brief:
+                    self._note_own_backward(tensors)
                 return run()
             began = self._before_backward(tensors, grad_tensors)
             self._inside = True
@@ -197,9 +221,7 @@ class WindowRecorder:
         if not self._number:
             self.trainer = trainer_at_hand()
         self.passes.note_backward()
-        listed = [roots] if isinstance(roots, Tensor) else list(roots)
-        listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
-        starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+        listed, starts = _roots_of(roots, seeds)
         for module in self._modules.modules.values() if self.model is None else ():
             self.rows.adopt(module)
         if self.rows.is_sharded or not self.rows.parameters:
@@ -285,6 +307,66 @@ class WindowRecorder:
         """Return the parameters of a backward that have been stepped on after it."""
         return {i for i in micro.touched if self._stepped_at.get(i, (0, 0))[0] > micro.number}
 
+    # ------------------------------------------------------------- windows like those before
+
+    @_never_fails
+    def _before_brief(self, roots: Any, seeds: Any) -> MeasuredLoss | None:
+        """Measure the loss of a backward; None if its window is to be recorded in full.
+
+        Near the end of the data a window may be shorter than those that are known.
+        """
+        self.passes.note_backward()
+        sizes = [len(window.backwards) for window in self.windows]
+        if not self._brief and self.passes.left + 1 < max(sizes, default=0):
+            self._record_in_full()
+            return None
+        return MeasuredLoss(*_roots_of(roots, seeds))
+
+    @_never_fails
+    def _after_brief(self, measured: MeasuredLoss) -> None:
+        nothing = torch.zeros(0)
+        loader_pass, batch, _ = self.passes.take()
+        optimizer = next(iter(self._known.values()))
+        micro = Backward(
+            before=nothing,
+            after=nothing,
+            contribution=nothing,
+            number=self._number,
+            terms=measured.terms(),
+            rates=() if self._step_depth else rates_of(optimizer),
+            loader_pass=loader_pass,
+            batch=batch,
+        )
+        self._number += 1
+        self._brief.append(micro)
+
+    def _see_briefly(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
+        """Keep a window only if none like it is known; then the next one is recorded in full."""
+        window = replace(self._new_window(optimizer, indices), is_brief=True)
+        window = replace(window, backwards=tuple(self._brief), line=user_line())
+        self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
+        rates = {micro.rates for micro in self._brief}
+        if _kind_of(window) not in self._kinds(window.optimizer) or len(rates) > 1:
+            self.windows.append(window)
+            self._record_in_full()
+        self._brief.clear()
+        self._stepped()
+
+    def _kinds(self, optimizer: int) -> set[Hashable]:
+        """Return what the windows of an optimizer that were kept are like."""
+        return {_kind_of(window) for window in self.windows if window.optimizer == optimizer}
+
+    @property
+    def _is_known_enough(self) -> bool:
+        """True if the one optimizer that steps has made enough windows, and nothing is left."""
+        counts = self.window_counts
+        return (
+            len(counts) == 1
+            and min(counts.values()) >= _MOST_WINDOWS
+            and not self._history
+            and self._own is None
+        )
+
     # ------------------------------------------------------------- clips, scales
 
     def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,6 +423,8 @@ class WindowRecorder:
         for optimizer in own.optimizers:
             kept = self._new_window(optimizer, [])
             self._keep(replace(kept, ledger=own.ledger(optimizer)))
+        if not self._is_brief and min(self.window_counts.values(), default=0) >= _MOST_WINDOWS:
+            self._record_briefly()
 
     @property
     def open_ledger(self) -> int:
@@ -390,8 +474,16 @@ class WindowRecorder:
         elif not indices:
             self.steps_on_copies |= bool(self.pending)
             self.other_optimizers[id(optimizer)] = type(optimizer).__name__
+        elif self._is_brief and id(optimizer) in self._known:
+            self._see_briefly(optimizer, indices)
         elif not self.rows.is_sharded:
+            is_new = id(optimizer) not in self._known
             self._keep(self._window(optimizer, indices))
+            if self._is_brief and is_new:
+                self._record_in_full()
+            elif not self._is_brief and self._is_known_enough:
+                self.passes.counts = False
+                self._record_briefly()
 
     def _gradient(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> Tensor:
         """Return the gradient of a step; a fused optimizer divides by its scale itself."""
@@ -472,19 +564,18 @@ class WindowRecorder:
         return replace(micro, **rows, rates=rates, moved=moved)  # type: ignore[arg-type]
 
     def _keep(self, window: WindowEvidence) -> None:
-        """Keep a window: the first ones, those of another size, and the last one."""
-        same = [other for other in self.windows if other.optimizer == window.optimizer]
-        is_new = len(window.backwards) not in {len(other.backwards) for other in same}
-        if len(same) >= _MOST_WINDOWS and not is_new:
-            self.windows.remove(same[-1])
-        self.windows.append(window)
+        """Keep a window: the first ones, and those that are not like them."""
+        count = sum(other.optimizer == window.optimizer for other in self.windows)
+        if count < _MOST_WINDOWS or _kind_of(window) not in self._kinds(window.optimizer):
+            self.windows.append(window)
         self._stepped()
 
     @_never_fails
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_depth = max(0, self._step_depth - 1)
         self._calls.is_paused = self._step_depth > 0
-        if not (self.rows.is_sharded or self._step_depth) and self.rows.parameters:
+        is_seen = not (self.rows.is_sharded or self._step_depth or self._is_brief)
+        if is_seen and self.rows.parameters:
             self.after_step = self.rows.weights()
 
     @property
@@ -493,3 +584,18 @@ class WindowRecorder:
         without = sorted(self._had_gradient - set(self._stepped_at))
         owned = self._own_parameters
         return [self.rows.names[i] for i in without if id(self.rows.parameters[i]) not in owned]
+
+
+def _roots_of(roots: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what a backward begins at, and the gradients that it begins with."""
+    listed = [roots] if isinstance(roots, Tensor) else list(roots)
+    listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
+    starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+    return listed, starts
+
+
+def _kind_of(window: WindowEvidence) -> Hashable:
+    """Return what makes a window like others: its size, its losses, and changes of its rate."""
+    losses = frozenset(tuple(term.node for term in micro.terms) for micro in window.backwards)
+    size = len(window.backwards if window.ledger is None else window.ledger.units)
+    return size, losses, len({micro.rates for micro in window.backwards}) > 1
