@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from wholebatch.checks.check import Check
-from wholebatch.checks.loop_checks import LAWS
+from wholebatch.audit.check import Check
+from wholebatch.audit.loop_checks import LAWS
 
 PAGE = Path(__file__).parents[1] / "docs/laws.md"
 BEGIN = "<!-- checks: written by scripts/laws_table.py -->\n"

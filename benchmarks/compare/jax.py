@@ -1,10 +1,10 @@
-"""JAX with optax: `accumulate` beside optax.microbatch, `multi_steps` beside optax.MultiSteps."""
+"""JAX with optax: `accumulate` beside optax.microbatch and optax.MultiSteps."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from compare.row import Row
-from wholebatch.integrations.jax import accumulate, multi_steps
+from wholebatch.integrations.jax import accumulate
 
 LENGTH, WIDTH, CLASSES, STEPS, RATE = 6, 4, 7, 4, 0.5
 # The micro-batches of an epoch by their sizes; a window has STEPS of them.
@@ -98,27 +98,22 @@ def by_gradient(case: str, gradient_of: Any, placed: Any = lambda batch: batch) 
     return moved(params, start)
 
 
-def by_stream(case: str, kind: Literal["own", "ours"]) -> Any:
-    """Micro-batches one by one, through an optax transformation."""
+def by_multi_steps(case: str) -> Any:
+    """Return the parameters after `optax.MultiSteps`, which gets micro-batches one by one."""
     params, data = problem(case)
-    start, inner = params, inner_of(case)
-    tx: Any = (
-        multi_steps(inner, every_k=STEPS)
-        if kind == "ours"
-        else optax.MultiSteps(inner, every_k_schedule=STEPS, accumulator_dtype=jnp.float64)
+    start = params
+    tx: Any = optax.MultiSteps(
+        inner_of(case), every_k_schedule=STEPS, accumulator_dtype=jnp.float64
     )
 
     @jax.jit
-    def step(params: Any, state: Any, micro: Any, last: Any) -> Any:
-        gradient = jax.grad(loss_mean)(params, micro)
-        extra = {"units": micro["kept"].sum(), "last": last} if kind == "ours" else {}
-        updates, state = tx.update(gradient, state, params, **extra)
+    def step(params: Any, state: Any, micro: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss_mean)(params, micro), state, params)
         return optax.apply_updates(params, updates), state
 
     state = tx.init(params)
-    micros = cut(data, SIZES[case])
-    for index, micro in enumerate(micros):
-        params, state = step(params, state, micro, index + 1 == len(micros))
+    for micro in cut(data, SIZES[case]):
+        params, state = step(params, state, micro)
     return moved(params, start)
 
 
@@ -171,8 +166,8 @@ def rows() -> list[Row]:
                 Row(
                     f"optax {optax.__version__}, MultiSteps",
                     case,
-                    distance(by_stream(case, "own"), whole),
-                    distance(by_stream(case, "ours"), whole),
+                    distance(by_multi_steps(case), whole),
+                    distance(exact, whole),
                     "float64",
                 )
             )

@@ -136,9 +136,17 @@ class WithLoss(nn.Module):
 
 
 def hugging_face(
-    task: Task, optimizer: torch.optim.Optimizer, order: Order, exactly: bool = False
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    order: Order,
+    exactly: bool = False,
+    accepts_loss_kwargs: bool | None = None,
 ) -> None:
-    """HF Trainer with `gradient_accumulation_steps`, or `exact` of it."""
+    """HF Trainer with `gradient_accumulation_steps`, or `exact` of it.
+
+    `accepts_loss_kwargs` is set on the model where it is given: False is the one-line workaround
+    for models that take `num_items_in_batch` and ignore it.
+    """
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import PrinterCallback
 
@@ -148,7 +156,9 @@ def hugging_face(
         def get_train_dataloader(self) -> Any:
             return loader(task, order)
 
-    model = task.model if task.hugging_face else WithLoss(task)
+    model: Any = task.model if task.hugging_face else WithLoss(task)
+    if accepts_loss_kwargs is not None:
+        model.accepts_loss_kwargs = accepts_loss_kwargs
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -179,6 +189,30 @@ def exact_trainer(task: Task, optimizer: torch.optim.Optimizer, order: Order) ->
     hugging_face(task, optimizer, order, exactly=True)
 
 
+def workaround(task: Task, optimizer: torch.optim.Optimizer, order: Order) -> None:
+    """HF Trainer, with `model.accepts_loss_kwargs = False`."""
+    hugging_face(task, optimizer, order, accepts_loss_kwargs=False)
+
+
+def grad_cache(task: Task, optimizer: torch.optim.Optimizer, order: Order) -> None:
+    """GradCache (arXiv 2101.06983) by hand: features without a graph, their gradients, again."""
+    encode, compare = task.loss.encode, task.loss.loss
+    for _ in range(task.epochs):
+        for window in windows(order, task.steps):
+            micros = [task.take(rows) for rows in window]
+            with torch.no_grad():
+                parts = [encode(task.model, micro) for micro in micros]
+            features = [torch.cat(side).requires_grad_() for side in zip(*parts, strict=True)]
+            loss = compare(tuple(features))
+            (loss.total / loss.units).backward()
+            gradients = [feature.grad.split([len(p[0]) for p in parts]) for feature in features]
+            optimizer.zero_grad()
+            for micro, *wanted in zip(micros, *gradients, strict=True):
+                torch.autograd.backward(encode(task.model, micro), wanted)
+            clipped(task, task.model)
+            optimizer.step()
+
+
 def wholebatch(task: Task, optimizer: torch.optim.Optimizer, order: Order) -> None:
     """`wb.WholeBatch`."""
     engine = wb.WholeBatch(
@@ -197,7 +231,9 @@ WAYS: dict[str, Way] = {
     "Accelerate": accelerate,
     "Lightning": lightning,
     "HF Trainer": hugging_face,
+    "HF Trainer, accepts_loss_kwargs=False": workaround,
     "exact(Trainer)": exact_trainer,
+    "GradCache": grad_cache,
     "wholebatch": wholebatch,
 }
 
@@ -208,7 +244,9 @@ def ways_of(task: Task) -> list[str]:
     if task.count % (task.micro * task.steps) == 0:
         left_out.add("usual loop, no step at the end")  # there is no short window
     if not task.hugging_face:
-        left_out.add("exact(Trainer)")
+        left_out |= {"exact(Trainer)", "HF Trainer, accepts_loss_kwargs=False"}
+    if not isinstance(task.loss, wb.Coupled):
+        left_out.add("GradCache")
     return [way for way in WAYS if way not in left_out]
 
 

@@ -27,7 +27,6 @@ Spec = tuple[str, str, int]
 """Model, loop, micro-batch size."""
 
 DEVICE_GIB = 125.0
-TOGETHER = 4  # rows that get ready side by side
 WARM_UP = 200.0  # seconds that a row may take to get ready
 
 
@@ -140,15 +139,16 @@ def run_rows(
     *,
     until: float,
     report: Callable[[dict[str, Any]], None],
+    together: int = 4,
 ) -> None:
     """Report a row for every spec, in their order as far as they get ready in it.
 
-    `until` is by time.monotonic().
+    `until` is by time.monotonic(). `together` rows get ready side by side.
     """
     pending, active = list(specs), list[Child]()
     try:
         while pending or active:
-            pending = _start(pending, active, start, expect, until)
+            pending = _start(pending, active, start, expect, until, together)
             if not active:
                 break
             child = _next(active, until)
@@ -171,6 +171,7 @@ def _start(
     start: Callable[[Spec, float], Child],
     expect: Callable[[Spec], Expected],
     until: float,
+    together: int,
 ) -> list[Spec]:
     """Begin what may be prepared now, beside what is; returns what is left."""
     left = []
@@ -180,7 +181,7 @@ def _start(
             left.append(spec)
             continue
         held = sum(child.gib for child in active)
-        if len(active) < TOGETHER and (not active or held + wanted.gib <= DEVICE_GIB):
+        if len(active) < together and (not active or held + wanted.gib <= DEVICE_GIB):
             active.append(start(spec, wanted.gib))
         else:
             left.append(spec)

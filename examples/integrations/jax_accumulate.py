@@ -52,7 +52,6 @@ def main() -> None:
     }
     optimizer = optax.adamw(1e-2)
     gradient_of = accumulate(loss_fn, micro_batch=8)
-    gradient_of(params, batch)  # once outside jit: this tests that the loss adds up
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, gradient = gradient_of(params, batch)

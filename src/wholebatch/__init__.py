@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from wholebatch.batch import split as split
     from wholebatch.batch import tokens as tokens
     from wholebatch.batch.lookahead_loader import unpadded as unpadded
-    from wholebatch.distributed.pipeline import Pipeline as Pipeline
     from wholebatch.losses.causal_lm import causal_lm as causal_lm
     from wholebatch.losses.coupled import Coupled as Coupled
     from wholebatch.losses.loss import Loss as Loss
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from wholebatch.options import Close as Close
     from wholebatch.options import Memory as Memory
     from wholebatch.options import samples as samples
+    from wholebatch.pipeline import Pipeline as Pipeline
     from wholebatch.verification import verify as verify
     from wholebatch.verification import watch as watch
     from wholebatch.whole_batch import WholeBatch as WholeBatch
@@ -64,7 +64,7 @@ _NAMES = {
     "losses": "losses",
     "losses.loss": "Loss cross_entropy mean_loss",
     "options": "Close Memory samples",
-    "distributed.pipeline": "Pipeline",
+    "pipeline": "Pipeline",
     "verification": "verify watch",
     "whole_batch": "WholeBatch",
     "window.steps": "by_epoch",

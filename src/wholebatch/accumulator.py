@@ -348,7 +348,7 @@ class Accumulator(LoopWindows):
                 self._progress.end_window()
                 return None
             if self._progress.state is State.MORE:
-                self._ledger.added.end_micro_batch()
+                self._ledger.end_micro_batch()
             return self._close()
 
     def discard(self) -> None:

@@ -97,7 +97,7 @@ class MissingExtraError(WholebatchError, ImportError):
     """An optional dependency is not installed; the message names the extra to install."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}: pip install '.[{extra}]' in a clone")
+        super().__init__(f"{purpose} needs {package}: pip install 'wholebatch[{extra}]'")
         self.package, self.extra, self.purpose = package, extra, purpose
 
     def __reduce__(self) -> tuple[Any, ...]:

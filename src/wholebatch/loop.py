@@ -343,7 +343,7 @@ class Loop:
             if progress.loop is not self:
                 continue  # another loop has begun
             if progress.state is State.MORE:
-                member._ledger.added.end_micro_batch()
+                member._ledger.end_micro_batch()
                 progress.end_item()
             progress.leave_item()
             progress.loop, progress.counts = None, True
@@ -369,7 +369,7 @@ class Loop:
         if progress.state is State.DONE or progress.state is State.BETWEEN:
             return
         if progress.state is State.MORE:
-            member._ledger.added.end_micro_batch()
+            member._ledger.end_micro_batch()
         if progress.state is State.WINDOW_GONE:
             progress.leave_item()
         elif progress.end_item():

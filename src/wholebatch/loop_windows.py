@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 from weakref import proxy
 
-from wholebatch.checks.loop_checks import LoopChecks
+from wholebatch.audit.loop_checks import LoopChecks
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
@@ -118,7 +118,7 @@ class LoopWindows(HasLedger):
         if self._checks.are_asked:
             self._checks.end_micro_batch()
         if self._progress.counts:
-            self._ledger.added.end_micro_batch()
+            self._ledger.end_micro_batch()
         return self._close() if self._progress.end_item() else None
 
     @property

@@ -33,6 +33,18 @@ def bytes_said(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
+def short_count(number: float) -> str:
+    """Return a number in short form.
+
+    >>> short_count(812), short_count(12_345), short_count(4_560_000), short_count(7.3)
+    ('812', '12.3k', '4.56M', '7.3')
+    """
+    for limit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit * 0.9995:
+            return f"{number / limit:#.3g}".rstrip(".") + name
+    return f"{number:.3g}" if number < 10 else f"{number:.0f}"
+
+
 def memory_said(peak: int | None, undivided: int | None) -> str:
     """Return the peak of a run in words, beside that predicted for the batch in one piece.
 

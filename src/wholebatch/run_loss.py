@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.checks.model_calls import unwatched
+from wholebatch.audit.model_calls import unwatched
 from wholebatch.compile import Execute
 from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.distributed.process_group import Group

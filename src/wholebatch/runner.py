@@ -16,11 +16,11 @@ from weakref import proxy
 
 from torch import Tensor, nn
 
+from wholebatch.audit.divided_by_steps import DividedBySteps
+from wholebatch.audit.loop_checks import LoopChecks
+from wholebatch.audit.mean_units import UnitsOfMeans
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
-from wholebatch.checks.divided_by_steps import DividedBySteps
-from wholebatch.checks.loop_checks import LoopChecks
-from wholebatch.checks.mean_units import UnitsOfMeans
 from wholebatch.compile import Execute, check_execute
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
@@ -343,7 +343,7 @@ class Runner:
                     extras = getattr(run(micros[index], place), "extras", None)  # terms have none
                     if extras:
                         self.extras.append(extras)
-                    ledger.added.end_micro_batch()
+                    ledger.end_micro_batch()
                 else:
                     with ForwardState(*ledger.target.models):  # leaves no trace
                         run(micros[-1] if micros else how.stand_in, place)
@@ -356,7 +356,7 @@ class Runner:
         """Test a batch that is cut only now, since memory ran out."""
         self._in_parts = self._are_parts(micros)
         if self._untested is not None and self._in_parts:
-            layout = {**self._untested, "batch_size": None}
+            layout = {**self._untested, "batch_size": None, "roles": None}
             self.test_window(micros[0], micros, layout)
 
     def _are_parts(self, micros: Sequence[Any]) -> bool:

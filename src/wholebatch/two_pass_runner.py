@@ -79,7 +79,7 @@ class TwoPassRunner(Runner):
             if outputs:
                 with self._untouched.backward():
                     ledger.backward(outputs, gradients, last=last)
-            ledger.added.end_micro_batch()
+            ledger.end_micro_batch()
             how.after_micro(ledger.added.micro_batches, len(micros))
 
         passes = TwoPasses(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from wholebatch.batch import Batches, Tokens
+from wholebatch.batch import Batches, Roles, Tokens
 from wholebatch.batch_windows import BatchWindows, Observer
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
@@ -133,8 +133,15 @@ class WholeBatch(BatchWindows):
         self.micro_batch = split.micro_batch
         self.last_step: Step | None = None
         self._count = None if units is None else UnitsCount(units, sync.group)
-        self._layout: dict[str, Any] = {"batch_size": split.batch_size, "static": split.static}
-        self._precision = precisions.choose(precision, target.device.type, keeps=sync.keeps_casts)
+        self._roles = Roles()
+        self._layout: dict[str, Any] = {
+            "batch_size": split.batch_size,
+            "static": split.static,
+            "roles": self._roles,
+        }
+        self._precision = precisions.choose(
+            precision, target.device.type, keeps=sync.adds_to_parameters
+        )
         self._ledger = ledger
         self._runner = choose_runner(
             model,
@@ -366,7 +373,8 @@ class WholeBatch(BatchWindows):
             )
         feed = self._progress.state_dict(self._ledger)
         own = state_of(self._ledger, "WholeBatch")
-        return {**own, "feed": feed, **self._fitting.state_dict()}
+        roles = self._roles.state_dict()
+        return {**own, "feed": feed, "roles": roles, **self._fitting.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
@@ -376,3 +384,4 @@ class WholeBatch(BatchWindows):
         load_state(self._ledger, "WholeBatch", saved)
         self._progress.load_state_dict(saved)
         self._fitting.load_state_dict(saved)
+        self._roles.load_state_dict(saved["roles"])

@@ -18,7 +18,7 @@ Recipe = Callable[..., Path]
 
 
 def test_warm_up_and_a_scaled_rate(command: Command, recipe: Recipe, tmp_path: Path) -> None:
-    options = ("--warmup", 4, "--lr-rule", "sqrt", "--base-batch", 40, "--lr", 0.1)
+    options = ("--warmup", 4, "--lr-rule", "sqrt:40", "--lr", 0.1)
     ran = command("train", recipe(EXACT), *options, "--updates", 6, "--out", "run")
     assert ran.status == 0, ran.err
     rates = [record["lr"] for record in metrics_of(tmp_path / "run")]
@@ -31,7 +31,31 @@ def test_a_scheduler_of_the_recipe_warms_up_itself(command: Command, recipe: Rec
     ran = command("train", recipe(NOISY), "--warmup", 4)
     assert ran.status == 2
     assert "--warmup 4: " in ran.err
-    assert "has a scheduler(); warm up there" in ran.err
+    assert "has a scheduler(), which sets the rate; do it there" in ran.err
+    steps = ("--micro-batch", 4, "--steps", "0:1,2:2", "--lr-rule", "sqrt")
+    assert "--lr-rule with --steps: " in command("train", recipe(NOISY), *steps).err
+    assert command("train", recipe(NOISY), *steps[:2], "--lr-rule", "sqrt").status == 0
+
+
+def test_the_rate_follows_a_batch_that_grows(
+    command: Command, recipe: Recipe, tmp_path: Path
+) -> None:
+    """4, 4, 8, 8, 12 samples, and a rate that was chosen for 16, warmed up over two updates."""
+    options = ("--micro-batch", 4, "--steps", "0:1,2:2,4:3", "--updates", 5, "--warmup", 2)
+    rule = ("--lr-rule", "linear:16", "--lr", 0.1)
+    ran = command("train", recipe(EXACT), *options, *rule, "--out", "run")
+    assert ran.status == 0, ran.err
+    rates = [record["lr"] for record in metrics_of(tmp_path / "run")]
+    assert rates == pytest.approx([0.0125, 0.025, 0.05, 0.05, 0.075])
+    assert "at the same learning rate" not in ran.out
+
+
+def test_a_loader_s_batches_do_not_grow(command: Command, recipe: Recipe) -> None:
+    loader = "return torch.utils.data.DataLoader(TensorDataset(x, torch.arange(24) % 3), 4)"
+    path = recipe(EXACT, ("return TensorDataset(x, torch.arange(24) % 3)", loader))
+    ran = command("train", path, "--micro-batch", 4, "--steps", "0:1,2:2")
+    assert ran.status == 2
+    assert "is a DataLoader, whose batches are used as they are; return its dataset" in ran.err
 
 
 def test_the_batch_grows_and_a_resumed_run_is_the_same(
@@ -75,19 +99,19 @@ def _by_hand(path: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_a_batch_eight_times_the_recipe_s_is_told(command: Command, recipe: Recipe) -> None:
-    path = recipe(EXACT, ('"batch_size": 10', '"batch_size": 2'), ('"micro_batch": 4', '"seed": 0'))
-    said = "the batch is 8 times the recipe's 2 at the same learning rate"
+def test_a_batch_twice_the_recipe_s_is_told(command: Command, recipe: Recipe) -> None:
+    path = recipe(EXACT, ('"batch_size": 10', '"batch_size": 8'), ('"micro_batch": 4', '"seed": 0'))
+    said = "the batch is 2 times the recipe's 8 at the same learning rate; --lr-rule sqrt"
     assert said in command("train", path, "--batch-size", 16, "--updates", 1).out
-    for more in (("--lr", 0.1), ("--lr-rule", "linear", "--base-batch", 2)):
+    for more in (("--lr", 0.1), ("--lr-rule", "linear")):
         assert said not in command("train", path, "--batch-size", 16, "--updates", 1, *more).out
     assert said not in command("train", path, "--batch-size", 15, "--updates", 1).out
-
-
-def test_quiet(command: Command, recipe: Recipe, tmp_path: Path) -> None:
-    ran = command("train", recipe(EXACT), "--quiet", "--out", "run")
-    assert (ran.status, ran.out, ran.err) == (0, "", "")
-    assert len(metrics_of(tmp_path / "run")) == 4
+    grows = ("--micro-batch", 4, "--steps", "0:1,2:4", "--updates", 1)
+    assert "the batch grows to 2 times the recipe's 8" in command("train", path, *grows).out
+    bare = recipe(EXACT, ('"batch_size": 10, "micro_batch": 4', '"seed": 0'), name="bare.py")
+    bare.write_text(bare.read_text().replace("24", "64"))
+    ran = command("train", bare, "--batch-size", 64, "--updates", 1)
+    assert "the batch is 2 times the default 32 at the same learning rate" in ran.out
 
 
 def test_a_loss_that_is_not_finite_names_options_of_the_command(
@@ -106,10 +130,9 @@ def step(loss: float = 1.0, grad_norm: float = 1.0, clip: float = 1.0) -> Step:
 @pytest.mark.parametrize(
     ("bad", "loading", "said"),
     [
-        (step(loss=11), 0.0, "more than ten times its best, 1, for 20 updates"),
         (step(grad_norm=0.0), 0.0, "the gradient has been 0 in 20 windows"),
         (step(clip=0.5), 0.0, "the gradient was clipped in each of 20 windows"),
-        (step(), 0.5, "reading the data takes 50% of the time: --workers"),
+        (step(), 0.5, "reading the data takes 50% of the time: workers in the recipe's"),
     ],
 )
 def test_what_goes_wrong_is_said_once(bad: Step, loading: float, said: str) -> None:
@@ -123,9 +146,36 @@ def test_what_goes_wrong_is_said_once(bad: Step, loading: float, said: str) -> N
     assert said in notes[0]
 
 
-def test_one_bad_window_is_no_news() -> None:
+def test_one_slow_window_is_no_news() -> None:
     watch = RunWatch()
     for place in range(100):
-        bad = place % 10 == 9
-        one = step(loss=99) if bad else step()
+        one = step(grad_norm=0) if place % 10 == 9 else step()
         assert not [*watch.notes(one, loading=0.1, seconds=1.0)]
+    assert watch.ending is None
+
+
+def notes_of(losses: list[float]) -> tuple[list[str], str | None]:
+    watch = RunWatch()
+    notes = [it for loss in losses for it in watch.notes(step(loss), loading=0.0, seconds=1.0)]
+    return notes, watch.ending
+
+
+def test_spikes_are_said_the_first_ones_each() -> None:
+    calm = [2.0, 1.9, 1.8, 1.7, 1.6, 1.5]
+    notes, ending = notes_of([*calm, 280_000.0, *calm, 29.0, *calm])
+    assert [note.partition(":")[0] for note in notes] == ["update 1", "update 1"]
+    assert "the loss jumped to 2.8e+05, 1.6e+05 times the running median" in notes[0]
+    assert ending is None
+    notes, ending = notes_of([*calm, *[50.0, *calm] * 5])
+    assert len(notes) == 3
+    assert ending == "the loss was above 4 times its running median 5 times"
+    assert notes_of([100.0, 1.0, 0.1, 0.01, 0.001])[0] == []  # a loss may fall
+
+
+def test_a_run_that_ends_diverged_is_said() -> None:
+    notes, ending = notes_of([28.8, 20.0, 30.0, 900.0, 1e5, 5.4e6, 1e7, 5.4e8])
+    assert notes
+    assert ending is not None
+    assert ending.startswith("diverged: the last loss, 5.4e+08, is 2.7e+07 times the best, 20")
+    notes, _ = notes_of([*[1.0] * 5, *[11.0] * 25])
+    assert any("more than ten times its best, 1, for 20 updates" in note for note in notes)

@@ -137,7 +137,7 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install '\.\[recipes\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'wholebatch\[recipes\]'"):
         load_recipe("digits-cnn").build_data()
 
 

@@ -28,6 +28,7 @@ def runs(command: Command, recipe: Write, tmp_path: Path) -> Path:
 
 def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> None:
     verdict = {"line": "same update: 0 off", "same": True, "of_samples": 256, "deep": [1]}
+    verdict |= verdict_of(runs / "first")
     (runs / "verdict.json").write_text(json.dumps(verdict))
     ran = command("report", "first", "<b>second", "verdict.json", "--title", "Both & all")
     assert ran.status == 0, ran.err
@@ -50,6 +51,7 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     places = [
         body.index(it) for it in ("same update: 0 off", "undivided", "<h3>Loss", "<h2>Results")
     ]
+    assert body.count("same update: 0 off</p>") == 2  # on the card of each run of this recipe
     assert places == sorted(places)  # the verdict, memory and time, plots, tables
     assert re.search(
         r"<dt>memory</dt><dd>[\d.]+ KiB; undivided, the batch would need [\d.]+ KiB", body
@@ -67,6 +69,77 @@ def test_page_has_plots_settings_and_verdicts(command: Command, runs: Path) -> N
     names = ["first", "first, undivided", "<b>second", "<b>second, undivided"]
     assert [trace["name"] for trace in curves["Peak memory"]] == names
     assert "http:" not in body  # it refers to nothing outside
+    assert len(text) < 100_000
+
+
+def verdict_of(run: Path, **other: object) -> dict[str, object]:
+    """The keys by which `verify --json` tells what its verdict is of."""
+    config = json.loads((run / "config.json").read_text())
+    names = {"recipe": config["recipe"], "recipe_sha256": config["recipe_sha256"]}
+    return {**names, "batchnorm": "exact", "precision": "full", **other}
+
+
+@pytest.mark.parametrize(
+    "other", [{"recipe_sha256": "0"}, {"batchnorm": "freeze"}, {"precision": "bf16"}, None]
+)
+def test_a_verdict_of_another_file_is_no_green_tick_above_a_run(
+    command: Command, runs: Path, other: dict[str, object] | None
+) -> None:
+    about = {} if other is None else verdict_of(runs / "first", **other)  # a loop's has none
+    (runs / "right.json").write_text(json.dumps({"line": "same: right.py", "same": True, **about}))
+    assert command("report", "first", "right.json").status == 0
+    body = (runs / "report.html").read_text(encoding="utf-8").partition("<script>")[0]
+    above, _, below = body.partition("<h2>Results")
+    assert "Not proven on this page" in above
+    assert "✓" not in above
+    assert "same: right.py" not in above
+    assert "it says nothing of them" in below
+
+
+def test_verify_writes_what_its_verdict_is_of(
+    command: Command, recipe: Write, tmp_path: Path
+) -> None:
+    path = recipe(EXACT)
+    ran = command("verify", path, "--json", "--no-float64")
+    (tmp_path / "verify.json").write_text(ran.out)
+    assert command("train", path, "--updates", 1, "--out", "run").status == 0
+    assert command("report", "run", "verify.json").status == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<span class="mark right">✓</span>same update' in text
+    assert "Not proven" not in text
+
+
+def tuned(rate: float, ranks: int = 1, **more: object) -> str:
+    trial = {"micro_batch": 4, "precision": "full", "checkpointing": False, "execute": "eager"}
+    trials = [
+        {**trial, "units_per_second": rate, "peak": 2**20, "reductions": 1},
+        {**trial, "units_per_second": rate / 2, "peak": None, "reductions": 3},
+    ]
+    about = {"unit": "rows", "device": "cpu", "recipe": "mine.py", "ranks": ranks, **more}
+    settings = {"settings": {"batch_size": 12}}
+    return json.dumps({"kind": "wholebatch tune", "trials": trials, **about, **settings})
+
+
+def test_two_files_of_tune_are_shown_side_by_side(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(tuned(1000.0))
+    (tmp_path / "b.json").write_text(tuned(1250.0, ranks=2))
+    ran = command("report", "a.json", "b.json")
+    assert ran.status == 0, ran.err
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<title>Settings, measured · wholebatch</title>" in text
+    row = "<td>micro-batch 4, full, eager</td><td>1.00k</td><td>1.00 MiB</td>"
+    assert f"{row}<td>1.25k (+25%)</td><td>1.00 MiB (+0%)</td>" in text
+    assert "all-reduced in every micro-batch</td><td>500</td><td></td>" in text
+    assert "2: b.json: mine.py, batch of 12 on 2 ranks, cpu" in text
+    assert command("report", "a.json").status == 0
+
+
+def test_a_file_that_tune_wrote_is_read(command: Command, recipe: Write, tmp_path: Path) -> None:
+    ran = command("tune", recipe(EXACT), "--micro-batch", "10,5", "--seconds", 20, "--json")
+    assert ran.status == 0, ran.err
+    (tmp_path / "tune.json").write_text(ran.out)
+    assert command("report", "tune.json").status == 0
+    assert "micro-batch 5, full, eager" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_page_is_named_after_what_it_shows(command: Command, runs: Path) -> None:
@@ -97,7 +170,8 @@ def test_what_a_run_costs(command: Command, runs: Path) -> None:
         (lambda folder: None, "x: cannot be read: No such file or directory"),
         (lambda folder: (folder / "x").mkdir(), "x: has no config.json; give the folder of a run"),
         (lambda folder: (folder / "x").write_text("{"), "x: is not JSON"),
-        (lambda folder: (folder / "x").write_text("[]"), "x: is not a verdict"),
+        (lambda folder: (folder / "x").write_text("[]"), "x: is not a file of wholebatch verify"),
+        (lambda folder: (folder / "x").write_text('{"a": 1}'), "--json or wholebatch tune --json"),
     ],
 )
 def test_what_is_no_run_is_refused(

@@ -52,7 +52,7 @@ def test_a_signal_finishes_the_window_saves_and_tells_how_to_go_on(
     assert stopped.status == 130
     assert "stopped after update 3 of 6; checkpoint stopped/checkpoints/" in stopped.out
     assert "Continue with: wholebatch train --resume --out stopped\n" in stopped.out
-    assert stopped.err == ""
+    assert stopped.err == "stopping after this window (again: at once)\n"
     assert len(metrics_of(tmp_path / "stopped")) == 3
     resumed = process("train", "--resume", "--out", "stopped")
     assert resumed.status == 0, resumed.err

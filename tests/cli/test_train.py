@@ -239,7 +239,7 @@ def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> Non
 def test_help_names_every_option_and_the_recipes(command: Command) -> None:
     text = command("train", "--help").out
     for word in ("--batch-size", "--micro-batch", "--precision", "--clip-norm", "--updates",
-                 "--resume", "--seed", "--lr", "--checkpoint-every", "--device", "bytes-gpt",
+                 "--resume", "--seed", "--lr", "--batchnorm", "--parallel", "bytes-gpt",
                  "digits-cnn"):  # fmt: skip
         assert word in text
     for way in (["--help"], []):
@@ -274,7 +274,7 @@ def test_without_its_library_the_command_says_how_to_get_it() -> None:
         check=False,
     )
     assert ran.returncode == 2
-    assert ran.stderr == "error: the command line needs rich: pip install '.[cli]' in a clone\n"
+    assert ran.stderr == "error: the command line needs rich: pip install 'wholebatch[cli]'\n"
 
 
 VALIDATED = (
@@ -290,8 +290,9 @@ def test_workers_read_the_same_batches_and_held_out_data_changes_nothing(
 ) -> None:
     """Dropout, random samples, a short last batch, two epochs: equal to the last bit."""
     plain = command("train", recipe(), "--out", "plain")
-    path = recipe(NOISY, VALIDATED, name="validated.py")
-    ran = command("train", path, "--workers", 2, "--validate", 2, "--out", "ahead")
+    ahead_of_time = ('"updates": 6', '"workers": 2, "updates": 6')
+    path = recipe(NOISY, VALIDATED, ahead_of_time, name="validated.py")
+    ran = command("train", path, "--validate", 2, "--out", "ahead")
     assert (plain.status, ran.status) == (0, 0), ran.err
     here, ahead = (metrics_of(tmp_path / name) for name in ("plain", "ahead"))
     assert [r["loss"] for r in ahead] == [r["loss"] for r in here]
@@ -327,6 +328,67 @@ def test_batchnorm_is_an_option(command: Command, recipe: Write, tmp_path: Path)
     freeze, allow = (newest_checkpoint(tmp_path / name)["model"] for name in ("freeze", "allow"))
     assert not freeze["1.running_mean"].any()
     assert allow["1.running_mean"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "warned"),
+    [
+        (("--batchnorm", "exact"), "those of the whole batch, which was not split", ""),
+        (("--batchnorm", "freeze"), "those of the whole batch, with BatchNorm frozen, if its", ""),
+        (
+            ("--batchnorm", "allow"),
+            "not those of the whole batch: BatchNorm saw 4 samples at a time",
+            "BatchNorm sees 4 samples at a time, so the updates are not those of the whole batch, "
+            "and fewer than 8 make its statistics noisy",
+        ),
+        (("--batchnorm", "allow", "--micro-batch", 10), "those of the whole batch, which was", ""),
+        (
+            ("--batchnorm", "allow", "--micro-batch", 8),
+            "not those of the whole batch: BatchNorm saw 8",
+            "BatchNorm sees 8 samples at a time, so the updates are not those of the whole batch\n",
+        ),
+    ],
+)
+def test_the_summary_and_the_page_say_what_the_updates_are(
+    command: Command,
+    recipe: Write,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    said: str,
+    warned: str,
+) -> None:
+    path = recipe(NOISY, ("nn.Dropout(0.3)", "nn.BatchNorm1d(16)"))
+    ran = command("train", path, *options, "--updates", 2, "--out", "run")
+    assert ran.status == 0, ran.err
+    assert f"updates        {said}" in ran.out or f"updates      {said}" in ran.out
+    assert warned in ran.out
+    assert ("note: --batchnorm allow" in ran.out) == bool(warned)
+    assert command("report", "run").status == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    whole = "<dt>updates</dt><dd>those of the whole batch"
+    assert (whole in page) == said.startswith("those")
+    assert ("<dt>updates</dt><dd>not those of the whole batch" in page) == said.startswith("not")
+
+
+def test_a_run_knows_where_it_comes_from(command: Command, recipe: Write, tmp_path: Path) -> None:
+    path = recipe(EXACT)
+    for words in (["init", "-q"], ["add", "mine.py"], ["commit", "-qm", "one"]):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True)
+    assert command("train", path, "--updates", 2, "--out", "run").status == 0
+    config = tmp_path / "run/config.json"
+    stored = json.loads(config.read_text())
+    assert len(stored["git"]["commit"]) == 40
+    assert stored["git"]["dirty"]  # runs/ is not ignored
+    assert {"wholebatch", "torch", "python"} <= stored["versions"].keys()
+    assert len(stored["data_sha256"]) == 64
+    stored["versions"]["wholebatch"] = "0.0.9"
+    stored["data_sha256"] = "0"
+    config.write_text(json.dumps(stored))
+    ran = command("train", "--resume", "--out", "run", "--updates", 3)
+    assert ran.status == 0, ran.err
+    assert "note: wholebatch 0.0.9 is now " in ran.out
+    assert "note: the data have changed since this run began" in ran.out
 
 
 def test_a_batch_that_is_not_split_has_no_arithmetic(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import wholebatch as wb
 from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd, summed, trained
-from wholebatch.checks.model_calls import _Hook
+from wholebatch.audit.model_calls import _Hook
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

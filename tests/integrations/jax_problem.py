@@ -63,15 +63,3 @@ def distance(got: Any, want: Any) -> float:
 
 
 whole_batch = jax.jit(jax.value_and_grad(loss_mean))
-
-
-def minus(got: Any, start: Any) -> Any:
-    return jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), got, start)
-
-
-def cut(batch: Any, ends: tuple[int, ...]) -> list[Any]:
-    starts = (0, *ends[:-1])
-    return [
-        jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch)
-        for a, b in zip(starts, ends, strict=True)
-    ]

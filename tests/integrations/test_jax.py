@@ -1,4 +1,4 @@
-"""JAX: `accumulate` and `multi_steps` are the undivided batch, on two devices too."""
+"""JAX: `accumulate` gives the gradient of the undivided batch, on two devices too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import optax  # noqa: E402
 
 from tests.integrations.blocks import assert_example_shows_the_change, run_diff  # noqa: E402
 from tests.integrations.jax_problem import (  # noqa: E402
@@ -33,12 +32,8 @@ from wholebatch.errors import (  # noqa: E402
     LossError,
     OptionError,
     SplitError,
-    WindowError,
 )
-from wholebatch.integrations.jax import (  # noqa: E402
-    accumulate,
-    multi_steps,
-)
+from wholebatch.integrations.jax import accumulate  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -228,14 +223,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         LossError,
         'aux="concat"',
     ),
-    "every_k": (lambda: multi_steps(optax.sgd(0.1), every_k=0), OptionError, "every_k=0"),
-    "units": (
-        lambda: (tx := multi_steps(optax.sgd(0.1), 2)).update(
-            jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1)
-        ),
-        WindowError,
-        "update\\(\\) without units=",
-    ),
 }
 
 
@@ -246,144 +233,6 @@ def test_refusals(name: str) -> None:
         call()
 
 
-def contrastive(params: Any, batch: Any) -> Any:
-    z = batch["x"][:, 0] @ params["in"]
-    scores = z @ z.T
-    return jnp.sum(jax.nn.logsumexp(scores, axis=1) - jnp.diag(scores)), len(z)
-
-
-def centred(params: Any, batch: Any) -> Any:
-    return loss_sum(params, {**batch, "x": batch["x"] - batch["x"].mean(0)})
-
-
-def by_their_mean(params: Any, batch: Any) -> Any:
-    losses = jnp.square(batch["x"] @ params["in"]).sum((1, 2))
-    return (losses / jax.lax.stop_gradient(losses.mean())).sum(), len(losses)
-
-
-@jax.custom_vjp
-def normalised_back(x: Any) -> Any:
-    return x
-
-
-normalised_back.defvjp(lambda x: (x, None), lambda _, g: (g / (1e-3 + jnp.linalg.norm(g)),))
-
-
-def with_another_gradient(params: Any, batch: Any) -> Any:
-    z = normalised_back(batch["x"][:, 0] @ params["in"])
-    return jnp.square(z).sum(), len(z)
-
-
-COUPLED: dict[str, tuple[Any, Any]] = {
-    "losses divided by their mean, which is constant": (by_their_mean, None),
-    "a gradient of its own": (with_another_gradient, None),
-    "a statistic of the batch": (centred, None),
-    "other units": (loss_mean, "samples"),
-}
-
-
-@pytest.mark.parametrize("name", COUPLED)
-def test_a_loss_that_does_not_add_up_is_refused(name: str) -> None:
-    loss, units = COUPLED[name]
-    call = accumulate(loss, micro_batch=3, units=units)
-    with pytest.raises(LossError, match=r"compares samples .* audit=False turns this test off"):
-        call(*problem())
-    if loss is by_their_mean:
-        accumulate(loss, micro_batch=SAMPLES, units=units)(*problem())  # not split
-        accumulate(loss, micro_batch=3, units=units, audit=False)(*problem())
-
-
-def test_a_mask_of_the_first_real_batch_is_in_the_test() -> None:
-    """Labels of -1 do not count, but the loss is a mean over all places."""
-
-    def loss(params: Any, batch: Any) -> Any:
-        losses = jnp.square(batch["x"] @ params["in"]).sum(-1)
-        counts = batch["y"] != -1
-        return (losses * counts).mean() * counts.sum(), counts.sum()
-
-    params, batch = problem()
-    accumulate(loss, micro_batch=3)(params, batch)  # nothing is masked: both are the same mean
-    batch["y"] = np.where(np.arange(LENGTH) < np.arange(SAMPLES)[:, None], -1, batch["y"])
-    with pytest.raises(LossError, match="compares samples"):
-        accumulate(loss, micro_batch=3)(params, batch)
-
-
-def test_units_that_are_trained_are_refused() -> None:
-    def loss(params: Any, batch: Any, constant: bool = False) -> Any:
-        z = batch["x"][:, 0] @ params["in"]
-        weights = jax.nn.sigmoid(z[:, 0])
-        weights = jax.lax.stop_gradient(weights) if constant else weights
-        return (weights * jnp.square(z).sum(1)).sum(), weights.sum()
-
-    call = accumulate(loss, micro_batch=3)
-    with pytest.raises(LossError, match=r"units depend on the parameters.*stop_gradient"):
-        call(*problem())
-    constant = accumulate(lambda p, b: loss(p, b, constant=True), micro_batch=3)(*problem())
-    whole = jax.value_and_grad(lambda p, b: jnp.divide(*loss(p, b, constant=True)))(*problem())
-    for ours, theirs in zip(*map(jax.tree.leaves, (constant, whole)), strict=True):
-        assert jnp.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("loss", [loss_sum, contrastive], ids=["plain", "contrastive"])
-def test_dropout_is_told_from_comparing(loss: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def dropped(params: Any, micro: Any) -> Any:
-        kept = jax.random.bernoulli(jax.random.key(0), 0.5, micro["x"].shape)
-        return loss(params, {**micro, "x": micro["x"] * kept})
-
-    call = accumulate(dropped, micro_batch=4)
-    if loss is contrastive:
-        with pytest.raises(LossError, match="compares samples"):
-            call(*problem())
-    else:
-        call(*problem())
-    assert not caplog.records
-
-
-def test_under_jit_it_is_logged_once_that_nothing_was_tested(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    call = accumulate(contrastive, micro_batch=4)
-    for _ in range(2):
-        jax.eval_shape(call, *problem())
-    (record,) = caplog.records
-    assert "was not tested to add up over micro-batches" in record.message
-    assert "under jax.jit there are no values. Call the function" in record.message
-    with pytest.raises(LossError, match="compares samples"):
-        call(*problem())
-
-
-def test_after_a_test_outside_jit_nothing_is_logged_under_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    call = accumulate(loss_sum, micro_batch=4)
-    call(*problem())
-    jax.eval_shape(call, *problem())
-    jax.eval_shape(accumulate(contrastive, micro_batch=4, audit=False), *problem())
-    assert not caplog.records
-
-
-def test_a_traced_key_is_no_value_either(caplog: pytest.LogCaptureFixture) -> None:
-    @jax.jit
-    def value(key: Any) -> Any:
-        def dropped(params: Any, micro: Any) -> Any:
-            kept = jax.random.bernoulli(key, 0.5, micro["x"].shape)
-            return loss_sum(params, {**micro, "x": micro["x"] * kept})
-
-        return accumulate(dropped, micro_batch=4)(*problem())[0]
-
-    jax.eval_shape(value, jax.random.key(0))
-    assert "under jax.jit there are no values" in caplog.text
-
-
-def test_a_test_that_is_not_possible_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def loss(params: Any, batch: Any) -> Any:
-        return jnp.log(-jnp.square(batch["x"])).sum() * params["in"].sum(), len(batch["x"])
-
-    accumulate(loss, micro_batch=4)(*problem())
-    assert "was not tested to add up over micro-batches" in caplog.text
-    assert "the loss of the first 8 samples is not finite" in caplog.text
-
-
 def test_units_of_a_16_bit_mean_are_not_rounded() -> None:
     """1 unit and 1001: of 1001, bfloat16 makes 1000, and of a sum of 1002 the same."""
 
@@ -392,7 +241,7 @@ def test_units_of_a_16_bit_mean_are_not_rounded() -> None:
 
     batch = {"x": jnp.asarray([[1.0], [2.0]], jnp.bfloat16), "units": jnp.asarray([1, 1001])}
     value, gradient = jax.jit(
-        accumulate(loss, micro_batch=1, units=lambda batch: batch["units"].sum(), audit=False)
+        accumulate(loss, micro_batch=1, units=lambda batch: batch["units"].sum())
     )(jnp.ones(1, jnp.bfloat16), batch)
     assert value.dtype == jnp.float32
     assert float(value) == pytest.approx(2003 / 1002, rel=1e-6)
@@ -424,6 +273,18 @@ def test_the_change_of_the_page() -> None:
     assert before["updates"] == after["updates"] == 3
     assert distance(after["params"], before["params"]) <= 1e-12
     assert distance(after["value"], before["value"]) <= 1e-12
+
+
+def test_micro_batches_that_come_one_by_one() -> None:
+    """The second diff of the page: afterwards the gradient is that of all samples together."""
+    before, after = run_diff(ROOT / "docs/integrations/jax.md", 1)
+
+    def mean(params: Any) -> Any:
+        return jnp.mean((after["data"]["x"] @ params - after["data"]["y"]) ** 2)
+
+    want = -0.1 * jax.grad(mean)(jnp.zeros(4))
+    assert distance(after["params"], want) <= 1e-6  # the page computes in float32
+    assert distance(before["params"], want) > 0.05
 
 
 def test_the_example() -> None:

@@ -1,6 +1,7 @@
 """`make programs`: write programs, run them, and print the smallest of each kind that fails.
 
 python -m tests.programs --seconds 600 --seed 1
+python -m tests.programs --way plain     # training loops without wholebatch, for lint and verify
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tests.programs.grammar import KINDS
 from tests.programs.judge import KINDS as VERDICTS
+from tests.programs.plain.search import search as search_plain
 from tests.programs.search import work
 
 
@@ -37,11 +39,14 @@ def main() -> int:
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kind", choices=("all", *KINDS), default="all")
+    parser.add_argument("--way", choices=("wholebatch", "plain"), default="wholebatch")
     parser.add_argument("--out", type=Path, help="write the failing scripts to this file")
     arguments = parser.parse_args()
     if arguments.device == "cpu":  # a process with CUDA cannot fork one that trains
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["JAX_PLATFORMS"] = "cpu"
+    if arguments.way == "plain":
+        return search_plain(arguments.seconds, arguments.seed, arguments.jobs)
     with tempfile.TemporaryDirectory() as known:
         return search(arguments, Path(known))
 

@@ -20,7 +20,7 @@ from tests.programs.hosts import HOSTS
 from tests.programs.mistakes import MISTAKES, Mistake
 from tests.programs.models import MODELS, ROW_LOSSES
 
-PACKAGES = {"fabric": "lightning", "trainer": "transformers", "jax steps": "optax"}
+PACKAGES = {"fabric": "lightning", "trainer": "transformers"}
 PACKAGES["pipeline"] = "torch"
 INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
 _EAGER_BY_CODE = ("experts", "random", "batchnorm", "physics", "counter", "remembers")
@@ -424,7 +424,7 @@ def _on_ranks(draw: Any) -> Program:
 def _in_host(draw: Any) -> Program:
     """Draw a program whose loop another library owns."""
     way = _pick(draw, [way for way in INSTALLED if way != "pipeline"])
-    whole = way in ("keras", "jax", "jax steps")
+    whole = way in ("keras", "jax")
     model = "linear" if whole else _pick(draw, RUN_ANYWHERE)
     loss = "ce" if whole else _pick(draw, ["ce", "smooth", "classes", "mse", "weighted"])
     windows = draw(_windows(whole=whole, loss=loss, model=model))

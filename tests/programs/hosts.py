@@ -27,10 +27,6 @@ IMPORTS = {
     "jax": "import jax\n"
     "from jax import numpy as jnp\n"
     "from wholebatch.integrations.jax import accumulate",
-    "jax steps": "import jax\n"
-    "import optax\n"
-    "from jax import numpy as jnp\n"
-    "from wholebatch.integrations.jax import multi_steps",
     "pipeline": "from torch.distributed.pipelining import PipelineStage",
 }
 HOSTS = tuple(IMPORTS)
@@ -244,29 +240,6 @@ _JAX = """
         flat = [float(number) for p in parameters for number in p.ravel()]
         record.append({"loss": float(value), "parameters": flat})
 """
-_JAX_STEPS = """
-    jax.config.update("jax_enable_x64", True)
-    parameters = [jnp.asarray(p.detach().numpy()) for p in model.parameters()]
-
-
-    def loss_of(parameters, x, y):
-        chances = jax.nn.log_softmax(x @ parameters[0].T + parameters[1])
-        losses = -jnp.take_along_axis(chances, jnp.maximum(y, 0)[:, None], 1)[:, 0]
-        return (losses * (y != -100)).sum() / jnp.maximum((y != -100).sum(), 1)
-
-
-    train = multi_steps(optax.sgd(0.1), STEPS)
-    state = train.init(parameters)
-    for window in drawn:
-        for place, fields in enumerate(window):
-            x, y = (jnp.asarray(one.numpy()) for one in fields)
-            gradient = jax.grad(loss_of)(parameters, x, y)
-            units, last = (y != -100).sum(), place == len(window) - 1
-            updates, state = train.update(gradient, state, parameters, units=units, last=last)
-            parameters = optax.apply_updates(parameters, updates)
-        flat = [float(number) for p in parameters for number in p.ravel()]
-        record.append({"parameters": flat})
-"""
 _PIPELINE = """
     part = model.layers[2 * rank : 2 * rank + 2]
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
@@ -291,6 +264,5 @@ _LOOPS = {
     "trainer": _TRAINER,
     "keras": _KERAS,
     "jax": _JAX,
-    "jax steps": _JAX_STEPS,
     "pipeline": _PIPELINE,
 }

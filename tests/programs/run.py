@@ -25,7 +25,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def warm_up(*texts: str) -> None:
 
     torch.set_num_threads(1)
     for text in texts:
-        listed = "\nimport sys\nprint(json.dumps([{'modules': [*sys.modules]}]))\n"
+        listed = "\nimport json, sys\nprint(json.dumps([{'modules': [*sys.modules]}]))\n"
         ended = run(text + listed)
         for name in ended.windows[0]["modules"] if ended.windows and not ended.error else ():
             with contextlib.suppress(ImportError):
@@ -124,8 +124,9 @@ def _read(reads: int, child: int, limit: float) -> bytes | None:
         os.close(reads)
 
 
-def _execute(text: str) -> Outcome:
-    """Execute the text as `python program.py` would, in this process."""
+@contextlib.contextmanager
+def _main_module(text: str) -> Iterator[tuple[types.CodeType, dict[str, Any]]]:
+    """Give the text's code and the namespace of `__main__`, as `python program.py` has them."""
     path = Path(tempfile.gettempdir()) / f"wholebatch_program_{os.getpid()}.py"
     path.write_text(text, encoding="utf-8")  # a real file: torch and others read the source
     module = types.ModuleType("__main__")
@@ -134,16 +135,40 @@ def _execute(text: str) -> Outcome:
     sys.argv = [str(path)]
     with open(os.devnull, "w") as nothing:  # processes of its own write there, too
         os.dup2(nothing.fileno(), 2)
+    try:
+        yield compile(text, str(path), "exec"), module.__dict__
+    finally:
+        path.unlink()
+
+
+def run_as_main(text: str) -> str:
+    """Execute the text as a script, quietly; return the traceback of its error, or ""."""
+    with (
+        _main_module(text) as (code, scope),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            exec(code, scope)
+        except BaseException:
+            return traceback.format_exc()
+    return ""
+
+
+def _execute(text: str) -> Outcome:
+    """Execute the text as `python program.py` would, in this process."""
     logged, printed = _Logged(), io.StringIO()
     logging.getLogger("wholebatch").addHandler(logged)
     logging.getLogger("wholebatch").propagate = False
     error, refused, where = None, False, ""
-    with warnings.catch_warnings(record=True) as caught:
+    with _main_module(text) as (code, scope), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-                exec(compile(text, str(path), "exec"), module.__dict__)
-                module.__dict__.clear()  # the end of a script: an open window is warned of
+                exec(code, scope)
+                scope.clear()  # the end of a script: an open window is warned of
                 gc.collect()
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -151,9 +176,8 @@ def _execute(text: str) -> Outcome:
             where = traceback.format_exc()
             if of_rank := re.search(r"^wholebatch\.errors\.(\w+: .*)", str(failure), re.M | re.S):
                 error, refused = of_rank[1], True  # torch tells it as the text of a traceback
-    path.unlink()
     said = [*logged.lines, *(str(warning.message) for warning in caught)]
     lines = printed.getvalue().strip().splitlines()
-    noted = module.__dict__.get("record", [])  # of the windows before the error
+    noted = scope.get("record", [])  # of the windows before the error
     windows = json.loads(lines[-1]) if lines and error is None else noted
     return Outcome(windows, said, error, refused, where)

@@ -81,7 +81,6 @@ for adapter in (
     "keras.GradientAccumulateModel",
     "keras.GradientAccumulateOptimizer",
     "jax.accumulate",
-    "jax.multi_steps",
 ):
     library, _, attribute = adapter.partition(".")
     CALLED[attribute] = read_options(attribute)
@@ -108,7 +107,7 @@ PARTS = {
         *(getattr(wb.losses, name) for name in wb.losses.__all__), wb.cross_entropy
     ),
     "two_pass_runner": {"rows"},  # of the contrastive losses, as the message says
-    "distributed/pipeline": options_of(wb.Pipeline, wb.Close),
+    "pipeline": options_of(wb.Pipeline, wb.Close),
     "memory/micro_batch_fitting": {"most"},  # a check of our own calls
 }
 """Options of what else raises messages, by the beginning of the path."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
+from tests.distributed.launch import torchrun
 from wholebatch.tune import Task
 from wholebatch.tune.bottleneck import Bottleneck, find_bottleneck
 
@@ -43,11 +47,54 @@ def test_the_slow_part_is_named(slow: str) -> None:
     assert found.operations == 2 * (2 * 6 * 8 * 2)
 
 
+PARTS = {"loading": 0.0, "forward": 0.2, "backward": 0.3, "ranks wait": 0.0}
+WINDOW: dict[str, Any] = {"took": 1.0, "windows": 5, "steps": 4, "reduced": 10**9}
+
+
+def bottleneck(device: str = "cpu", operations: int = 10**14, **seconds: float) -> Bottleneck:
+    parts = {**PARTS, "reduction": 0.0, "optimizer": 0.0, **seconds}
+    return Bottleneck(parts, operations=operations, device=device, **WINDOW)
+
+
 def test_more_steps_divide_the_share_of_the_network() -> None:
-    seconds = {"loading": 0.0, "forward": 0.2, "backward": 0.3, "reduction": 0.5, "optimizer": 0.0}
-    found = Bottleneck(seconds, steps=4, reduced=10**9, operations=10**9, device="cpu")
+    found = bottleneck(reduction=0.5)
     assert found.name == "network"
-    assert "2 GB/s; 2, 4, 8 times the steps" in found.lines[1]
+    assert "2 GB/s, once all were there; 2, 4, 8 times the steps" in found.lines[1]
     assert found.lines[1].endswith("its share 33%, 20%, 11%")
-    gpu = Bottleneck(seconds, steps=4, reduced=1, operations=10**14, device="NVIDIA H200")
-    assert gpu.share_of_peak == pytest.approx(10**14 / 0.5 / 989e12)
+
+
+def test_a_rank_that_is_waited_for_is_not_the_network() -> None:
+    found = bottleneck(reduction=0.1, **{"ranks wait": 0.6})
+    assert found.name == "waiting"
+    assert "ranks wait 60%, reduction 10%" in found.lines[0]
+    assert "one rank is slower" in found.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "sixteen_bit", "peak"),
+    [
+        ("NVIDIA H200", True, 989e12),
+        ("NVIDIA H200", False, 67e12),
+        ("NVIDIA A100-SXM4-80GB", True, 312e12),
+        ("NVIDIA H100 80GB HBM3", True, 989e12),
+        ("Tesla V100-SXM2-32GB", True, 125e12),
+        ("NVIDIA GeForce RTX 5090", True, 210e12),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu_and_of_the_precision(
+    name: str, sixteen_bit: bool, peak: float
+) -> None:
+    found = replace(bottleneck(name, operations=10**13), sixteen_bit=sixteen_bit)
+    assert found.share_of_peak == pytest.approx(10**13 / 0.5 / peak)
+    assert f"{'16-bit' if sixteen_bit else 'fp32'} peak" in "\n".join(found.lines)
+
+
+def test_a_straggler_is_waited_for_on_two_ranks(tmp_path: Path) -> None:
+    """One rank loads slowly: the other's wait is its own part, and the window is one time."""
+    report = tmp_path / "report.json"
+    torchrun(Path(__file__).with_name("straggler_worker.py"), 2, str(report))
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["name"] in ("input", "waiting")
+    assert found["seconds"]["ranks wait"] > 0.1
+    assert found["seconds"]["reduction"] < 0.05
+    assert sum(found["seconds"].values()) == pytest.approx(found["took"], rel=0.1)

@@ -24,6 +24,7 @@ Which values hold samples is a contract, not a guess:
    with the same keys, of strings or of numbers is a list of samples.
 6. A list that fits both ways is an error: as many tensors as samples, each with as many rows. A
    tuple of such tensors is parts, and a tuple of numbers is a size, such as (224, 224).
+7. In a run, the first batch decides what each leaf is (`Roles`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
+from wholebatch.batch.roles import Roles
 from wholebatch.errors import OptionError, SplitError
 
 
@@ -265,6 +267,8 @@ class Layout:
     size: int
     leaves: tuple[Leaf, ...]
     structure: Structure
+    roles: Roles | None = None
+    """What the leaves were in the run's batches before; None for a batch by itself."""
 
     def take(self, rows: Rows) -> Any:
         """Return a batch of the samples `rows`: views for a slice, copies for a list of indices."""
@@ -281,21 +285,29 @@ class Layout:
         ]
 
 
-def batch_size_of(batch: Any, *, batch_size: BatchSize = None, static: Static = ()) -> int:
+def batch_size_of(
+    batch: Any, *, batch_size: BatchSize = None, static: Static = (), roles: Roles | None = None
+) -> int:
     """Return the number of samples in `batch`, determined as `split` does.
 
     >>> batch_size_of({"x": torch.ones(6, 2), "y": torch.ones(6), "temperature": 0.5})
     6
     """
-    return layout_of(batch, batch_size=batch_size, static=static).size
+    return layout_of(batch, batch_size=batch_size, static=static, roles=roles).size
 
 
 def layout_of(
-    batch: Any, *, batch_size: BatchSize = None, static: Static = (), strict: bool = True
+    batch: Any,
+    *,
+    batch_size: BatchSize = None,
+    static: Static = (),
+    roles: Roles | None = None,
+    strict: bool = True,
 ) -> Layout:
     """Return which leaves of `batch` hold samples, and how many samples there are.
 
-    With `strict=False` a tensor with another number of rows is passed on instead of refused.
+    `roles` are those of the run's batches before; this batch adds to them. With `strict=False` a
+    tensor with another number of rows is passed on instead of refused.
     """
     fixed = frozenset(_names(static))
     if batch_size is None:
@@ -310,23 +322,27 @@ def layout_of(
             return True
         if not name and batch_size is None:
             return source == ""
-        return _has_one_item_per_sample(name, node, size)
+        if not _is_list(node):
+            return False
+        return _is_split(name, len(node), size, roles, lambda: _fits(name, node, size))
 
     flat, structure = flatten(batch, is_leaf)
     if missing := fixed - {leaf.name for leaf in flat}:
         names = ", ".join(leaf.name for leaf in flat) or "none"
         raise SplitError(f"static={min(missing)!r}: the batch has no such leaf; it has {names}")
-    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size) for leaf in flat)
+    leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size, roles) for leaf in flat)
     if strict:
-        for leaf in leaves:
-            if leaf.name not in fixed and not leaf.batched:
-                _refuse_other_rows(leaf, size, source, leaves)
+        arrays = [leaf for leaf in leaves if leaf.name not in fixed and is_array(leaf.value)]
+        _refuse_one_row(size, source, arrays)
+        for leaf in arrays:
+            if not leaf.batched:
+                _refuse_other_rows(leaf, size, source, arrays)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
             f"items; the batch has {', '.join(map(_described, leaves)) or 'nothing'}"
         )
-    return Layout(size, leaves, structure)
+    return Layout(size, leaves, structure, roles)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -337,7 +353,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
         return []
 
 
-def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout | None:
+def readable_layout(
+    batch: Any, batch_size: BatchSize, static: Static, roles: Roles | None = None
+) -> Layout | None:
     """Return the layout of a batch that need not follow the contract; None if it has no samples.
 
     The first tensor then gives the number of samples, and leaves with other row counts are not
@@ -347,7 +365,7 @@ def readable_layout(batch: Any, batch_size: BatchSize, static: Static) -> Layout
     if batch_size is None and not static and _holds_objects(batch):
         return _layout_of_objects(batch)
     try:
-        return layout_of(batch, batch_size=batch_size, static=static)
+        return layout_of(batch, batch_size=batch_size, static=static, roles=roles)
     except SplitError:
         if isinstance(batch, list) and batch and all(type(item) is tuple for item in batch):
             rows = [len(batch)]  # a list of samples, each a tuple of its parts
@@ -502,9 +520,18 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, list) or not all(isinstance(item, Number) for item in node)
 
 
-def _has_one_item_per_sample(name: str, node: Any, size: int) -> bool:
-    """True if the container `node` is a list of samples, which is not taken apart further."""
-    if not _is_list(node) or len(node) != size:
+def _is_split(
+    name: str, entries: int, size: int, roles: Roles | None, fits: Callable[[], bool]
+) -> bool:
+    """True if a leaf has one entry per sample: by its role in the run, else by this batch."""
+    if roles is None or not name or not entries:
+        return fits()
+    return roles.is_split(name, entries, size, fits)
+
+
+def _fits(name: str, node: Any, size: int) -> bool:
+    """True if the container `node` may be a list of samples, which is not taken apart further."""
+    if len(node) != size:
         return False
     first = next((item for item in node if item is not None), None)
     if size == 1 or is_record(first) or set(_rows_within(node)) != {size}:
@@ -528,21 +555,25 @@ def _rows_within(node: Any) -> Iterator[int]:
             yield from _rows_within(value)
 
 
-def _judged(leaf: Leaf, size: int) -> Leaf:
+def _judged(leaf: Leaf, size: int, roles: Roles | None) -> Leaf:
     """Return the leaf, marked if it has one row or item for each sample."""
-    value = leaf.value
-    _refuse_unsplittable(leaf.name, value)
-    if is_array(value):
-        return Leaf(leaf.name, value, bool(value.ndim > 0 and value.shape[0] == size))
-    return Leaf(leaf.name, value, isinstance(value, (list, tuple)))
+    name, value = leaf.name, leaf.value
+    _refuse_unsplittable(name, value)
+    if value is None or isinstance(value, (list, tuple)):  # a list that is a leaf holds samples
+        return Leaf(name, value, value is not None)
+    rows = int(value.shape[0]) if is_array(value) and value.ndim else 1
+    fits = is_array(value) and value.ndim > 0 and rows == size
+    if rows in (1, size):  # with other rows it is refused
+        fits = _is_split(name, rows, size, roles, lambda: fits)
+    return Leaf(name, value, fits)
 
 
-def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf]) -> None:
+def _refuse_other_rows(leaf: Leaf, size: int, source: str, arrays: Sequence[Leaf]) -> None:
     """Refuse a tensor with another number of rows; one row is shared by all samples."""
-    if size == 1 or not is_array(leaf.value) or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
+    if size == 1 or leaf.value.ndim == 0 or leaf.value.shape[0] == 1:
         return
     expected = f"batch_size={size}" if source == "batch_size=" else f"{source!r} has {size} rows"
-    rows = [each.value.shape[0] for each in leaves if is_array(each.value) and each.value.ndim]
+    rows = _rows_of(arrays)
     is_odd = rows.count(size) == 1 < rows.count(leaf.value.shape[0])  # the first one, not this one
     name = source if is_odd and source != "batch_size=" else leaf.name
     raise SplitError(
@@ -550,6 +581,23 @@ def _refuse_other_rows(leaf: Leaf, size: int, source: str, leaves: Sequence[Leaf
         "one row for each sample; check the function that makes the batch (collate_fn). If "
         f"{name!r} is not a value per sample, pass {_as_options(f'static={name!r}')}"
     )
+
+
+def _refuse_one_row(size: int, source: str, arrays: Sequence[Leaf]) -> None:
+    """Refuse a first tensor that alone has one row: it may be no value per sample."""
+    rows = _rows_of(arrays)
+    if size > 1 or rows.count(1) != 1 or len(rows) == 1 or source == "batch_size=":
+        return
+    other = next(leaf for leaf in arrays if leaf.value.ndim and leaf.value.shape[0] > 1)
+    raise SplitError(
+        f"{source!r} has one row, and {other.name!r} has {other.value.shape[0]}: is this one "
+        f"sample? Then pass {_as_options('batch_size=1')}. If {source!r} is not a value per "
+        f"sample, pass {_as_options(f'static={source!r}')}"
+    )
+
+
+def _rows_of(arrays: Sequence[Leaf]) -> list[int]:
+    return [leaf.value.shape[0] for leaf in arrays if leaf.value.ndim]
 
 
 def _described(leaf: Leaf) -> str:

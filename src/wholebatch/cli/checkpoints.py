@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from wholebatch import __version__
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.cli.safe_loading import load_tensors
 from wholebatch.errors import MissingExtraError, StateError, UnsupportedError
@@ -38,7 +39,7 @@ from wholebatch.plain_files import folder_to_disk, load_json, open_file, reason,
 
 _NAME = re.compile(r"window-(\d{8,})")
 _STATE, _CHECKSUMS = "state.pt", "checksums.json"
-_FORMAT = 2
+_FORMAT = 3
 _SHARD = "sharded tensor"
 
 
@@ -78,7 +79,7 @@ class Checkpoints:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
             with (writing / _STATE).open("wb") as file:
-                torch.save({"format": _FORMAT, **plain}, file)
+                torch.save({"format": _FORMAT, "wholebatch": __version__, **plain}, file)
 
         def publish() -> None:
             files = sorted(writing.iterdir())
@@ -120,7 +121,9 @@ class Checkpoints:
         for path in reversed(self._world.on_first_rank(self.paths)):
             why = self._problem_of(path)
             if why is None:
-                return Loaded(path, load_tensors(path / _STATE), tuple(damaged))
+                state = load_tensors(path / _STATE)
+                _check_format(state, path)
+                return Loaded(path, state, tuple(damaged))
             damaged.append((path, why))
         if not damaged:
             return None
@@ -140,11 +143,11 @@ class Checkpoints:
             for name, expected in sorted(sums.items())[world.rank :: world.ranks]:
                 if _checksum(path / Path(name).name) != expected:
                     raise StateError(f"the checksum of {name} is wrong")
-            if world.is_first and load_tensors(path / _STATE).get("format") != _FORMAT:
-                raise StateError("it is not a checkpoint of this version of wholebatch train")
+            if world.is_first:
+                load_tensors(path / _STATE)
         except OSError as error:
             why = f"{path} is damaged: {reason(error)} ({Path(error.filename or path).name})"
-        except (StateError, AttributeError) as error:
+        except StateError as error:
             why = f"{path} is damaged: {error}"
         return next(filter(None, world.gathered(why)), None)
 
@@ -158,6 +161,17 @@ class Checkpoints:
                 path.replace(next(name for name in names if not name.exists()))
             except OSError as error:
                 raise StateError(f"cannot rename {path}: {reason(error)}") from error
+
+
+def _check_format(state: Any, path: Path) -> None:
+    """Refuse a whole checkpoint that another version has written."""
+    if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        other = state.get("wholebatch", "an earlier one") if isinstance(state, dict) else "another"
+        raise StateError(
+            f"{path} was written by another version of wholebatch ({other}); this is "
+            f"{__version__}: continue the run with that version, or begin a new one in another "
+            "--out"
+        )
 
 
 def _remove(path: Path) -> None:

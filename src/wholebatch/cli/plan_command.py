@@ -269,7 +269,7 @@ def _cost(options: PlanOptions, subject: PlannedModel, plan: Plan) -> list[str]:
     operations = samples * (plan.operations or 0) * (4 / 3 if plan.checkpointing else 1)
 
     def hours(on: Gpu) -> float:
-        tflops = on.tflops_32 if plan.precision == "full" else on.tflops_16
+        tflops = on.tflops(sixteen_bit=plan.precision != "full")
         return operations / (_SHARE_OF_PEAK * 1e12 * tflops) / 3600
 
     what = "an epoch" if subject.epoch else "1,000 updates"

@@ -22,7 +22,9 @@ from wholebatch.cli.report.terminal_output import (
     say,
     short_duration,
 )
+from wholebatch.cli.report.tuned import TUNED, tuned_table
 from wholebatch.cli.run_settings import read_config
+from wholebatch.cli.updates_made import not_whole
 from wholebatch.errors import MissingExtraError, OptionError
 from wholebatch.plain_files import load_json, open_file, reason, write_atomically
 from wholebatch.readable_sizes import memory_said, percent
@@ -35,8 +37,8 @@ PLOTS = {
 }
 """The plots of the page: the field of a record, its title, and its axis."""
 _SECOND = {
-    "loss": ("validation_loss", "held out", "dot"),
-    "memory": ("undivided_memory", "undivided", "dash"),
+    "loss": ("validation_loss", "held out", "dotted"),
+    "memory": ("undivided_memory", "undivided", "dashed"),
 }
 """The fields that are drawn beside those, their names, and how their lines are dashed."""
 
@@ -65,7 +67,8 @@ class ReportOptions:
     sources: list[str] = argument(
         MISSING,
         "RUN...",
-        "Folders that wholebatch train wrote, and JSON files of wholebatch verify --json.",
+        "Folders that wholebatch train wrote, and JSON files of wholebatch verify --json and "
+        "wholebatch tune --json.",
     )
     out: Path = option(Path("report.html"), "FILE", "The page.")
     title: str | None = option(
@@ -81,12 +84,14 @@ class ReportOptions:
     ReportOptions,
     "wholebatch report runs/first runs/second --out compared.html",
     "wholebatch report runs/first verify.json",
+    "wholebatch report before.json after.json --out tuned.html",
 )
 def report(options: ReportOptions) -> None:
     """Write one HTML page that compares runs and measurements.
 
-    The verdict, memory and time come first, then loss, throughput, memory and gradient norm as
-    plots, then tables. It needs no network.
+    What each run's updates are, memory and time come first, then loss, throughput, memory and
+    gradient norm as plots, then tables. A verdict is shown with the runs of its recipe. It needs no
+    network.
     """
     console = console_of()
     with Spinner(console) as doing:
@@ -107,11 +112,22 @@ def page(sources: list[Path], *, title: str | None, price: float | None = None) 
     """Return the page of these runs and verdicts."""
     try:
         import jinja2
-        from plotly.offline import get_plotlyjs
     except ImportError:
-        raise MissingExtraError("plotly and jinja2", "report", "wholebatch report") from None
+        raise MissingExtraError("jinja2", "report", "wholebatch report") from None
     runs = [_read_run(path) for path in sources if path.is_dir()]
-    verdicts = [_read_verdict(path) for path in sources if not path.is_dir()]
+    verdicts, measured = [], []
+    for path in sources:
+        if path.is_dir():
+            continue
+        stored = load_json(path, OptionError, path)
+        if isinstance(stored, dict) and stored.get("kind") == TUNED:
+            measured.append({**stored, "name": path.name})
+        elif isinstance(stored, dict) and "same" in stored:
+            verdicts.append(_verdict(stored, path, runs))
+        else:
+            raise OptionError(
+                f"{path}: is not a file of wholebatch verify --json or wholebatch tune --json"
+            )
     names = _short_names([run["path"] for run in runs])
     for run, name, place in zip(runs, names, range(len(runs)), strict=True):
         run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
@@ -120,17 +136,17 @@ def page(sources: list[Path], *, title: str | None, price: float | None = None) 
     template = Path(__file__).parent / "report" / "page.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=_title(runs, verdicts) if title is None else title,
-        heads=[_head(run) for run in runs],
+        title=_title(runs, verdicts, measured) if title is None else title,
+        heads=[_head(run, verdicts) for run in runs],
         runs=runs,
         verdicts=verdicts,
+        tuned=[tuned_table(measured)] if measured else [],
         plots=[_plot(runs, *plot) for plot in _plots_of(runs).items()] if runs else [],
         settings=[
             (key.replace("_", " "), [_shown(run["settings"].get(key)) for run in runs])
             for key in settings
         ],
         results=_results(runs, price),
-        plotly=get_plotlyjs(),
     )
 
 
@@ -144,9 +160,13 @@ def _read_run(path: Path) -> dict[str, Any]:
     config = read_config(path / "config.json")
     about = {key: config.get(key) for key in ("recipe", "device", "ranks", "parallel")}
     versions = config.get("versions") or {}
-    settings = {**about, **versions, **config["settings"]}
+    about |= {name: versions.get(name) for name in ("wholebatch", "torch", "python")}
+    git = config.get("git") or {}
+    about["commit"] = f"{git['commit'][:10]}{', changed' * git['dirty']}" if git else None
+    settings = {**about, **config["settings"]}
     return {
         "path": path,
+        "recipe_sha256": config.get("recipe_sha256"),
         "settings": settings,
         "unit": config.get("unit", "units"),
         "epoch_batches": config.get("epoch_batches"),
@@ -184,17 +204,21 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return windows
 
 
-def _read_verdict(path: Path) -> dict[str, Any]:
-    """Return a verdict: its line in words, and rows with its other plain values."""
-    verdict = load_json(path, OptionError, path)
-    if not isinstance(verdict, dict):
-        raise OptionError(f"{path}: is not a verdict of wholebatch verify --json")
+def _verdict(verdict: dict[str, Any], path: Path, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a verdict: its line in words, what it is of, and rows with its other plain values."""
     mark = _RIGHT if verdict.get("same") else _WRONG
     compared = [verdict[key] for key in ("gradient", "update", "float64") if verdict.get(key)]
+    whose = verdict.get("recipe") or verdict.get("loop") or "another file"
+    is_of_none = bool(runs) and not any(_belongs(verdict, run) for run in runs)
     return {
+        **verdict,
         "name": path.name,
         "line": verdict.get("line", ""),
         "mark": mark if verdict.get("judged", True) or mark is _RIGHT else _UNKNOWN,
+        "of": f"Of {whose}, with other settings or another file than the runs above: it says "
+        "nothing of them."
+        if is_of_none
+        else "",
         "compared": [
             [part["what"], *(_distance(part[key]) for key in ("distance", "tolerance"))]
             for part in compared
@@ -210,17 +234,34 @@ def _read_verdict(path: Path) -> dict[str, Any]:
     }
 
 
-def _title(runs: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> str:
-    """Return what the page is about: the recipes, or the verdict."""
+def _belongs(verdict: dict[str, Any], run: dict[str, Any]) -> bool:
+    """True if a verdict is of a run's recipe, and of the settings that decide its update."""
+    settings = run["settings"]
+    return (
+        run["recipe_sha256"] is not None
+        and verdict.get("recipe_sha256") == run["recipe_sha256"]
+        and verdict.get("batchnorm") == settings.get("batchnorm")
+        and verdict.get("precision") == settings.get("precision")
+    )
+
+
+def _title(
+    runs: list[dict[str, Any]], verdicts: list[dict[str, Any]], measured: list[dict[str, Any]]
+) -> str:
+    """Return what the page is about: the recipes, the verdict, or the settings."""
     recipes = dict.fromkeys(Path(str(run["settings"]["recipe"])).stem for run in runs)
+    if not recipes and measured and not verdicts:
+        return "Settings, measured"
     if not recipes:
         return "Is the update that of the whole batch?"
     several = f", {len(runs)} runs" if len(runs) > 1 else ""
     return f"{', '.join(recipes)}{several}{' and a verdict' if verdicts else ''}"
 
 
-def _head(run: dict[str, Any]) -> dict[str, str]:
-    """Return the first lines about a run: memory beside the undivided batch's, and time."""
+def _head(run: dict[str, Any], verdicts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first lines about a run: its verdicts, its updates, memory, and time."""
+    own = [verdict for verdict in verdicts if _belongs(verdict, run)]
+    seen = [record["batchnorm_saw"] for record in run["records"] if record.get("batchnorm_saw")]
     records, settings = run["records"], run["settings"]
     done, total = _last(run, "update") or 0, settings["updates"]
     spent = [record.get("seconds") or 0.0 for record in records]
@@ -229,6 +270,10 @@ def _head(run: dict[str, Any]) -> dict[str, str]:
     return {
         "name": run["name"],
         "colour": run["colour"],
+        "verdicts": own,
+        "unproven": "Not proven on this page: add the file of wholebatch verify "
+        f"{run['settings']['recipe']} --json, with the settings of this run.",
+        "updates": not_whole(seen) if seen else "those of the whole batch, by sums and units",
         "memory": memory_said(_last(run, "memory"), _last(run, "undivided_memory")),
         "time": f"{short_duration(sum(spent))} for {done:,} of {total:,} updates"
         + (f", {left} left" if left else ""),
@@ -259,13 +304,11 @@ def _plot(runs: list[dict[str, Any]], field: str, words: tuple[str, str]) -> dic
     traces = []
     second, name, dash = _SECOND.get(field, ("", "", ""))
     for run in runs:
-        line = {"color": run["colour"], "width": 2}
-        traces.append({"name": run["name"], "line": line, **_points(run["records"], field)})
+        about = {"colour": run["colour"], "dash": ""}
+        traces.append({"name": run["name"], **about, **_points(run["records"], field)})
         points = _points(run["records"], second)
         if points["x"]:
-            other = {"name": f"{run['name']}, {name}", "line": {**line, "dash": dash}, **points}
-            # Few points: each is shown.
-            traces.append({**other, "mode": "lines+markers"} if dash == "dot" else other)
+            traces.append({"name": f"{run['name']}, {name}", **about, "dash": dash, **points})
     return {"title": words[0], "axis": words[1], "traces": traces}
 
 

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from wholebatch import __version__
 from wholebatch.cli.command_options import (
     Check,
     choice,
@@ -90,6 +91,16 @@ def _device(value: str, label: str) -> str:
     return value
 
 
+def _lr_rule(value: Any, label: str) -> str:
+    """Return a rule, with the batch size that it scales from if one was given: sqrt:64."""
+    if re.fullmatch(r"none|(linear|sqrt)(:0*[1-9]\d{0,17})?", str(value)) is None:
+        raise OptionError(
+            f"{label} {value}: must be none, linear or sqrt, or with the batch size to scale from, "
+            "such as sqrt:64"
+        )
+    return str(value)
+
+
 def _steps(value: Any, label: str) -> str:
     """Return a schedule such as 0:2,300:4, which begins at update 0 and goes up."""
     text = str(value).replace(" ", "")
@@ -115,6 +126,11 @@ _batch_setting, _run_setting = (
     partial(option, panel=panel, stored=True) for panel in (_BATCH, _RUN)
 )
 _batch_choice = partial(choice, panel=_BATCH, stored=True)
+
+
+def _recipe_setting(default: int, check: Check) -> Any:
+    """Declare a setting that a recipe's `defaults` may have, and no option."""
+    return field(default=default, metadata={"check": check, "stored": True, "may_change": True})
 
 
 @dataclass(frozen=True)
@@ -166,12 +182,12 @@ class Config:
     lr: float | None = _batch_setting(
         None, "RATE", "Learning rate, instead of the recipe's.", check=positive_number
     )
-    lr_rule: str = _batch_choice(
-        "none|linear|sqrt",
-        "Scale the learning rate from --base-batch to the batch size: by its ratio, or the root.",
-    )
-    base_batch: int | None = _batch_setting(
-        None, "N", "Batch size that the learning rate was chosen for.", check=whole_number()
+    lr_rule: str = _batch_setting(
+        "none",
+        "none|linear|sqrt[:N]",
+        "Scale the learning rate with the batch: by its ratio to N, or the root of it. N is the "
+        "batch size that the rate was chosen for; default: the recipe's.",
+        check=_lr_rule,
     )
     warmup: int | None = _batch_setting(
         None,
@@ -182,7 +198,8 @@ class Config:
     steps: str | None = _batch_setting(
         None,
         "UPDATE:STEPS,...",
-        "Micro-batches per update, by update: 0:2,300:4. The batch grows with them.",
+        "Micro-batches per update, by update: 0:2,300:4. The batch grows with them; a window that "
+        "made no update counts, too.",
         check=_steps,
     )
     execute: str = _batch_choice(
@@ -198,14 +215,11 @@ class Config:
         100, "N", "Number of updates.", check=whole_number(), may_change=True
     )
     out: Path | None = option(None, "DIR", "Folder of the run. Default: runs/RECIPE-TIME.", _RUN)
-    quiet: bool = switch("Print nothing but warnings and errors.", _RUN)
     resume: bool = switch(
         "Continue the run in --out, bit for bit. If there is none, begin it (with a RECIPE).",
         _RUN,
     )
-    checkpoint_every: int = _run_setting(
-        50, "N", "Updates between checkpoints.", check=whole_number(), may_change=True
-    )
+    checkpoint_every: int = _recipe_setting(50, whole_number())
     seed: int = _run_setting(
         0, "N", "Seed of the weights and of the order of the data.", check=whole_number(0)
     )
@@ -216,13 +230,7 @@ class Config:
         check=whole_number(),
         may_change=True,
     )
-    workers: int = _run_setting(
-        0,
-        "N",
-        "Processes that read the batches of a dataset ahead. The batches are the same.",
-        check=whole_number(0, 1024),
-        may_change=True,
-    )
+    workers: int = _recipe_setting(0, whole_number(0, 1024))
     wandb: str | None = _run_setting(
         None,
         "PROJECT",
@@ -230,7 +238,6 @@ class Config:
         check=_wandb,
         may_change=True,
     )
-    device: str = option("auto", "auto|cpu|cuda", "Device.", _RUN, check=_device)
     parallel: str = choice(
         "ddp|fsdp2",
         "Under torchrun: the whole model on every rank, or sharded over the ranks.",
@@ -253,9 +260,13 @@ class Config:
         """The updates at which `--steps` begins another number of micro-batches, and those."""
         return [[*map(int, pair.split(":"))] for pair in (self.steps or "0:1").split(",")]
 
-    def steps_at(self, update: int) -> int:
-        """Return the micro-batches of an update by the schedule of `--steps`; 1 without one."""
-        return [steps for begins, steps in self.schedule if begins <= update][-1]
+    def steps_at(self, window: int) -> int:
+        """Return the micro-batches of a window by the schedule of `--steps`; 1 without one."""
+        return [steps for begins, steps in self.schedule if begins <= window][-1]
+
+    def base_batch(self, default: int) -> int:
+        """Return the batch size that `--lr-rule` scales the rate from."""
+        return int(self.lr_rule.partition(":")[2] or default)
 
     @property
     def budget(self) -> float | str | None:
@@ -284,6 +295,11 @@ def like_train(
     known = _FIELDS[name].metadata
     shown = {key: more.pop(key, known[key]) for key in ("metavar", "check")}
     return option(default, help=help or known["help"], panel=panel, **shown, **more)
+
+
+def device_option(panel: str | None = None) -> Any:
+    """Declare the option of a device."""
+    return option("auto", "auto|cpu|cuda", "Device.", panel, check=_device)
 
 
 def autocast_option(panel: str | None = None, **more: Any) -> Any:
@@ -326,12 +342,6 @@ def resolve(
             value = setting.default
         values[name] = value
     config = Config(**values)
-    if config.lr_rule != "none" and config.base_batch is None:
-        raise OptionError(
-            f"--lr-rule {config.lr_rule}: also give --base-batch, where it scales from"
-        )
-    if config.base_batch is not None and config.lr_rule == "none":
-        raise OptionError(f"--base-batch {config.base_batch}: also give --lr-rule linear or sqrt")
     if config.steps is not None and not isinstance(config.micro_batch, int):
         raise OptionError(f"--steps {config.steps}: also give --micro-batch, a number of samples")
     if config.steps is not None and given.get("batch_size") is not None:
@@ -350,7 +360,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise StateError(f"{path} is damaged: it does not hold the settings of a run")
     for name, value in settings.items():
         if name not in _FIELDS:
-            raise StateError(f"{path} is damaged: unknown setting {name!r}")
+            began = (stored.get("versions") or {}).get("wholebatch", "?")
+            raise StateError(
+                f"{path}: the setting {name!r} is not known; the run began with wholebatch "
+                f"{began}, and this is {__version__}: continue it with that version"
+            )
         check = _FIELDS[name].metadata.get("check")
         if value is not None and check is not None:
             check(value, f"{path}: {name}")

@@ -46,5 +46,6 @@ class StopRequest:
             os.write(2, b"aborted\n")
             os._exit(STOPPED)
         self.requested = True
-        if self._told and not is_worker and sys.stderr.isatty():
-            os.write(2, b"\nstopping after this window (again: at once)\n")
+        if self._told and not is_worker:
+            newline = b"\n" if sys.stderr.isatty() else b""  # after the terminal's own ^C
+            os.write(2, newline + b"stopping after this window (again: at once)\n")

@@ -6,7 +6,6 @@ The options are in `run_settings`, what they become in `training_run`, the loop 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -22,18 +21,19 @@ from wholebatch.cli.report.terminal_output import (
     console_of,
     path_from_here,
     say_command,
-    short_count,
     short_duration,
 )
 from wholebatch.cli.run_settings import Config, Given, config_text, read_config, resolve
 from wholebatch.cli.stop_signal import STOPPED
+from wholebatch.cli.updates_made import batchnorm_warning, not_whole, whole
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import reason, write_atomically
-from wholebatch.readable_sizes import memory_said
+from wholebatch.readable_sizes import memory_said, short_count
 
 if TYPE_CHECKING:
     from wholebatch.cli.checkpoints import Loaded
     from wholebatch.cli.parallel_ranks import World
+    from wholebatch.cli.recipes.recipe import Recipe
     from wholebatch.cli.train_loop import TrainingLoop
     from wholebatch.cli.training_run import TrainingRun
 
@@ -58,11 +58,11 @@ def train(given: Given) -> int:
     if given.get("resume") and "out" not in given:
         raise OptionError("--resume: needs --out, the folder of the run to continue")
     resolve(given, {}, stored=None)  # a wrong option is refused at once
-    with Spinner(console_of(quiet=given.get("quiet", False))) as doing:
+    with Spinner(console_of()) as doing:
         doing("importing torch")
         from wholebatch.cli.parallel_ranks import World, process_group
 
-        with process_group(given.get("device", "auto")) as (rank, where):
+        with process_group("auto") as (rank, where):
             world = World(rank, device=where, parallel=given.get("parallel", "ddp"))
             return _train(given, world, doing)
 
@@ -105,7 +105,8 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
                 "unit": recipe.unit,
                 "schedule_updates": horizon,
                 "epoch_batches": run.batches.in_an_epoch,
-                **_about_here(world),
+                "data_sha256": run.batches.fingerprint,
+                **_about_here(world, recipe),
             }
             text = config_text(run.config, **about)
             write_atomically(folder / "config.json", text, OptionError)
@@ -263,15 +264,14 @@ def command_line(ranks: int, options: str) -> str:
     return f"torchrun --nproc-per-node {local} -m wholebatch train {options}"
 
 
-def _about_here(world: World) -> dict[str, Any]:
-    """Return the versions, the device and the ranks, for `config.json`."""
-    import torch
-
+def _about_here(world: World, recipe: Recipe) -> dict[str, Any]:
+    """Return the versions, the commit, the device and the ranks, for `config.json`."""
+    from wholebatch.cli.provenance import git_state, versions
     from wholebatch.memory.budget import device_name
 
-    versions = {"wholebatch": __version__, "torch": torch.__version__}
     return {
-        "versions": {**versions, "python": platform.python_version()},
+        "versions": versions(),
+        "git": git_state(recipe.path.parent),
         "device": device_name(world.device),
         "ranks": world.ranks,
         "parallel": world.parallel if world.ranks > 1 else None,
@@ -287,23 +287,43 @@ def _notes(
     run: TrainingRun, given: Given, loaded: Loaded | None, stored: dict[str, Any] | None
 ) -> Iterator[str]:
     """Yield notes on settings that the user may not expect."""
+    from wholebatch.cli.provenance import changed_versions
+
     for _, why in loaded.damaged if loaded is not None else ():
         assert loaded is not None
         yield f"{why}; going back to {loaded.path.name}"
     if stored is not None and stored.get("recipe_sha256") != run.recipe.digest:
         yield f"{run.recipe.path} has changed since this run began"
+    if stored is not None and stored.get("data_sha256") != run.batches.fingerprint:
+        yield "the data have changed since this run began"
+    if stored is not None and (changed := changed_versions(stored.get("versions") or {})):
+        yield f"{changed}: the run may go on with other bits"
     if stored is not None and run.config.updates != stored["schedule_updates"]:
         yield f"the learning-rate schedule stays that of {stored['schedule_updates']} updates"
-    base, size = run.recipe.defaults.get("batch_size", 0), run.config.batch_size
-    size *= run.config.steps_at(0)
-    is_rate_kept = given.get("lr") is None and run.config.lr_rule == "none"
-    if stored is None and is_rate_kept and base and size >= 8 * base:
-        yield (
-            f"the batch is {size // base} times the recipe's {base} at the same learning rate; "
-            f"--lr-rule sqrt --base-batch {base} scales it (linear: for SGD)"
-        )
+    if stored is None and given.get("lr") is None and run.config.lr_rule == "none":
+        yield from _rate_notes(run)
+    samples = -(-run.config.batch_size // run.world.ranks)
+    size = run.train.micro_batch_size
+    micro_batches = 1 if size is None else -(-samples // size)
+    if (seen := run.batchnorm_sees(samples, micro_batches)) is not None:
+        yield batchnorm_warning(seen)
     if given.get("parallel") == "fsdp2" and run.world.ranks == 1:
         yield "--parallel fsdp2 has no effect in one process; start the run with torchrun"
+
+
+def _rate_notes(run: TrainingRun) -> Iterator[str]:
+    """Yield that the batch is another than the learning rate was chosen for, from 2 times on."""
+    base, config = run.recipe.batch_size, run.config
+    most = max(steps for _, steps in config.schedule)
+    times = config.batch_size * most / base
+    if times < 2:
+        return
+    grows = "grows to" if len(config.schedule) > 1 else "is"
+    whose = "the recipe's" if "batch_size" in run.recipe.defaults else "the default"
+    yield (
+        f"the batch {grows} {times:.3g} times {whose} {base} at the same learning rate; --lr-rule "
+        "sqrt scales it (linear: for SGD)"
+    )
 
 
 def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: str | None) -> Rows:
@@ -356,15 +376,27 @@ def summary_rows(run: TrainingRun, loop: TrainingLoop, folder: Path) -> Rows:
     if run.train.recoveries:
         again = "the window began again in smaller micro-batches"
         rows.append(("out of memory", f"{run.train.recoveries} times; {again}"))
+    if loop.watch.ending is not None:
+        rows.append(("warning", loop.watch.ending))
     speed = loop.units / loop.seconds if loop.seconds else 0.0
-    rows.append(("speed", f"{short_count(speed)} {run.recipe.unit}/s"))
+    rows.append(("mean speed", f"{short_count(speed)} {run.recipe.unit}/s"))
     rows.append(("peak memory", memory_said(loop.peak, loop.undivided)))
-    tested = "; the loss was tested on the first batch"
-    tested = tested if run.recipe.audit else "; the loss was not tested (audit = False)"
-    tested = ", which was not split" if run.is_undivided else tested
-    rows.append(("updates", f"those of the whole batch{tested}"))
+    rows.append(("updates", _updates_made(run, loop)))
     return [
         *rows,
         ("written to", f"{path_from_here(folder)}/"),
         ("page", f"wholebatch report {path_from_here(folder)}"),
     ]
+
+
+def _updates_made(run: TrainingRun, loop: TrainingLoop) -> str:
+    """Return what the updates of this process are."""
+    if loop.batchnorm_saw:
+        return not_whole(loop.batchnorm_saw)
+    return whole(
+        run.norms,
+        recipe=run.recipe.name if run.recipe.is_embedded else path_from_here(run.recipe.path),
+        policy=run.config.batchnorm,
+        is_split=loop.most_micro_batches > 1 or run.world.ranks > 1,
+        is_tested=run.recipe.audit,
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from wholebatch.batch import batch_size_of
@@ -46,10 +48,14 @@ class TrainingLoop:
     """The peak that is predicted for the whole batch at once."""
     units: float = 0.0
     seconds: float = 0.0
+    batchnorm_saw: list[int] = field(default_factory=list)
+    """Of each window, the samples that a BatchNorm saw, where that was not the whole batch."""
+    most_micro_batches: int = 1
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=16))  # seconds of windows
     _largest: Any = None  # the largest batch of this process
     _windows: int = 0  # of this process
     _skipped_in_a_row: int = 0
-    _watch: RunWatch = field(default_factory=RunWatch)
+    watch: RunWatch = field(default_factory=RunWatch)
 
     def updates(self) -> None:
         """Make the updates, and write a checkpoint at the end."""
@@ -71,9 +77,8 @@ class TrainingLoop:
 
     def _window(self) -> Step:
         run, began = self.run, time.perf_counter()
-        run.batches.peek()  # it moves on to the next epoch
-        epoch = run.batches.position.epoch
-        batch = run.take()
+        batch = run.batches.take()
+        epoch = run.batches.position.epoch  # the next batch may begin another one
         loading = time.perf_counter() - began
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
         try:
@@ -85,15 +90,22 @@ class TrainingLoop:
             ) from error
         seconds = time.perf_counter() - began
         is_slowed = self._windows == _METERED and run.world.device.type == "cpu"  # by the meter
+        speed = None if is_slowed else step.units / seconds
         if not is_slowed:
             self.units, self.seconds = self.units + step.units, self.seconds + seconds
+            self._recent.append(seconds)
         record = record_of(step, window=run.windows, epoch=epoch, rates=rates)
         if self._validates(step):
             record["validation_loss"] = self.validation_loss = run.evaluate()
             self.terminal.note(f"update {step.update}: validation loss {self.validation_loss:.4f}")
+        self.most_micro_batches = max(self.most_micro_batches, step.micro_batches)
+        samples = 0 if isinstance(batch, EmptyShare) else batch_size_of(batch)
+        if (seen := run.batchnorm_sees(samples, step.micro_batches)) and samples:
+            record["batchnorm_saw"] = seen
+            self.batchnorm_saw.append(seen)
         record |= {
             "seconds": round(seconds, 6),
-            "units_per_second": None if is_slowed else round(step.units / seconds, 3),
+            "units_per_second": None if speed is None else round(speed, 3),
             "time": round(time.time(), 3),
             "memory": self.peak,
             "undivided_memory": self.undivided,
@@ -104,9 +116,10 @@ class TrainingLoop:
         if step.skipped is None:
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.last_loss = step.loss
-        speed = self.units / self.seconds if self.seconds else 0.0
-        self.terminal.update(updates=run.train.updates, loss=step.loss, units_per_second=speed)
-        for note in self._watch.notes(step, loading=loading, seconds=seconds):
+        done, total = run.train.updates, run.config.updates
+        left = median(self._recent) * (total - done) if self._recent else None
+        self.terminal.update(updates=done, loss=step.loss, units_per_second=speed, left=left)
+        for note in self.watch.notes(step, loading=loading, seconds=seconds):
             self.terminal.note(f"warning: {note}")
         return step
 

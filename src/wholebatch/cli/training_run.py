@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch import WholeBatch
-from wholebatch.batch import joined, split, to_device
+from wholebatch.batch import split, to_device
 from wholebatch.cli.batch_scaling import lr_factor
 from wholebatch.cli.checkpoints import Loaded, fill_shards
 from wholebatch.cli.parallel_ranks import World, copied
@@ -20,7 +20,14 @@ from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, seed_generators
 from wholebatch.cli.run_settings import Config
 from wholebatch.cli.sharded_start import build_sharded
-from wholebatch.coupled.normalisation_layers import evaluation_mode, needs_whole_batch
+from wholebatch.cli.updates_made import Norms, samples_seen
+from wholebatch.coupled.normalisation_layers import (
+    batchnorms,
+    evaluation_mode,
+    needs_whole_batch,
+    tracked_instance_norms,
+    uses_batch_statistics,
+)
 from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import with_checkpoints
@@ -59,16 +66,22 @@ class TrainingRun:
         batch = self.batches.peek()
         return self.train.choose(batch.like if isinstance(batch, EmptyShare) else batch)
 
-    def take(self) -> Any:
-        """Return the batch of the next update: as many of the data's as `--steps` says, as one."""
-        parts = [self.batches.take() for _ in range(self.config.steps_at(self.train.updates))]
-        own = [part for part in parts if not isinstance(part, EmptyShare)]
-        if len(own) <= 1:
-            return (own or parts)[0]
-        batch = joined(own)
-        if batch is None:
-            raise OptionError("--steps: the recipe's batches differ in shape and cannot be joined")
-        return batch
+    @property
+    def norms(self) -> Norms:
+        """The layers whose results depend on how the batch is split."""
+        used = any(uses_batch_statistics(norm) for _, norm in batchnorms(self.model))
+        return Norms(used, bool(tracked_instance_norms(self.model)))
+
+    def batchnorm_sees(self, samples: int, micro_batches: int) -> int | None:
+        """Return the samples that a BatchNorm sees at a time; None if it sees the whole batch.
+
+        `samples` are those of this rank's batch.
+        """
+        parts = micro_batches > 1 or self.world.ranks > 1
+        if self.config.batchnorm != "allow" or not parts or not self.norms.batchnorm:
+            return None
+        size = self.train.micro_batch_size
+        return samples_seen(samples, micro_batches=micro_batches, micro_batch=size)
 
     # ------------------------------------------------------------------ state
 
@@ -183,6 +196,7 @@ def build_run(
         rank=world.rank,
         ranks=world.ranks,
         workers=config.workers,
+        times=config.steps_at,
     )
     config = fitted_to(config, batches)
     if config.validate is not None and not recipe.has_validation:
@@ -199,11 +213,8 @@ def build_run(
         model = moved(build(), world.device)
     spread = model if world.is_sharded else copied(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
-    if config.base_batch is not None:
-        size = config.batch_size * config.steps_at(0)
-        factor = lr_factor(base_batch=config.base_batch, batch=size, rule=config.lr_rule)
-        for group in optimizer.param_groups:
-            group["lr"] *= factor
+    for group in optimizer.param_groups:
+        group["lr"] *= rate_factor(recipe, config, 0)
 
     def loss(called: nn.Module, micro: Any) -> Any:
         # The recipe's own module, not DDP around it: the window reduces the gradients itself.
@@ -231,16 +242,29 @@ def build_run(
 def _scheduler(
     recipe: Recipe, config: Config, optimizer: torch.optim.Optimizer, updates: int
 ) -> Any:
-    """Return the recipe's scheduler, or one that warms up over `--warmup` updates."""
+    """Return the recipe's scheduler, or one for `--warmup`, and for `--lr-rule` with `--steps`."""
     own = recipe.build_scheduler(optimizer, updates=updates)
-    if config.warmup is None:
+    grows = config.steps is not None and config.lr_rule != "none"
+    if config.warmup is None and not grows:
         return own
     if own is not None:
+        option = f"--warmup {config.warmup}" if config.warmup else "--lr-rule with --steps"
         raise OptionError(
-            f"--warmup {config.warmup}: {recipe.path} has a scheduler(); warm up there"
+            f"{option}: {recipe.path} has a scheduler(), which sets the rate; do it there"
         )
-    total = config.warmup
-    return LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / total))
+    begins, total = rate_factor(recipe, config, 0), config.warmup or 1
+
+    def factor(update: int) -> float:
+        return min(1.0, (update + 1) / total) * rate_factor(recipe, config, update) / begins
+
+    return LambdaLR(optimizer, factor)
+
+
+def rate_factor(recipe: Recipe, config: Config, update: int) -> float:
+    """Return the factor that `--lr-rule` gives the recipe's rate at an update."""
+    base = config.base_batch(recipe.batch_size)
+    size, rule = config.batch_size * config.steps_at(update), config.lr_rule.partition(":")[0]
+    return lr_factor(base_batch=base, batch=size, rule=rule)
 
 
 def _built(recipe: Recipe, config: Config) -> nn.Module:
@@ -271,6 +295,11 @@ def micro_batch_of(recipe: Recipe, config: Config) -> Any:
 def fitted_to(config: Config, batches: Batches) -> Config:
     """Return the settings with the batch size that the data really has."""
     if batches.kind == "loader":
+        if config.steps is not None:
+            raise OptionError(
+                f"--steps {config.steps}: the recipe's data() is a DataLoader, whose batches are "
+                "used as they are; return its dataset"
+            )
         size = batches.loader_batch_size
         if size is None:  # the loader makes batches of its own: each is taken whole
             return config

@@ -26,12 +26,17 @@ from wholebatch.cli.report.terminal_output import (
     plain_table,
     say,
     say_command,
-    short_count,
 )
-from wholebatch.cli.run_settings import AUTOCAST, like_train, precision_of, resolve
+from wholebatch.cli.run_settings import (
+    AUTOCAST,
+    device_option,
+    like_train,
+    precision_of,
+    resolve,
+)
 from wholebatch.errors import OptionError
 from wholebatch.plain_files import finite
-from wholebatch.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said, short_count
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +114,7 @@ class TuneOptions:
         typed=str | None,
         check=lambda value, label: (_rates(value, label),),
     )
-    device: str = like_train("device", default="auto")
+    device: str = device_option()
     as_json: bool = switch("Print the results as JSON.", flag="--json")
 
 
@@ -186,8 +191,8 @@ def _task_of(subject: _Subject, *, micro_batch: int | None = None) -> Task:
 
 def _tune(options: TuneOptions, subject: _Subject, doing: Spinner) -> None:
     """Measure the settings, and print the recommendation."""
+    from wholebatch.cli.provenance import versions
     from wholebatch.cli.train_command import command_line
-    from wholebatch.distributed.process_group import world_size
     from wholebatch.tune import tune as tuned_by
     from wholebatch.tune.bottleneck import find_bottleneck
 
@@ -212,7 +217,7 @@ def _tune(options: TuneOptions, subject: _Subject, doing: Spinner) -> None:
         executes=options.execute,
         seconds=options.seconds - (time.perf_counter() - began),
         unit=recipe.unit,
-        watch=lambda trial: doing(f"measured {trial.setting}: {trial.why or 'fits'}"),
+        watch=lambda trial: doing(f"measured {trial}: {trial.why or 'fits'}"),
     )
     doing.stop()
     if subject.rank:
@@ -221,33 +226,44 @@ def _tune(options: TuneOptions, subject: _Subject, doing: Spinner) -> None:
     if is_pure:
         settings["precision"] = "bf16-pure"
     if options.as_json:
-        parts = {"bottleneck": window.name, "parts": window.seconds, "reduced": window.reduced}
-        about = {"recipe": recipe.known_as, "settings": settings, "window": parts}
+        parts = {"bottleneck": window.name, **vars(window)}
+        about = {"recipe": recipe.known_as, "recipe_sha256": recipe.digest, "settings": settings}
+        about |= {"window": parts, "versions": versions()}
         print(json.dumps({**tuned.to_dict(), **about}, indent=1))
         return
-    over = f", {tuned.batch_size} on each of {world_size()} ranks" if world_size() > 1 else ""
+    over = f", {tuned.batch_size} on each of {tuned.ranks} ranks" if tuned.ranks > 1 else ""
     _show(doing.console, tuned, f"{recipe.name}: batch of {config.batch_size}{over}")
     switch_on = "--checkpointing" if settings.pop("checkpointing") else ""
     words = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     words = [str(options.recipe or recipe.name), *words, switch_on]
-    line = command_line(world_size(), " ".join(filter(None, words)))
-    say_command(doing.console, "Train with these settings:", line)
+    if tuned.compares:
+        line = command_line(tuned.ranks, " ".join(filter(None, words)))
+        say_command(doing.console, "Train with these settings:", line)
 
 
 def _show(console: Console, tuned: Tuned, name: str) -> None:
     """Print what was tried and the recommendation."""
     say(console, f"{name}, {tuned.device}", style="bold")
-    table = plain_table("setting", f">{tuned.unit}/s", ">ms a window", ">peak", "")
+    reductions = [">reduced"] if tuned.ranks > 1 else []
+    names = (">steps", f">{tuned.unit}/s", ">beside row 1", ">peak", *reductions, "")
+    table = plain_table("setting", *names, padding=(0, 2, 0, 0))
+    first = next((it.units_per_second for it in tuned.trials if it.units_per_second), 0.0)
     for trial in tuned.trials:
-        table.add_row(
-            str(trial.setting),
-            short_count(trial.units_per_second) if trial.seconds is not None else "",
-            f"{1000 * trial.seconds:.1f}" if trial.seconds is not None else "",
+        speed = trial.units_per_second
+        is_first = speed == first
+        row = [
+            str(trial),
+            str(trial.steps),
+            short_count(speed) if speed else "",
+            f"{speed / first - 1:+.0%}" if speed and not is_first else "",
             bytes_said(trial.peak) if trial.peak else "",
-            "recommended" if trial is tuned.best else trial.why,
-            style="bold green" if trial is tuned.best else "",
-        )
+            *([f"{trial.reductions}×"] if reductions else []),
+            tuned.label if trial is tuned.best else trial.why,
+        ]
+        table.add_row(*row, style="bold green" if trial is tuned.best else "")
     console.print(table, highlight=False)
+    if reductions:
+        say(console, "reduced: all-reduces of the gradients for each update")
     head, *more = tuned.advice
     say(console, head, style="bold green")
     for line in more:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import logging
 import os
 import sys
@@ -33,7 +34,8 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.cli.run_settings import autocast_option, like_train, resolve
+from wholebatch.cli.run_settings import autocast_option, device_option, like_train, resolve
+from wholebatch.cli.split_proof import numbers, prove_splits
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -93,6 +95,21 @@ class VerifyOptions:
         check=whole_number(2, 10_000),
     )
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP, of="loop")
+    splits: tuple[int, ...] | None = _loop(
+        None,
+        "N,N",
+        "Prove instead that a function(micro_batch), of any trainer, makes the same update however "
+        "its samples are cut: sizes of micro-batches, the first one all samples.",
+        check=numbers,
+        typed=str,
+    )
+    ranks: tuple[int, ...] | None = _loop(
+        None,
+        "N,N",
+        "With --splits: numbers of ranks, each of them a job of so many processes.",
+        check=numbers,
+        typed=str,
+    )
     windows: int | None = _script(
         None,
         "N",
@@ -110,7 +127,7 @@ class VerifyOptions:
     )
     ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
     seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = _like_train("device", default="auto")
+    device: str = device_option(_BATCH)
     as_json: bool = switch(
         "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
     )
@@ -126,6 +143,7 @@ class VerifyOptions:
     "wholebatch verify train.py:one_window",
     "wholebatch verify train.py -- --lr 3e-4",
     "wholebatch verify script train.py",
+    "wholebatch verify train.py:one_update --splits 8,4,1 --ranks 1,2",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -135,6 +153,10 @@ def verify(options: VerifyOptions) -> int:
     """
     kind, name = _target_of(options.what or [])
     _check_partners(options, kind)
+    if options.splits is not None:
+        path, function = _parsed(str(name))
+        ranks = options.ranks or (1,)
+        return prove_splits(path, function, options.splits, ranks, as_json=options.as_json)
     if kind == "script":
         return _watch_script(Path(str(name)), options)
     console = Console(quiet=True) if options.quiet else console_of(stderr=options.as_json)
@@ -218,13 +240,14 @@ def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner)
     verdict: Verdict | LoopVerdict
     with process_group(options.device) as (rank, where):
         doing(f"comparing {name or 'bytes-gpt'} with the undivided batch")
+        about: dict[str, Any] = {}
         if kind == "model":
-            verdict = _verify_recipe(name, options, where=where, rank=rank)
+            verdict, about = _verify_recipe(name, options, where=where, rank=rank)
         else:
             verdict = _verify_loop(str(name), options, where)
         doing.stop()
         if rank == 0:
-            _show(verdict, options)
+            _show(verdict, options, about)
             sys.stdout.flush()
         if torch.distributed.is_initialized():
             # torchrun ends all ranks once one exits with 1: not before the first has printed.
@@ -238,14 +261,16 @@ def _check_partners(options: VerifyOptions, kind: str) -> None:
         of = setting.metadata.get("of", kind)
         if of != kind and getattr(options, setting.name) != setting.default:
             raise OptionError(f"{flag_of(setting)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
+    if options.splits is None and options.ranks is not None:
+        raise OptionError("--ranks: belongs to --splits; give --splits 8,4,1 too")
     if options.ddp and "WORLD_SIZE" not in os.environ:
         raise OptionError("--ddp: belongs to torchrun; this is one process")
 
 
 def _verify_recipe(
     name: str | None, options: VerifyOptions, *, where: torch.device, rank: int
-) -> Verdict:
-    """Return the proof on the first batch of a recipe, with its own optimizer."""
+) -> tuple[Verdict, dict[str, Any]]:
+    """Return the proof on the first batch of a recipe, and what `report` knows its runs by."""
     from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
@@ -265,7 +290,13 @@ def _verify_recipe(
     more |= {} if options.execute is None else {"execute": options.execute}
     if options.optimizer_state is not None:
         more["memory"] = Memory(optimizer_state=options.optimizer_state)  # type: ignore[arg-type]
-    return prove(
+    about = {
+        "recipe": recipe.known_as,
+        "recipe_sha256": recipe.digest,
+        "batchnorm": options.batchnorm,
+        "precision": config.precision,
+    }
+    verdict = prove(
         wrapped,
         recipe.loss,
         batches.peek(),
@@ -276,6 +307,7 @@ def _verify_recipe(
         units=recipe.units,
         **more,
     )
+    return verdict, about
 
 
 # ------------------------------------------------------------------------- a script that trains
@@ -405,10 +437,12 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] 
 # ------------------------------------------------------------------------------- on the screen
 
 
-def _show(verdict: Verdict | LoopVerdict, options: VerifyOptions) -> None:
+def _show(
+    verdict: Verdict | LoopVerdict, options: VerifyOptions, about: dict[str, Any] | None = None
+) -> None:
     """Print a verdict as it is written (`str(verdict)`), with a colour for each kind of line."""
     if options.as_json:
-        print(verdict.to_json())
+        print(json.dumps({**verdict.to_dict(), **(about or {})}, indent=2))
         return
     console = Console(file=sys.stdout, highlight=False)
     is_green = verdict.same and verdict.line.startswith("same update")  # else an error ended it

@@ -11,21 +11,22 @@ import torch
 from wholebatch.compile.fusion import hint_of
 from wholebatch.window.replaced_attributes import replaced_attributes
 
+OPTIONS: dict[str, object] = {
+    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
+    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
+    # micro-batches of 8) by 2 ms of 132.
+    "triton.mix_order_reduction": False,
+    # It does nothing here, but is part of Inductor's cache key: it tells code that was compiled
+    # with our choices from code that was not.
+    "aot_inductor.metadata": {"wholebatch": "products padded by rule"},
+}
+
 
 def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
     """Compile `graph` for arguments like these."""
     from torch._inductor import compile, config  # slow to import: paid only when compiling
 
-    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
-    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
-    # micro-batches of 8) by 2 ms of 132.
-    # The last option is part of Inductor's cache key, does nothing here, and tells code that was
-    # compiled with our choices from code that was not.
-    options = {
-        "triton.mix_order_reduction": False,
-        "aot_inductor.metadata": {"wholebatch": "products padded by rule"},
-    }
-    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
+    known = {name: value for name, value in OPTIONS.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
         choices = _persistent_rows(), _parts_written_in_place(), _products_padded_by_rule()
         for context in (torch.no_grad(), config.patch(known), *choices):

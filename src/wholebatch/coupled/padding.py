@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from wholebatch.batch import Tokens
-from wholebatch.batch.micro_batches import without_padding
 from wholebatch.batch.samples import Layout
+from wholebatch.batch.tokens import without_padding
 from wholebatch.coupled.normalisation_layers import evaluation_mode
 from wholebatch.coupled.sample_runs import CalledModules
 from wholebatch.errors import UnsupportedError

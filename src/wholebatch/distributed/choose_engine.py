@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.distributed.sync_strategy import Single, Sync
+from wholebatch.distributed.sync_strategy import Local, Sync
 from wholebatch.errors import OptionError, UnsupportedError
 
 _log = logging.getLogger("wholebatch")
@@ -52,7 +52,7 @@ def choose(
     if kind == "plain":
         if sync != "none" and dist.is_available() and dist.is_initialized():
             warn_alone(dist.get_world_size())
-        return Single()
+        return Local()
     if kind == "tensor parallel":
         from wholebatch.distributed.tensor_parallel import TensorParallel
 

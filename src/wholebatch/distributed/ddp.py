@@ -10,7 +10,7 @@ gradients from earlier micro-batches, or zeros. Nothing is averaged, so nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Context, Parameters, Sync
+from wholebatch.distributed.sync_strategy import Context, Parameters, ReducesAtClose
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 
 _BUCKET_BYTES = 25 * 2**20
@@ -148,7 +148,7 @@ def _give_back(models: Sequence[DistributedDataParallel]) -> None:
             model.require_forward_param_sync = True
 
 
-class Replicated(Sync):
+class Replicated(ReducesAtClose):
     """One or several DDP models on the same process group.
 
     Their own reduction is off until this object is deleted.
@@ -168,38 +168,45 @@ class Replicated(Sync):
         rank = dist.get_rank(self._process_group)
         super().__init__(Group([self._process_group], device, rank=rank))
         self.replicas = self.group
-        self.reduces_at_close = self.ranks > 1
         self.counts_must_agree = any(
             isinstance(module, nn.SyncBatchNorm) for model in models for module in model.modules()
         )
-        self.takes_graphs = not self.counts_must_agree  # else collectives run in the forward
         self._buckets: Buckets | None = None
         self._layout: list[int] = []
+        self._is_reduced = False
         for model in models:  # what model.no_sync() sets, for as long as this window is used
             model.require_backward_grad_sync = False
             model.require_forward_param_sync = False  # buffers: once, in `after_update`
         _holders.add(self)
         finalize(self, _give_back, self.models)
 
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
+    def begin(self, parameters: Parameters) -> None:
+        self._is_reduced = False
+
+    def backward(self, parameters: Parameters, *, last: bool) -> Context:
         if any(model.require_backward_grad_sync for model in self.models):
             raise WindowError(
                 "DistributedDataParallel's own synchronisation was switched on again, so gradients "
                 "would be reduced twice: leave model.require_backward_grad_sync to the accumulator"
             )
-        if not reduces:
-            return nullcontext()
-        return self._buckets_of(parameters).reducing(overlap=True)
+        return self._reducing(parameters, overlap=True) if last else nullcontext()
 
-    def reduce_now(self, parameters: Parameters) -> None:
-        with self._buckets_of(parameters).reducing(overlap=False):
-            pass
+    def reduce(self, parameters: Parameters) -> Collection[int]:
+        if not self._is_reduced:
+            with self._reducing(parameters, overlap=False):
+                pass
+        return self._buckets_of(parameters).filled_in
+
+    @contextmanager
+    def _reducing(self, parameters: Parameters, *, overlap: bool) -> Iterator[None]:
+        with self._buckets_of(parameters).reducing(overlap=overlap):
+            yield
+        self._is_reduced = True
 
     def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> Buckets:
         layout = [id(parameter) for parameter in parameters]
         if self._buckets is None or layout != self._layout:
             self._buckets = Buckets(parameters, self._process_group)
-            self.filled_in = self._buckets.filled_in
             self._layout = layout
         return self._buckets
 

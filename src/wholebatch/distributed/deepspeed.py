@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
+from wholebatch.distributed.sync_strategy import Parameters, ReducesInLastBackward
 from wholebatch.errors import NonFiniteError, OptionError, UnsupportedError, WindowError
 
 
@@ -67,12 +67,13 @@ class BackwardOrder:
         self.reached[index] = self.backward
 
 
-class DeepSpeed(Sync):
+class DeepSpeed(ReducesInLastBackward):
     """A model that `deepspeed.initialize` has wrapped."""
 
-    counts_must_agree = True  # ZeRO 3 gathers in forwards, 2 and 3 reduce in every backward
+    # Graphs end in hooks, which only the engine's own backward() runs. ZeRO 3 gathers in forwards,
+    # ZeRO 2 and 3 reduce in every backward.
     owns_step = True
-    adds_to_parameters = False  # graphs end in hooks, which only the engine's backward() runs
+    engine_name = "a DeepSpeed engine"
 
     def __init__(self, engine: Any, *, sync: str = "auto") -> None:
         _check(engine)
@@ -152,6 +153,7 @@ class DeepSpeed(Sync):
             )
 
     def begin(self, parameters: Parameters) -> None:
+        super().begin(parameters)
         if self._order is not None:
             self._order.value, self._order.reached = 0, {}
         if self._failed:
@@ -166,30 +168,30 @@ class DeepSpeed(Sync):
             )
 
     @contextmanager
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
-        self._engine.set_gradient_accumulation_boundary(reduces)
+    def backward(self, parameters: Parameters, *, last: bool) -> Iterator[None]:
         if self._order is not None:
             self._order.backward += 1
-        if reduces and self._stage == 1 and not self._engine.zero_overlap_comm():
+        if last and self._stage == 1:
             # Buckets are filled with the gradients that are there: they must be the same ones
             # on all ranks, also where one rank has not used a parameter.
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         try:
-            yield
+            with super().backward(parameters, last=last):
+                yield
         except BaseException:
             self._failed = True
             raise
+
+    def switch(self, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
 
     def run_backward(
         self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
         scaled = [total * seed for total, seed in zip(totals, seeds, strict=True)]
         self._engine.backward(torch.stack(scaled).sum(), scale_wrt_gas=False)
-
-    def reduce_now(self, parameters: Parameters) -> None:
-        raise reduces_in_backward_only("a DeepSpeed engine")
 
     def holders(self, groups: Sequence[Sequence[nn.Parameter]]) -> Sequence[Sequence[Any]]:
         if self._stage == 0:
@@ -228,7 +230,7 @@ class DeepSpeed(Sync):
                 "gradients of those it reached. Nothing was updated; use ZeRO 1"
             )
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         if self._stage == 0:
             return torch.nn.utils.get_total_norm(gradients)
         return self.group.norm(gradients)

@@ -8,8 +8,7 @@ Forward and backward run collectives of their own, so all ranks must run equally
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Parameters, Sync, reduces_in_backward_only
+from wholebatch.distributed.sync_strategy import ReducesInLastBackward
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import UnsupportedError
 
 
-class Sharded(Sync):
+class Sharded(ReducesInLastBackward):
     """A model whose modules were passed through `fully_shard`."""
 
-    counts_must_agree = True
-    adds_to_parameters = False  # but to the unsharded parameters
+    engine_name = "a sharded model"
 
     def __init__(self, model: nn.Module, *, sync: str = "auto") -> None:
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -44,31 +42,26 @@ class Sharded(Sync):
             self.replicas = Group(groups[:1], torch.device(mesh.device_type), rank=dist.get_rank())
         self._sums_every = sync == "every"
 
-    @contextmanager
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Iterator[None]:
-        for module in self._modules:
-            module.set_requires_gradient_sync(reduces or self._sums_every, recurse=False)
-            if self._is_hybrid:
-                module.set_requires_all_reduce(reduces, recurse=False)
-        yield
+    def switch(self, *, last: bool) -> None:
+        self._reduce_in_backward(last or self._sums_every, over_replicas=last)
 
     def run_backward(
         self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
         torch.autograd.backward(totals, seeds)
 
-    def reduce_now(self, parameters: Parameters) -> None:
-        raise reduces_in_backward_only("a sharded model")
-
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
 
     def restore(self) -> None:
         """Switch reductions on again, as is the default: FSDP2 does not tell what was set."""
+        self._reduce_in_backward(True, over_replicas=True)
+
+    def _reduce_in_backward(self, over_slices: bool, *, over_replicas: bool) -> None:
         for module in self._modules:
-            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_requires_gradient_sync(over_slices, recurse=False)
             if self._is_hybrid:
-                module.set_requires_all_reduce(True, recurse=False)
+                module.set_requires_all_reduce(over_replicas, recurse=False)
 
 
 def check_parameters(model: nn.Module) -> None:

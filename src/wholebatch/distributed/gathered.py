@@ -15,8 +15,7 @@ the dtype of the shards, beside the shards and their optimizer state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -31,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from wholebatch.distributed.fsdp import check_parameters
 from wholebatch.distributed.process_group import Group
-from wholebatch.distributed.sync_strategy import Context, Parameters, Sync
+from wholebatch.distributed.sync_strategy import Parameters, ReducesAtClose
 from wholebatch.distributed.tensor_parallel import norm_over_meshes
 from wholebatch.errors import UnsupportedError, WindowError
 
@@ -213,11 +212,8 @@ def _to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-class Gathered(Sync):
+class Gathered(ReducesAtClose):
     """A model whose modules were passed through `fully_shard`, whole in a window."""
-
-    takes_graphs = True
-    reduces_in_backward = False
 
     def __init__(self, model: nn.Module) -> None:
         why = why_not(model)
@@ -312,13 +308,10 @@ class Gathered(Sync):
                 'the loss function to acc.run(), or use close=wb.Close(sync="hold")'
             )
 
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
-        return nullcontext()
-
     @torch.no_grad()
-    def reduce_now(self, parameters: Parameters) -> None:
+    def reduce(self, parameters: Parameters) -> Collection[int]:
         """Reduce and scatter all gradients; the model holds its shards from here on."""
-        self.filled_in = {
+        filled_in = {
             id(shard)
             for wire in self._wires
             for shard, whole in zip(wire.shards, wire.whole, strict=True)
@@ -340,8 +333,9 @@ class Gathered(Sync):
                 shard.grad = None
             whole.grad = None
         self.restore()
+        return filled_in
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
 
 

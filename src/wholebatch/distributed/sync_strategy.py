@@ -1,11 +1,21 @@
-"""The interface between a window and the engine that moves gradients between ranks."""
+"""How a window adds up gradients and counts over the ranks: three ways, and one class per engine.
+
+| class | autograd adds | the sum over the ranks is made | engines |
+|---|---|---|---|
+| `Local` | to the parameters | nowhere | a plain model, tensor parallelism |
+| `ReducesAtClose` | to the parameters | at the close | DDP, gathered FSDP2, pipeline |
+| `ReducesInLastBackward` | to the engine's tensors | in the last backward | FSDP2, DeepSpeed |
+
+At the close a window calls `reduce`, finds the sums in `holders`, and asks `norm` for their norm.
+DDP's sum starts in the last backward where it is known which that is.
+"""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -32,31 +42,15 @@ _NOTHING_AROUND: Context = nullcontext()
 class Sync(ABC):
     """One engine's way to add up gradients and counts over the data-parallel ranks."""
 
-    averaged_by: float = 1.0
-    """The engine divides the reduced gradient by this; the seed of backward undoes it exactly."""
+    adds_to_parameters: bool
+    """True if autograd adds to the parameters themselves: `.grad` holds what an open window has
+    added so far. Otherwise graphs lead to the engine's own tensors."""
 
     counts_must_agree: bool = False
     """True if every rank must run equally many forwards (collectives run inside of them)."""
 
-    adds_to_parameters: bool = True
-    """True if autograd adds to the parameters themselves: `.grad` holds what an open window has
-    added so far. Otherwise graphs lead to the engine's own tensors."""
-
-    takes_graphs: bool = False
-    """True if a micro-step may run as a graph, without autograd: the gradients that it adds are
-    reduced at the close."""
-
-    reduces_in_backward: bool = True
-    """True if the last backward of a window reduces; False if the close does."""
-
-    reduces_at_close: bool = False
-    """True if the engine's own reduction is off, also for a plain backward beside the window."""
-
-    same_parameters: bool = True
-    """True if all ranks hold the same parameters, whole or in slices."""
-
-    replicas: Group | None = None
-    """The ranks that hold the same numbers, and must start from the same; None if no two do."""
+    averaged_by: float = 1.0
+    """The engine divides the reduced gradient by this; the seed of backward undoes it exactly."""
 
     owns_hooks: bool = False
     """True if the engine has put its own post-accumulate-grad hooks on the parameters."""
@@ -67,12 +61,14 @@ class Sync(ABC):
     clip_norm: float | None = None
     """A clipping set on the engine itself; the window does it in the engine's place."""
 
-    filled_in: Collection[int] = ()
-    """The parameters, by id, that had no gradient on this rank at the last reduction."""
+    replicas: Group | None = None
+    """The ranks that hold the same numbers, and must start from the same; None if no two do."""
 
     def __init__(self, group: Group | None = None) -> None:
         self.group = group = group or Group()
         """The data-parallel ranks, whose batches together make the global batch."""
+        self.peers: Group | None = group
+        """The ranks that train the same parameters, whole or in slices; None if no two do."""
         self.ranks, self.rank = group.ranks, group.rank
 
     @property
@@ -81,19 +77,21 @@ class Sync(ABC):
         return self.adds_to_parameters and not self.counts_must_agree
 
     @property
+    def takes_graphs(self) -> bool:
+        """True if a micro-step may run as a graph, without autograd."""
+        return self.runs_alone
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if a loop must read a window's items before its first forward."""
+        return not self.runs_alone
+
+    @property
     def has_whole_gradient(self) -> bool:
         """True if `.grad` of this process is the gradient of the global batch, without a sum."""
         return self.ranks == 1 and self.adds_to_parameters
 
-    @property
-    def each_changes_gradient(self) -> bool:
-        """True if code of the user's changes the whole gradient on each rank, which may differ."""
-        return self.ranks > 1 and self.adds_to_parameters
-
-    @property
-    def keeps_casts(self) -> bool:
-        """True if 16-bit casts of weights may live for a window; else weights come and go."""
-        return self.adds_to_parameters
+    # --------------------------------------------------------------- before a window
 
     def optimizer(self, optimizer: Any) -> Any:
         """Return the optimizer that steps the parameters, given the user's."""
@@ -103,8 +101,23 @@ class Sync(ABC):
         """Refuse options that this engine cannot keep exactly, at construction."""
         return
 
+    def refuse_other_ranks(self, digest: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse ranks with another digest of their settings, or that start from other weights."""
+        if self.peers is not None and not self.peers.all_have(digest):
+            raise RankError(OTHER_SETTINGS)
+        if self.replicas is not None and not self.replicas.all_have(checksum(parameters)):
+            raise RankError(
+                "the weights differ between ranks, so the models would never be the same: load or "
+                "initialise the same weights on every rank, or do so before you wrap the model "
+                "(DistributedDataParallel copies the weights of rank 0 to all)"
+            )
+
     def before_forwards(self) -> None:
         """Prepare for the forwards of a window, on all ranks; `restore` undoes it."""
+        return
+
+    def restore(self) -> None:
+        """Put the engine's own switches back as they were found."""
         return
 
     def in_window(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -115,21 +128,15 @@ class Sync(ABC):
         """Return the optimizer's parameters, for those that a window trains."""
         return parameters
 
-    def refuse_other_ranks(self, digest: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse ranks with another digest of their settings, or that start from other weights."""
-        group = self.group if self.same_parameters else self.replicas
-        if group is not None and not group.all_have(digest):
-            raise RankError(OTHER_SETTINGS)
-        if self.replicas is not None and not self.replicas.all_have(checksum(parameters)):
-            raise RankError(
-                "the weights differ between ranks, so the models would never be the same: load or "
-                "initialise the same weights on every rank, or do so before you wrap the model "
-                "(DistributedDataParallel copies the weights of rank 0 to all)"
-            )
+    # ------------------------------------------------------------------- in a window
 
     def begin(self, parameters: Parameters) -> None:
         """Note that a window opens."""
         return
+
+    def backward(self, parameters: Parameters, *, last: bool) -> Context:
+        """Return the context of one backward; `last` if it is known to be the window's last."""
+        return _NOTHING_AROUND
 
     def run_backward(
         self, totals: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -153,15 +160,16 @@ class Sync(ABC):
             accumulate_grad=True,
         )
 
-    @abstractmethod
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
-        """Return the context of one backward; if that reduces, it has reduced on leaving."""
+    # ------------------------------------------------------------------ at the close
 
     @abstractmethod
-    def reduce_now(self, parameters: Parameters) -> None:
-        """Reduce gradients that no backward has reduced (a flush, a skipped last micro-batch)."""
+    def reduce(self, parameters: Parameters) -> Collection[int]:
+        """Let `holders` hold the sums over the ranks, where the last backward has not done so.
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        Return the ids of the optimizer's parameters that had no gradient on this rank.
+        """
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm over all gradients; every rank gets the same number."""
         if gradients and all(
             type(gradient) is Tensor
@@ -186,30 +194,53 @@ class Sync(ABC):
         """Drop the engine's own state of a window that is over."""
         return
 
-    def restore(self) -> None:
-        """Put the engine's own switches back as they were found."""
-        return
+
+class Local(Sync):
+    """The gradients of this process are those of the global batch."""
+
+    adds_to_parameters = True
+
+    def reduce(self, parameters: Parameters) -> Collection[int]:
+        return ()
 
 
-class Single(Sync):
-    """The model is in one process, whatever its devices."""
+class ReducesAtClose(Sync):
+    """Every rank has whole gradients of its own micro-batches, and the close adds them up."""
 
-    takes_graphs = True
-
-    def backward(self, parameters: Parameters, *, reduces: bool) -> Context:
-        return _NOTHING_AROUND
-
-    def reduce_now(self, parameters: Parameters) -> None:
-        return
+    adds_to_parameters = True
 
 
-def reduces_in_backward_only(engine: str) -> WindowError:
-    """Return the error of an engine that cannot reduce without a backward."""
-    return WindowError(
-        f"{engine} reduces gradients inside a backward, and this window has no backward left. Call "
-        "backward for every micro-batch (with loss * 0 and units=0 for one that does not count), "
-        "and let over() find the last one instead of calling flush()"
-    )
+class ReducesInLastBackward(Sync):
+    """The engine reduces inside a backward, so the window's last one must be known before."""
+
+    adds_to_parameters = False
+    counts_must_agree = True
+    engine_name: str
+    """The engine's name, for messages."""
+    _is_reduced = False
+
+    def begin(self, parameters: Parameters) -> None:
+        self._is_reduced = False
+
+    @contextmanager
+    def backward(self, parameters: Parameters, *, last: bool) -> Iterator[None]:
+        self.switch(last=last)
+        yield
+        self._is_reduced = last
+
+    @abstractmethod
+    def switch(self, *, last: bool) -> None:
+        """Tell the engine whether the next backward is the window's last."""
+
+    def reduce(self, parameters: Parameters) -> Collection[int]:
+        if not self._is_reduced:
+            raise WindowError(
+                f"{self.engine_name} reduces gradients inside a backward, and this window has no "
+                "backward left. Call backward for every micro-batch (with loss * 0 and units=0 for "
+                "one that does not count), and let over() find the last one instead of calling "
+                "flush()"
+            )
+        return ()
 
 
 def checksum(parameters: Iterable[nn.Parameter]) -> int:

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from wholebatch.distributed.sync_strategy import Single
+from wholebatch.distributed.sync_strategy import Local
 
 
-class TensorParallel(Single):
+class TensorParallel(Local):
     """A model with DTensor parameters, without data-parallel replicas."""
 
-    takes_graphs = False
+    @property
+    def takes_graphs(self) -> bool:
+        """False: collectives run in the forwards, by eager code."""
+        return False
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return norm_over_meshes(gradients)
 
 

@@ -269,7 +269,7 @@ class NoiseProbe(Observer):
             )
         if gradients and units is not None and not self._ledger.hooks:
             scale = window.seed * window.loss_scale * window.averaged_by
-            self._measured = self._ledger.sync.total_norm(gradients), scale, units[0]
+            self._measured = self._ledger.sync.norm(gradients), scale, units[0]
 
     def closed(self, step: Step, *, joined: bool) -> None:
         """Add the measurements of a closed window. All ranks call this, or none.

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm as norm
 
-from wholebatch.batch import batch_size_of
+from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.coupled.normalisation_layers import needs_whole_batch
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
 from wholebatch.errors import NonFiniteError, OptionError, WholebatchError, WindowError
+from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
     repeated_blocks,
@@ -34,9 +36,15 @@ from wholebatch.options import as_close
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said, percent
 from wholebatch.tune.task import Task, measured_peak
+from wholebatch.window import precision as precision_names
 
 PRECISIONS = ("full", "bf16", "fp16")
 EXECUTES = ("eager", "compile", "graph")
+
+KIND = "wholebatch tune"
+"""The kind of file that `to_dict` makes."""
+
+_NO_TIME = "for lack of time"
 
 SAME_SPEED = 0.98
 """The share of the best speed above which the setting with less memory or fewer steps wins."""
@@ -80,11 +88,18 @@ class Trial:
     """Seconds of a window, reading its batch included."""
     units_per_second: float = 0.0
     peak: int | None = None
+    reductions: int = 0
+    """All-reduces of the gradients for each update: 1 on ranks, 0 in one process."""
 
     @property
     def is_measured(self) -> bool:
-        """True if the setting ran and fits the memory."""
-        return not self.why
+        """True if the setting ran and fits the memory, and is no loop for comparison."""
+        return not self.why and self.reductions <= 1
+
+    def __str__(self) -> str:
+        """Return the setting in words, with the reductions of a loop for comparison."""
+        in_each = ", all-reduced in every micro-batch" if self.reductions > 1 else ""
+        return f"{self.setting}{in_each}"
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,7 @@ class Tuned:
     unit: str
     device: str
     seconds: float
+    ranks: int = 1
     precision: str = "full"
     """The first of those tried."""
     distances: Mapping[str, float] = field(default_factory=dict)
@@ -111,11 +127,25 @@ class Tuned:
         return {"batch_size": self.batch_size, **asdict(self.best.setting)}
 
     @property
+    def compares(self) -> bool:
+        """True if several settings were measured, so that one can be recommended."""
+        return sum(trial.is_measured for trial in self.trials) > 1
+
+    @property
+    def label(self) -> str:
+        """Return what the best setting is: recommended, or the fastest of those measured."""
+        if not self.compares:
+            return "the only one measured"
+        return "fastest so far" if _NO_TIME in self.left_out else "recommended"
+
+    @property
     def advice(self) -> tuple[str, ...]:
         """The recommendation in sentences; the first one is the answer."""
         best, rate = self.best, self.best.units_per_second
         speed = f"{rate:,.0f} {self.unit}/s" if rate >= 100 else f"{rate:.3g} {self.unit}/s"
-        if best.steps == 1:
+        if not self.compares:
+            lines = [f"only {best.setting} was measured: {speed}; nothing to compare it with"]
+        elif best.steps == 1:
             lines = [f"do not accumulate: the batch fits undivided ({best.setting}), {speed}"]
             divided = [t for t in self.trials if t.steps > 1 and t.is_measured]
             if divided:
@@ -157,7 +187,7 @@ class Tuned:
         own = {name: value for name, value in vars(self).items() if name != "best"}
         own["left_out"] = {why: [*map(str, them)] for why, them in self.left_out.items()}
         about = {"settings": self.settings, "advice": self.advice, "trials": trials}
-        data: dict[str, Any] = finite({"kind": "wholebatch tune", **own, **about})
+        data: dict[str, Any] = finite({"kind": KIND, **own, **about})
         return data
 
 
@@ -199,7 +229,7 @@ def tune(
         unit: What the loss is a mean over, for the text.
         watch: A function that gets every result.
     """
-    began = time.perf_counter()
+    began, ranks = time.perf_counter(), world_size()
     batch = task.batches()
     how = task.samples
     samples = batch_size_of(batch, batch_size=how.batch_size, static=how.static)
@@ -223,21 +253,27 @@ def tune(
         start = time.perf_counter()
         # All ranks decide by the slowest.
         is_late = largest_over_ranks(start - began + longest) > seconds
-        why = _reason_to_skip(setting, trials)
+        why = _reason_to_skip(setting, trials, are_asked=micro_batches is not None)
         if why is None and is_late and any(t.is_measured for t in trials.values()):
-            why = "for lack of time"
+            why = _NO_TIME
         if why is not None:
             left_out[why] = (*left_out.get(why, ()), setting)
             continue
-        blank = Trial(setting, -(-samples // setting.micro_batch))
+        blank = Trial(setting, -(-samples // setting.micro_batch), reductions=int(ranks > 1))
         trials[setting] = measure(task, blank, seconds=window_seconds, budget=budget)
         longest = max(longest, time.perf_counter() - start)
         watch(trials[setting])
     best = _recommended(trials.values(), budget)
     others = {t.setting.precision for t in trials.values() if t.is_measured} - {precisions[0]}
+    tried = list(trials.values())
+    eager = (t for t in tried if t.is_measured and t.setting.execute == "eager")
+    smallest = min(eager, key=lambda trial: trial.setting.micro_batch, default=best)
+    if ranks > 1 and smallest.steps > 1:
+        tried.append(_reducing_in_each(task, smallest, seconds=window_seconds))
+        watch(tried[-1])
     return Tuned(
         best=best,
-        trials=tuple(trials.values()),
+        trials=tuple(tried),
         left_out=left_out,
         batch_size=samples,
         budget=budget,
@@ -245,6 +281,7 @@ def tune(
         device=device_name(device)
         + (f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""),
         seconds=time.perf_counter() - began,
+        ranks=ranks,
         precision=precisions[0],
         distances=_distances(task, batch, best.setting.micro_batch, [precisions[0], *others]),
     )
@@ -318,14 +355,21 @@ def _candidates(
     ]
 
 
-def _reason_to_skip(setting: Setting, trials: dict[Setting, Trial]) -> str | None:
-    """Return why this setting need not be measured, or None if it must be."""
+def _reason_to_skip(
+    setting: Setting, trials: dict[Setting, Trial], *, are_asked: bool
+) -> str | None:
+    """Return why this setting need not be measured, or None if it must be.
+
+    Sizes that were asked for are all measured, however slow.
+    """
     measured = [trial for trial in trials.values() if trial.is_measured]
     if setting.checkpointing and any(
         t.setting.micro_batch >= setting.micro_batch and not t.setting.checkpointing
         for t in measured
     ):
         return "since these sizes fit without checkpointing, which costs time"
+    if are_asked:
+        return None
     rates = [t.units_per_second for t in measured if t.setting.mode == setting.mode]
     if len(rates) > 2 and max(rates[-2:]) < SLOWER * max(rates):
         return "since two larger micro-batches in a row were slower than the best"
@@ -394,27 +438,75 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
         if now > SLOWER * last and not train.compiling:
             break
         last = now
-    windows = [window() for _ in range(3)]
-    while sum(spent for spent, _ in windows) < seconds and len(windows) < 30:
-        windows.append(window())
+    took, rate = _speed(window, seconds)
     batch = task.batches()  # read outside, as train does: the data are not the window's memory
     peak = measured_peak(lambda: train.step(batch), model, optimizer)
     peak = int(largest_over_ranks(peak))
     if train.recoveries:  # the windows ran with smaller micro-batches than this one
         return replace(blank, why="ran out of memory")
-    # Other work can only slow a window down: the faster half shows what the setting can do.
-    fast = sorted(windows)[: -(-len(windows) // 2)]
-    rate = statistics.median(units / spent for spent, units in fast)
-    best = replace(
-        blank,
-        seconds=statistics.median(spent for spent, _ in fast),
-        units_per_second=rate,
-        peak=peak,
-    )
+    best = replace(blank, seconds=took, units_per_second=rate, peak=peak)
     if peak > budget:
         why = f"needs {bytes_said(peak)}, more than {bytes_said(budget)}"
         return replace(best, why=why)
     return best
+
+
+def _speed(window: Callable[[], tuple[float, float]], seconds: float) -> tuple[float, float]:
+    """Return the seconds of a window and its units per second; `window()` returns both parts.
+
+    Other work can only slow a window down: the faster half shows what the setting can do.
+    """
+    windows = [window() for _ in range(3)]
+    while sum(spent for spent, _ in windows) < seconds and len(windows) < 30:
+        windows.append(window())
+    fast = sorted(windows)[: -(-len(windows) // 2)]
+    rate = statistics.median(units / spent for spent, units in fast)
+    return statistics.median(spent for spent, _ in fast), rate
+
+
+class _LossOf(nn.Module):
+    """A model whose output is its loss, so that DDP reduces in the backward of each."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, micro: Any) -> Tensor:
+        terms = terms_of(as_loss(self.loss(self.model, micro))).values()
+        return torch.stack([term.total for term in terms]).sum()
+
+
+def _reducing_in_each(task: Task, known: Trial, *, seconds: float) -> Trial:
+    """Return the same micro-batches in a plain loop in which DDP reduces after every one."""
+    setting = replace(known.setting, execute="eager")
+    blank = replace(known, setting=setting, why="", peak=None, reductions=known.steps)
+    model, optimizer = task.build()
+    if setting.checkpointing:
+        with_checkpoints(getattr(model, "module", model))
+    device = next(model.parameters()).device
+    ids = [device.index] if device.type == "cuda" else None
+    reducing = DistributedDataParallel(
+        _LossOf(getattr(model, "module", model), task.loss), device_ids=ids
+    )
+    casts = precision_names.choose(setting.precision, device.type, keeps=False)
+
+    def window() -> tuple[float, float]:
+        began = time.perf_counter()
+        for micro in split(task.batches(), setting.micro_batch):
+            with casts.forward():
+                total = reducing(to_device(micro, device))
+            total.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return largest_over_ranks(time.perf_counter() - began), 0.0
+
+    window()
+    took, _ = _speed(window, seconds)
+    free_memory()
+    rate = known.units_per_second * (known.seconds or 0.0) / took
+    return replace(blank, seconds=took, units_per_second=rate)
 
 
 def _recommended(trials: Iterable[Trial], budget: int) -> Trial:

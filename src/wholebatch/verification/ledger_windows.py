@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.checks.sum_or_mean import sum_or_mean
+from wholebatch.audit.sum_or_mean import sum_or_mean
 from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.verification.evidence import Ledger
 

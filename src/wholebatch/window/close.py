@@ -430,7 +430,7 @@ class Store:
 
     def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
         """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
-        holders, total_norm = self.sync.holders(groups), self.sync.total_norm
+        holders, total_norm = self.sync.holders(groups), self.sync.norm
         return close_gradients(
             holders, sums, self.options, hooks, total_norm=total_norm, waits=waits
         )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import WindowError
 from wholebatch.warn_user import warn_user
 from wholebatch.window.close import read_scalars
@@ -157,7 +158,7 @@ def refuse_unreduced_steps(ledger: Ledger) -> None:
     While a window exists, DDP's own reduction is off: a plain `loss.backward()` beside it makes the
     gradient of one rank, and a step with it lets the models of the ranks drift apart.
     """
-    if not ledger.sync.reduces_at_close:
+    if not isinstance(ledger.sync, Replicated) or ledger.sync.ranks == 1:
         return
     holder = ref(ledger)
 

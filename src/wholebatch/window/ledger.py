@@ -36,6 +36,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
+from wholebatch.window.observer import Nobody, Observer
 from wholebatch.window.window import (
     Additions,
     ClampedUnits,
@@ -71,6 +72,7 @@ class Ledger:
         next_seed: The seed of the next window whose units are not counted before; None if its first
             micro-batch decides.
         leaves_gradients: True if the last window has left its gradients in `.grad`.
+        observer: What watches the windows; it can raise or warn, and changes nothing.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Ledger:
             self.schedules,
             ClampedUnits(warns=audit),
         )
+        self.observer: Observer = Nobody()
         self.open: Window | None = None
         self.added = Additions()
         self.updates = 0
@@ -262,6 +265,7 @@ class Ledger:
                 f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
+        self.observer.loss_is_known(loss)
         self.added.record(terms, counts=counts)
         totals, seeds = [], []
         for name, term in terms.items():
@@ -280,7 +284,7 @@ class Ledger:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
         sync, inputs, added = self.sync, self.current.inputs, self.added
         try:
-            with sync.backward(inputs, reduces=last):
+            with sync.backward(inputs, last=last):
                 # A mean over no units adds nothing, and its backward may divide by zero.
                 if any(map(is_nothing, totals)) and sync.runs_alone:
                     pairs = [p for p in zip(totals, seeds, strict=True) if not is_nothing(p[0])]
@@ -296,7 +300,11 @@ class Ledger:
             if isinstance(error, RuntimeError) and sync.adds_to_parameters:
                 refuse_reentrant(totals)
             raise
-        added.reduced = last and sync.reduces_in_backward
+
+    def end_micro_batch(self) -> None:
+        """Count a micro-batch after its last backward."""
+        self.added.end_micro_batch()
+        self.observer.gradients_are_added()
 
     # ------------------------------------------------------------------ close
 
@@ -319,10 +327,10 @@ class Ledger:
         window, added, training = self.current, self.added, self._training
         try:
             self._refuse_changed(window)
-            if not added.reduced:
-                self.sync.reduce_now(window.inputs)
+            filled_in = self.sync.reduce(window.inputs)
             # A rank without weights only joins the others.
-            sums = add_up(window, added, training, added.weights or self._last_weights)
+            weights = added.weights or self._last_weights
+            sums = add_up(window, added, training, weights, filled_in)
             decision = decide(
                 window,
                 added,
@@ -332,6 +340,7 @@ class Ledger:
                 steps=steps,
                 while_waiting=while_waiting,
             )
+            self.observer.window_closes(decision.counts)
             apply(decision, training, steps=steps)
             self.updates += decision.skipped is None and (steps or handover.counts)
             self.skipped += decision.skipped is not None

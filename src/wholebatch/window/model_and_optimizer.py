@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from wholebatch.distributed import Single, Sync
+from wholebatch.distributed import Local, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.precision import SIXTEEN_BIT, LossScale, SixteenBit
@@ -49,7 +49,7 @@ class Target:
     sixteen_bit: SixteenBit
     steps: bool = True
     """False with optimizer=None: the gradients are left to the user, who steps."""
-    sync: Sync = field(default_factory=Single)
+    sync: Sync = field(default_factory=Local)
 
     @property
     def device(self) -> torch.device:
@@ -156,7 +156,7 @@ def build_target(
     sync: Sync | None = None,
 ) -> Target:
     """Return everything that a window updates, or raise the error that says why it cannot."""
-    sync = Single() if sync is None else sync
+    sync = Local() if sync is None else sync
     models = tuple(_as_list(model, nn.Module, "model", "an nn.Module"))
     stepped = sync.optimizer(optimizer)
     if stepped is None:

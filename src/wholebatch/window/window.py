@@ -168,8 +168,6 @@ class Additions:
     """The places in `units` of such backwards."""
     broken: bool = False
     """True if a backward failed half way and added a part of a micro-batch."""
-    reduced: bool = False
-    """True if the last backward has reduced the gradients over the ranks."""
     _units_of_micro_batch: dict[str, Units] = field(default_factory=dict)
 
     def refuse_broken(self) -> None:
@@ -297,6 +295,8 @@ class Decision:
     clip: float = 1.0
     terms: Mapping[str, float] | None = None
     """The mean of each term; None if the loss has one term only."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """The units of each term."""
     skipped: str | None = None
     """The reason for making no update; None if it is to be made."""
     has_stepped: bool = False
@@ -307,9 +307,16 @@ class Decision:
 
 
 def add_up(
-    window: Window, added: Additions, training: Training, weights: Mapping[str, float]
+    window: Window,
+    added: Additions,
+    training: Training,
+    weights: Mapping[str, float],
+    filled_in: Collection[int] = (),
 ) -> Sums:
-    """Return totals and units of each term over the window and all ranks (one collective)."""
+    """Return totals and units of each term over the window and all ranks (one collective).
+
+    `filled_in` are the ids of the parameters that had no gradient here before the reduction.
+    """
     names = sorted(weights)
     device = training.target.device
     totals = [column(added.totals.get(name, ()), device) for name in names]
@@ -318,7 +325,7 @@ def add_up(
     # Units that are not valid on this rank must stop the update of every rank.
     count = torch.stack([torch.where(each >= 0, each, math.nan).sum() for each in units])
     if training.sync.ranks > 1:
-        total, count = _over_ranks(window, training, total, count)
+        total, count = _over_ranks(window, training, total, count, filled_in)
     # A number that is not finite makes the sum so: one test instead of two.
     is_valid = (total.sum() + count.sum()).isfinite() & (count.max() > 0)
     if window.known is not None and window.known.keys() == set(names):
@@ -331,7 +338,7 @@ def add_up(
 
 
 def _over_ranks(
-    window: Window, training: Training, total: Tensor, count: Tensor
+    window: Window, training: Training, total: Tensor, count: Tensor, filled_in: Collection[int]
 ) -> tuple[Tensor, Tensor]:
     """Return totals and counts summed over the ranks.
 
@@ -339,8 +346,8 @@ def _over_ranks(
     that has none on any rank keeps none, as for the undivided batch.
     """
     sync = training.sync
-    shared = sync.stepped(window.inputs) if sync.same_parameters else []
-    present = [float(id(parameter) not in sync.filled_in) for parameter in shared]
+    shared = sync.stepped(window.inputs) if sync.peers is sync.group else []
+    present = [float(id(parameter) not in filled_in) for parameter in shared]
     ours = float(training.target.digest(training.options) & 0xFFF) if shared else 0.0
     local = [*total.tolist(), *count.tolist()]
     values = sync.group.sum([*local, ours, ours * ours, *present])
@@ -402,7 +409,7 @@ def decide(
     }
     if norm == 0.0:
         store.refuse_nothing()
-    if hooks.calls and sync.each_changes_gradient:
+    if hooks.calls and sync.ranks > 1:
         _refuse_other_norm(training, norm)
     skipped = None
     if not is_valid:
@@ -414,6 +421,7 @@ def decide(
         grad_norm=norm,
         clip=clip if is_valid else 1.0,
         terms=means if names != [SINGLE] else None,
+        counts=dict(zip(names, units_of, strict=True)),
         skipped=skipped,
         has_stepped=unread,
     )

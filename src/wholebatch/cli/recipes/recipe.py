@@ -31,7 +31,7 @@ _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens":
 _OPTIONAL |= {"validation": 0}
 _DEFAULTS = [
     "batch_size", "micro_batch", "updates", "precision", "clip_norm", "lr", "seed",
-    "checkpoint_every",
+    "checkpoint_every", "workers",
 ]  # fmt: skip
 """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
@@ -61,6 +61,11 @@ class Recipe:
         """Return the argument of `wholebatch train` that names this recipe."""
         return self.name if self.is_embedded else str(self.path)
 
+    @property
+    def batch_size(self) -> int:
+        """The batch size that the recipe's rate was chosen for: its own, or that of the command."""
+        return int(self.defaults.get("batch_size", Config.batch_size))
+
     def build_model(self) -> nn.Module:
         model = self._call("model")
         if not isinstance(model, nn.Module):
@@ -86,6 +91,7 @@ class Recipe:
         rank: int = 0,
         ranks: int = 1,
         workers: int = 0,
+        times: Callable[[int], int] = lambda number: 1,
         held_out: bool = False,
     ) -> Batches:
         """Return the batches of `data()`, or of `validation()`; this rank's share of each."""
@@ -97,6 +103,7 @@ class Recipe:
             rank=rank,
             ranks=ranks,
             workers=workers,
+            times=times,
             name="validation" if held_out else "data",
         )
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from wholebatch.batch.lookahead_loader import generators_of
-from wholebatch.batch.samples import layout_of
+from wholebatch.batch.samples import flatten, layout_of
 from wholebatch.cli.batch_scaling import share_of
 from wholebatch.errors import RecipeError, StateError
 
@@ -52,6 +53,8 @@ class Batches:
     `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
     DataLoader, whose batches are used as they are. The last batch of an epoch may be short; it is
     never dropped. With `ranks`, `take()` returns the share of `rank`, or an `EmptyShare`.
+
+    Batch number n of the run, from 0, has `times(n)` times `batch_size` samples.
     """
 
     def __init__(
@@ -64,10 +67,13 @@ class Batches:
         rank: int = 0,
         ranks: int = 1,
         workers: int = 0,
+        times: Callable[[int], int] = lambda number: 1,
         name: str = "data",
     ) -> None:
         self.position = Position()
-        self.batch_size = batch_size
+        self.taken = 0
+        """The batches that were taken, over all epochs."""
+        self.batch_size, self._times = batch_size, times
         self._build, self._seed, self._name = build, seed, name
         self._rank, self._ranks = rank, ranks
         self._collate = collate or default_collate
@@ -92,11 +98,36 @@ class Batches:
 
     @property
     def in_an_epoch(self) -> int | None:
-        """The number of batches of an epoch; None if it is not known."""
-        return None if self.length is None else -(-self.length // self.batch_size)
+        """The number of batches of an epoch, as large as the next one; None if it is not known."""
+        size = self._size_of(self.taken)
+        return None if self.length is None else -(-self.length // size)
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """A checksum of a dataset's length and of three of its samples; None for a stream."""
+        if self.length is None:
+            return None
+        digest = hashlib.sha256(str(self.length).encode())
+        for place in sorted({0, self.length // 2, self.length - 1}):
+            with seeded(self._seed, "fingerprint", place):
+                leaves, _ = flatten(self._data[place])
+            for leaf in leaves:
+                value = leaf.value
+                if isinstance(value, Tensor):
+                    plain = value.detach().cpu().contiguous().flatten()
+                    digest.update(f"{value.dtype}{[*value.shape]}".encode())
+                    digest.update(plain.view(torch.uint8).numpy().tobytes())
+                elif hasattr(value, "tobytes"):  # an array, an image
+                    digest.update(value.tobytes())
+                elif isinstance(value, bool | int | float | str | bytes):
+                    digest.update(repr(value).encode())
+        return digest.hexdigest()
 
     def peek(self) -> Any:
-        """Return the batch at `position` without moving on; the next `take` returns the same."""
+        """Return the batch that the next `take` returns, and read no further.
+
+        At the end of an epoch this begins the next one: `position` is then that of its first batch.
+        """
         if self._peeked is None:
             batch = self._from_dataset() if self.kind == "dataset" else self._from_stream()
             self._peeked = (batch,)
@@ -107,7 +138,17 @@ class Batches:
         batch = self.peek()
         self._peeked = None
         self.position = Position(self.position.epoch, self.position.batch + 1)
+        self.taken += 1
         return batch
+
+    def _size_of(self, number: int) -> int:
+        """Return the samples of batch `number` of the run, over all ranks."""
+        return self.batch_size * self._times(number)
+
+    def _samples_before(self, place: int) -> int:
+        """Return the samples in the first `place` batches of this epoch."""
+        first = self.taken - self.position.batch
+        return sum(self._size_of(first + before) for before in range(place))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with the kind and length that identify the data.
@@ -118,6 +159,7 @@ class Batches:
         stream = self._stream_state
         if self._saves_stream and self._stream is not None and self._peeked is None:
             stream = self._data.state_dict()
+        position["taken"] = self.taken
         return {"kind": self.kind, "length": self.length, **position, "stream": stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,7 +169,7 @@ class Batches:
                 f"the data has changed: the run was on {_described(state['kind'], state['length'])}"
                 f", and data() now gives {_described(self.kind, self.length)}"
             )
-        self.position = Position(state["epoch"], state["batch"])
+        self.position, self.taken = Position(state["epoch"], state["batch"]), state["taken"]
         self._ahead = self._stream = self._peeked = None
         self._stream_state = state["stream"]
 
@@ -135,16 +177,15 @@ class Batches:
 
     def _from_dataset(self) -> Any:
         assert self.length is not None
-        if self.position.batch * self.batch_size >= self.length:
+        if self._samples_before(self.position.batch) >= self.length:
             self.position = Position(self.position.epoch + 1, 0)
         if self._ahead is None:
             shares = _Shares(
-                self._data, self.length, self.batch_size, self._seed, self._collate, self._rank,
-                self._ranks,
-            )  # fmt: skip
+                self._data, self.length, self._seed, self._collate, self._rank, self._ranks
+            )
             loader: DataLoader[Any] = DataLoader(
                 shares,
-                sampler=self._positions(),
+                sampler=self._places(),
                 batch_size=None,
                 num_workers=self._workers,
                 collate_fn=_unchanged,
@@ -153,14 +194,17 @@ class Batches:
                 self._ahead = iter(loader)
         return next(self._ahead)
 
-    def _positions(self) -> Iterator[Position]:
-        """Yield the positions of all batches from this one on."""
+    def _places(self) -> Iterator[_Place]:
+        """Yield the places of all batches from this one on."""
         assert self.length is not None
-        epoch, batch = self.position.epoch, self.position.batch
+        epoch, batch, number = self.position.epoch, self.position.batch, self.taken
+        first = self._samples_before(batch)
         while True:
-            for place in range(batch, -(-self.length // self.batch_size)):
-                yield Position(epoch, place)
-            epoch, batch = epoch + 1, 0
+            while first < self.length:
+                size = self._size_of(number)
+                yield _Place(epoch, batch, slice(first, first + size))
+                first, batch, number = first + size, batch + 1, number + 1
+            epoch, batch, first = epoch + 1, 0, 0
 
     # ----------------------------------------------------------------- streams
 
@@ -212,7 +256,8 @@ class Batches:
                 read = [*islice(self._stream, 1)]
                 batch = read[0] if read else None
             else:
-                read = [*islice(self._stream, self.batch_size)]
+                number = self.taken - self.position.batch + self._in_stream
+                read = [*islice(self._stream, self._size_of(number))]
                 batch = _collated(self._collate, read) if read else None
         if not read:
             return None
@@ -220,13 +265,21 @@ class Batches:
         return (batch,)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A batch of an epoch, and the places of its samples in the order of that epoch."""
+
+    epoch: int
+    batch: int
+    samples: slice
+
+
 @dataclass(eq=False)
 class _Shares(Dataset[Any]):
-    """This rank's share of each batch of a dataset, by the batch's position. Workers read it."""
+    """This rank's share of each batch of a dataset, by the batch's place. Workers read it."""
 
     data: Any
     length: int
-    batch_size: int
     seed: int
     collate: Callable[[list[Any]], Any]
     rank: int
@@ -234,15 +287,14 @@ class _Shares(Dataset[Any]):
     order: tuple[int, list[int]] | None = None
     """An epoch, and the order of its samples."""
 
-    def __getitem__(self, position: Position) -> Any:
-        if self.order is None or self.order[0] != position.epoch:
-            generator = torch.Generator().manual_seed(_mixed(self.seed, position.epoch))
+    def __getitem__(self, place: _Place) -> Any:
+        if self.order is None or self.order[0] != place.epoch:
+            generator = torch.Generator().manual_seed(_mixed(self.seed, place.epoch))
             order = torch.randperm(self.length, generator=generator).tolist()
-            self.order = position.epoch, order
-        start = position.batch * self.batch_size
-        chosen = self.order[1][start : start + self.batch_size]
+            self.order = place.epoch, order
+        chosen = self.order[1][place.samples]
         mine = chosen[share_of(len(chosen), rank=self.rank, ranks=self.ranks)]
-        with seeded(self.seed, position.epoch, position.batch, self.rank):
+        with seeded(self.seed, place.epoch, place.batch, self.rank):
             batch = _collated(self.collate, self._read(mine or chosen[:1]))
         return batch if mine else EmptyShare(batch)
 

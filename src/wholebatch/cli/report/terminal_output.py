@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from wholebatch.readable_sizes import short_count
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -74,11 +76,14 @@ class Terminal:
         )
         self._progress.start()
 
-    def update(self, *, updates: int, loss: float, units_per_second: float) -> None:
-        """Show that one more window is closed."""
+    def update(
+        self, *, updates: int, loss: float, units_per_second: float | None, left: float | None
+    ) -> None:
+        """Show that one more window is closed; `left` are the seconds that the rest will take."""
         self._progress.update(self._task, completed=updates)
-        left = self._progress.tasks[0].time_remaining
-        saying = f"loss {loss:.3f}  {short_count(units_per_second)} {self._unit}/s"
+        saying = f"loss {loss:.3f}"
+        if units_per_second is not None:
+            saying += f"  {short_count(units_per_second)} {self._unit}/s"
         saying += f"  {short_duration(left)} left" if left else ""
         place = f"{updates}/{self._total}"
         self._progress.update(self._task, place=place, saying=saying)
@@ -154,18 +159,6 @@ def plain_table(*columns: str, **style: Any) -> Table:
         justify: Any = "right" if name.startswith(">") else "left"
         table.add_column(name.lstrip(">"), justify=justify, overflow="fold")
     return table
-
-
-def short_count(number: float) -> str:
-    """Return a number in short form.
-
-    >>> short_count(812), short_count(12_345), short_count(4_560_000), short_count(7.3)
-    ('812', '12.3k', '4.56M', '7.3')
-    """
-    for limit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= limit * 0.9995:
-            return f"{number / limit:#.3g}".rstrip(".") + name
-    return f"{number:.3g}" if number < 10 else f"{number:.0f}"
 
 
 def short_duration(seconds: float) -> str:

@@ -6,8 +6,7 @@ from wholebatch.integrations.jax import accumulate
 value, gradient = accumulate(loss_fn, micro_batch=8)(params, batch)
 ```
 
-`accumulate` replaces `jax.value_and_grad` and takes the whole batch. `multi_steps` replaces
-`optax.MultiSteps` and takes micro-batches one by one, with their units. Neither needs torch.
+`accumulate` replaces `jax.value_and_grad` and takes the whole batch. It needs no torch.
 """
 
 from wholebatch.optional_packages import require
@@ -15,6 +14,5 @@ from wholebatch.optional_packages import require
 require("jax", at_least="0.6", extra="jax", purpose="wholebatch in JAX")
 
 from wholebatch.integrations.jax.accumulate import accumulate  # noqa: E402
-from wholebatch.integrations.jax.multi_steps import WindowState, flush, has_updated, multi_steps  # noqa: E402
 
-__all__ = ["WindowState", "accumulate", "flush", "has_updated", "multi_steps"]
+__all__ = ["accumulate"]

@@ -16,7 +16,6 @@ moves between devices.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +25,6 @@ import jax
 import jax.numpy as jnp
 
 from wholebatch.errors import LossError, OptionError, SplitError
-from wholebatch.integrations.jax.additivity import untested_because, with_values
-
-_log = logging.getLogger("wholebatch")
 
 Units: TypeAlias = Literal["samples"] | Callable[..., Any]
 Aux: TypeAlias = Literal["stack", "concat", "sum"]
@@ -45,7 +41,6 @@ def accumulate(
     units: Units | None = None,
     aux: Aux = "stack",
     axis_name: str | Sequence[str] | None = None,
-    audit: bool = True,
 ) -> ValueAndGrad:
     """Return `jax.value_and_grad(loss_fn)` of the whole batch, in the memory of a micro-batch.
 
@@ -71,12 +66,11 @@ def accumulate(
     without any units gives nan, like its mean. A loss that is not finite gives a gradient that is
     not, as `jax.value_and_grad` does: guard the update, for example with `optax.apply_if_finite`.
 
-    The first call outside `jax.jit` compares the loss of a few samples with those of their parts,
-    and refuses a loss that compares samples. Under `jit` there are no values to test with: that is
-    logged once. `audit=False` leaves the test out.
+    Nothing tests that the loss adds up. A loss that compares samples, and units that depend on the
+    parameters, give another gradient than the whole batch.
     """
     return _Accumulation(
-        loss_fn, micro_batch, argnums, has_aux, batch_argnums, units, aux, axis_name, audit
+        loss_fn, micro_batch, argnums, has_aux, batch_argnums, units, aux, axis_name
     ).value_and_grad
 
 
@@ -92,8 +86,6 @@ class _Accumulation:
     units: Units | None
     aux: Aux
     axis_name: str | Sequence[str] | None
-    must_check: bool
-    logged: bool = False
 
     def __post_init__(self) -> None:
         micro_batch, units = self.micro_batch, self.units
@@ -114,8 +106,6 @@ class _Accumulation:
         """Return the value and gradient of the whole batch, as `jax.value_and_grad` does."""
         size, wanted = _batch_size(args, self.batched), self.wanted
         loss_fn = partial(self.loss_fn, **kwargs)
-        if self.must_check and (size > self.micro_batch or self.axis_name is not None):
-            self._check(loss_fn, args, size)
         # 16-bit gradients of a sum may overflow. A power of two is exact, and is divided out.
         seed = 2.0 ** -(size.bit_length() - 1)
         if self.axis_name is not None:  # Otherwise every micro-batch would all-reduce.
@@ -138,15 +128,6 @@ class _Accumulation:
         value = total / counted
         return ((value, _join(extras, self.aux)), gradient) if self.has_aux else (value, gradient)
 
-    def _check(self, loss_fn: Callable[..., Any], args: Sequence[Any], size: int) -> None:
-        """Test once if micro-batches add up to the whole batch; log once if that cannot be done."""
-        totals = partial(self._totals, loss_fn)
-        why = untested_because(totals, args, self.batched, size, self.wanted)
-        self.must_check = why is not None
-        if why is not None and not self.logged:
-            _log.warning("the loss was not tested to add up over micro-batches: %s", why)
-            self.logged = True
-
     def _sums(
         self, micro_step: Callable[[Sequence[Any]], Any], args: Sequence[Any], size: int
     ) -> tuple[Any, list[Any]]:
@@ -157,15 +138,15 @@ class _Accumulation:
         if main is not None:
 
             def body(carry: Any, micro: list[Any]) -> tuple[Any, Any]:
-                added, extra = micro_step(with_values(args, self.batched, micro))
+                added, extra = micro_step(_with_values(args, self.batched, micro))
                 return jax.tree.map(jnp.add, carry, added), extra
 
-            first = with_values(args, self.batched, jax.tree.map(lambda leaf: leaf[0], main))
+            first = _with_values(args, self.batched, jax.tree.map(lambda leaf: leaf[0], main))
             zeros = _zeros_like(jax.eval_shape(lambda: micro_step(first)[0]))
             sums, extra = jax.lax.scan(body, zeros, main)
             extras.append(extra)
         if rest is not None:
-            added, extra = micro_step(with_values(args, self.batched, rest))
+            added, extra = micro_step(_with_values(args, self.batched, rest))
             sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
             extras.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], extra))
         return sums, extras
@@ -177,12 +158,12 @@ class _Accumulation:
         (_, (total, counted, weight, extra)), gradient = self._differentiated(loss_fn, seed, call)
         if weight is not None:
             gradient = jax.tree.map(
-                lambda leaf: leaf * weight.astype(sum_dtype(leaf.dtype)), gradient
+                lambda leaf: leaf * weight.astype(_sum_dtype(leaf.dtype)), gradient
             )
         sums = (_scalar(total), _scalar(counted, like=total), gradient)
         if self.units is not None:  # The mean over no units is 0/0, and so is its gradient.
             sums = jax.tree.map(lambda leaf: jnp.where(counted == 0, 0, leaf), sums)
-        return jax.tree.map(lambda leaf: leaf.astype(sum_dtype(leaf.dtype)), sums), extra
+        return jax.tree.map(lambda leaf: leaf.astype(_sum_dtype(leaf.dtype)), sums), extra
 
     def _differentiated(
         self, loss_fn: Callable[..., Any], seed: float, call: Sequence[Any]
@@ -195,11 +176,6 @@ class _Accumulation:
             return total * jnp.asarray(seed, total.dtype), (total, counted, None, extra)
 
         return jax.value_and_grad(seeded, argnums=self.argnums, has_aux=True)(*call)
-
-    def _totals(self, loss_fn: Callable[..., Any], *call: Any) -> tuple[Any, Any]:
-        """Return the total and the units of a batch."""
-        _, total, counted, _ = self._read(loss_fn, call)
-        return _scalar(total), _scalar(counted, like=total)
 
     def _read(self, loss_fn: Callable[..., Any], call: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
         """Return the loss of a call, as a sum too, its units and its aux."""
@@ -286,18 +262,26 @@ def _split(
     return main, rest
 
 
+def _with_values(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Return the arguments with these values at the places of these numbers."""
+    call = list(args)
+    for number, value in zip(numbers, values, strict=True):
+        call[number] = value
+    return call
+
+
 def _shape(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def sum_dtype(dtype: Any) -> Any:
+def _sum_dtype(dtype: Any) -> Any:
     """Return the dtype in which sums of this dtype are kept: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def _scalar(value: Any, like: Any = None) -> Any:
     value = jnp.asarray(value)
-    return value.astype(sum_dtype(value.dtype if like is None else like.dtype))
+    return value.astype(_sum_dtype(value.dtype if like is None else like.dtype))
 
 
 def _mesh_axes(aval: Any) -> frozenset[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from wholebatch.checks.divided_by_steps import step_division
+from wholebatch.audit.divided_by_steps import step_division
 from wholebatch.coupled import choose as choose_batchnorm
 from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.last_reduction import last_reductions

@@ -1,0 +1,236 @@
+"""Compare the updates that a function makes from the same samples, cut in other ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+
+from wholebatch.errors import OptionError
+from wholebatch.split_invariance.causes import Layout, constant_factor, name_factors, name_shares
+from wholebatch.split_invariance.observed_run import Observed, Run, Tensors, Train, observe
+from wholebatch.split_invariance.rank_jobs import observe_on
+
+_FLOAT64 = 1e-10
+_DOUBTFUL = 0.1
+"""An error above this is no rounding, whatever the precision."""
+Observe = Callable[[int, Sequence[Run]], list[list[Observed]]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How far the update of a split is from that of the first one."""
+
+    micro_batch: int
+    ranks: int
+    error: float
+    """The largest relative L2 distance of a tensor."""
+    tensor: str
+    update: float
+    """The relative L2 distance of the parameters' whole movement."""
+    same: bool
+    float64: float | None = None
+    """The error in float64, where rounding was in doubt."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """Whether an update depends on how its samples are cut, and why."""
+
+    same: bool
+    compared: str
+    splits: list[Split] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"{'Same update' if self.same else 'Another update'} ({self.compared})"]
+        for split in self.splits:
+            off = f"{split.error:.1e} in {split.tensor}, whole update {split.update:.1e}"
+            off += "" if split.float64 is None else f", {split.float64:.1e} in float64"
+            mark = "same " if split.same else "OTHER"
+            lines.append(f"  {mark} {Layout(split.micro_batch, split.ranks)}: {off}")
+        return "\n".join([*lines, *(f"cause: {cause}" for cause in self.causes)])
+
+
+def split_invariance(
+    train: Train,
+    *,
+    micro_batches: Sequence[int] = (8, 4, 1),
+    ranks: Sequence[int] = (1,),
+    tolerance: float | None = None,
+) -> SplitReport:
+    """Return whether `train` makes the same update of the same samples, however they are cut.
+
+    See `wholebatch.testing.assert_split_invariant`.
+    """
+    for name, numbers in (("micro_batches", micro_batches), ("ranks", ranks)):
+        if not numbers or any(type(number) is not int or number < 1 for number in numbers):
+            raise OptionError(f"{name}={numbers!r}: must be positive numbers, the first undivided")
+    if len(micro_batches) * len(ranks) < 2:
+        raise OptionError(f"micro_batches={micro_batches!r}, ranks={ranks!r}: give two splits")
+
+    def observe_runs(number: int, runs: Sequence[Run]) -> list[list[Observed]]:
+        if tuple(ranks) == (1,):
+            return [[observe(train, run)] for run in runs]
+        return observe_on(number, [(train, run) for run in runs])
+
+    first, samples = Layout(micro_batches[0], ranks[0]), max(micro_batches)
+    every = {
+        number: observe_runs(number, [Run(size) for size in (*micro_batches, micro_batches[0])])
+        for number in ranks
+    }
+    runs = {
+        Layout(size, number): shown
+        for number in ranks
+        for size, shown in zip(micro_batches, every[number], strict=False)
+    }
+    right, again = merged(runs[first]), merged(every[ranks[0]][-1])
+    noise, tensor = distance(again.judged, right.judged)
+    rounding = float(torch.finfo(right.dtype).eps)
+    allowed = tolerance or (_FLOAT64 if right.dtype is torch.float64 else rounding**0.5)
+    report = SplitReport(False, _compared(right))
+    if noise > allowed:
+        return replace(
+            report,
+            causes=[
+                f"{first} run twice differs by {noise:.1e} in {tensor}: each run draws other "
+                "numbers or data. Build everything in train(), from fixed seeds"
+            ],
+        )
+    in_float64: dict[Layout, Observed | None] = {}
+    for layout, shown in runs.items():
+        if layout == first:
+            continue
+        found, sure = merged(shown), None
+        error, tensor = distance(found.judged, right.judged)
+        if tolerance is None and max(100 * rounding, 10 * noise) < error < _DOUBTFUL:
+            for each in (layout, first):
+                if each not in in_float64:
+                    in_float64[each] = _float64(observe_runs, each)
+            pair = in_float64[layout], in_float64[first]
+            if pair[0] is not None and pair[1] is not None:
+                sure = distance(pair[0].judged, pair[1].judged)[0]
+        moved = distance(*({"": _flat(each.updates.values())} for each in (found, right)))[0]
+        same = error <= max(allowed, 10 * noise) if sure is None else sure <= _FLOAT64
+        same = same and moved <= max(allowed, rounding) ** 0.5 and found.steps == right.steps
+        report.splits.append(Split(*layout, error, tensor, moved, same, sure))
+    other = [split for split in report.splits if not split.same]
+    wrong = [Layout(split.micro_batch, split.ranks) for split in other]
+    causes = _causes(wrong, runs, right, observe_runs, samples) if wrong else []
+    if other and right.gradients and all(split.error <= allowed for split in other):
+        causes = [
+            "the gradients agree and the movements do not: the learning rate, weight decay "
+            "or another part of the step depends on the split"
+        ]
+    causes += [
+        f"the ranks end with other parameters ({gap:.1e} in {tensor}) after {layout}: what one "
+        "of them has added is not reduced"
+        for layout, (gap, tensor) in ((each, _between_ranks(runs[each])) for each in runs)
+        if gap > max(allowed, rounding**0.5)
+    ][:1]
+    return replace(report, same=not causes, causes=causes)
+
+
+def merged(ranks: Sequence[Observed]) -> Observed:
+    """Return what all ranks have shown; of a tensor that several hold, what the first one has."""
+    whole = replace(ranks[0], values={}, gradients={}, updates={})
+    for observed in reversed(ranks):
+        whole.values.update(observed.values)
+        whole.gradients.update(observed.gradients)
+        whole.updates.update(observed.updates)
+    return whole
+
+
+def distance(found: Tensors, right: Tensors) -> tuple[float, str]:
+    """Return the largest relative L2 distance of a tensor, and its name.
+
+    It is relative to the tensor's norm, or to a hundredth of what is usual among all tensors: a
+    gradient that is 0 but for rounding differs by any factor.
+    """
+    like = {**found, **right}
+    if any(found[name].shape != right[name].shape for name in found.keys() & right.keys()):
+        return float("inf"), "the shapes"
+    usual = (
+        float(_flat(right.values()).norm()) / max(1, sum(t.numel() for t in right.values())) ** 0.5
+    )
+    worst = 0.0, "any tensor"
+    for name, tensor in like.items():
+        a, b = (each.get(name, torch.zeros_like(tensor)) for each in (found, right))
+        least = max(float(b.norm()), 0.01 * usual * tensor.numel() ** 0.5)
+        gap = float((a - b).norm())
+        error = gap / least if least else gap
+        worst = max(worst, (error if error == error else float("inf"), name))
+    return worst
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in tensors)])
+
+
+def _compared(right: Observed) -> str:
+    if right.gradients:
+        return "compared: gradients before clipping, and the parameters' movement"
+    what = "the parameters' movement" if right.updates else "what train() returned"
+    if right.steps or right.updates:
+        what += "; no gradients were seen, and clipping or Adam hide a factor: return them too"
+    return f"compared: {what}"
+
+
+def _between_ranks(ranks: Sequence[Observed]) -> tuple[float, str]:
+    """Return the largest distance of a tensor that several ranks hold."""
+    gaps = [(0.0, "")]
+    for observed in ranks[1:]:
+        both = observed.values.keys() & ranks[0].values.keys()
+        gaps.append(
+            distance(*({name: each.values[name] for name in both} for each in (observed, ranks[0])))
+        )
+    return max(gaps)
+
+
+def _float64(observe_runs: Observe, layout: Layout) -> Observed | None:
+    """Return what a split shows in float64; None if `train` cannot be run in it."""
+    try:
+        [ranks] = observe_runs(layout.ranks, [Run(layout.micro_batch, float64=True)])
+    except Exception:  # whatever a trainer raises where something of it stays in float32
+        return None
+    return merged(ranks) if ranks[0].dtype is torch.float64 else None
+
+
+def _causes(
+    wrong: Sequence[Layout],
+    runs: Mapping[Layout, Sequence[Observed]],
+    right: Observed,
+    observe_runs: Observe,
+    samples: int,
+) -> list[str]:
+    found = {layout: merged(runs[layout]) for layout in wrong}
+    most = max(found.values(), key=lambda observed: (observed.steps, observed.clips))
+    if most.steps != right.steps:
+        return [
+            f"the optimizer steps {most.steps} times, and {right.steps} times with the first split"
+        ]
+    if right.draws:
+        return ["random numbers are drawn in the forwards (dropout?), other ones by each split"]
+    causes = []
+    if most.clips > max(right.clips, right.steps):
+        causes.append(
+            f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
+            "when all micro-batches are added"
+        )
+    factors = {each: constant_factor(found[each].judged, right.judged) for each in wrong}
+    known = {layout: factor for layout, factor in factors.items() if factor is not None}
+    if known:
+        causes.append(name_factors(known, samples))
+    rest = sorted(
+        (each for each in wrong if each not in known),
+        key=lambda each: (each.parts(samples) == 1, each.ranks, -each.micro_batch),
+    )
+    if rest and not causes:
+        [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
+        causes = name_shares(recorded, right)
+    return causes or ["not known: the gradients of single backwards could not be seen"]

@@ -1,0 +1,214 @@
+"""Run `train` once, and observe what it returns and what torch's public hooks show of it.
+
+The first forward shows the parameters before any update; the optimizers' steps show the gradients.
+A gradient that `torch.nn.utils.clip_grad_norm_` clips is taken from before: clipping hides factors.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from wholebatch.errors import OptionError
+
+Train: TypeAlias = Callable[[int], Any]
+Tensors: TypeAlias = dict[str, Tensor]
+
+
+class Run(NamedTuple):
+    """One call of `train`."""
+
+    micro_batch: int
+    float64: bool = False
+    """True to run under `torch.set_default_dtype(torch.float64)`."""
+    records: bool = False
+    """True to record the gradient of each backward too, by hooks on the parameters."""
+
+
+@dataclass
+class Observed:
+    """What one rank has shown in a run, on the host, by the names of parameters."""
+
+    values: Tensors
+    gradients: Tensors
+    """Those of all steps of the optimizers, one after the other."""
+    updates: Tensors
+    dtype: torch.dtype
+    """The least exact one of the values."""
+    steps: int = 0
+    clips: int = 0
+    draws: bool = False
+    """True if random numbers were drawn after the first forward had begun."""
+    backwards: list[Tensors] = field(default_factory=list)
+
+    @property
+    def judged(self) -> Tensors:
+        """What splits are compared by: gradients where they are known."""
+        return self.gradients or self.updates or self.values
+
+
+class _Observer:
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}  # parameters by id, so that no id is used again
+        self.start: dict[int, Tensor] = {}
+        self.gradients: dict[int, list[Tensor]] = {}
+        self.before_clipping: dict[int, Tensor] = {}
+        self.steps = self.clips = 0
+        self.random: Tensor | None = None
+        self.backwards: list[dict[int, Tensor]] = []
+
+    def keep(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self.start:
+                self.kept[id(parameter)] = parameter
+                self.start[id(parameter)] = parameter.detach().clone()
+
+    def step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.keep(parameters)
+        for p in parameters:
+            if p.grad is not None:
+                gradient = self.before_clipping.pop(id(p), p.grad).detach().clone()
+                self.gradients.setdefault(id(p), []).append(gradient)
+
+    @contextmanager
+    def watching(self, *, records: bool) -> Iterator[None]:
+        """Install the hooks, and remove them."""
+
+        def first_forward(module: nn.Module, inputs: Any) -> None:
+            handle.remove()  # later forwards, and graphs of them, are not disturbed
+            self.keep(list(module.parameters()))
+            self.random = torch.get_rng_state()
+            for p in module.parameters() if records else ():
+                if p.requires_grad:
+                    p.register_hook(partial(self._record, id(p)))
+
+        handle = register_module_forward_pre_hook(first_forward)
+        with ExitStack() as stack:
+            stack.callback(handle.remove)
+            stack.callback(register_optimizer_step_pre_hook(self.step).remove)
+            clip = self._observed_clip(torch.nn.utils.clip_grad_norm_)
+            for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+                stack.enter_context(mock.patch.object(home, "clip_grad_norm_", clip))
+            if records:
+                counted = self._counted(torch.autograd.backward)
+                stack.enter_context(mock.patch.object(torch.autograd, "backward", counted))
+            yield
+
+    def _observed_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def observed(parameters: Any, *args: Any, **options: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self.clips += 1
+            for p in parameters:
+                if p.grad is not None:
+                    self.before_clipping[id(p)] = p.grad.detach().clone()
+            return clip(parameters, *args, **options)
+
+        return observed
+
+    def _counted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        depth = 0  # checkpointing runs backwards inside of a backward
+
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal depth
+            if depth == 0:
+                self.backwards.append({})
+            depth += 1
+            try:
+                return backward(*args, **options)
+            finally:
+                depth -= 1
+
+        return counted
+
+    def _record(self, key: int, gradient: Tensor) -> None:
+        if self.backwards:
+            before = self.backwards[-1].get(key)
+            own = gradient.detach().clone()
+            self.backwards[-1][key] = own if before is None else before + own
+
+
+def observe(train: Train, run: Run) -> Observed:
+    """Return what `train(run.micro_batch)` shows; random generators start from the same seed."""
+    observer, default = _Observer(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), observer.watching(records=run.records):
+        torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
+        torch.set_default_dtype(torch.float64 if run.float64 else default)
+        try:
+            result = train(run.micro_batch)
+        finally:
+            torch.set_default_dtype(default)
+        draws = observer.random is not None and not observer.random.equal(torch.get_rng_state())
+    named = _named(result)
+    dtypes = [t.dtype for t in named.values() if t.is_floating_point()] or [torch.float64]
+    found = Observed(
+        values={name: _full(value) for name, value in named.items()},
+        gradients={},
+        updates={},
+        dtype=max(dtypes, key=lambda dtype: torch.finfo(dtype).eps),
+        steps=observer.steps,
+        clips=observer.clips,
+        draws=draws,
+    )
+    if isinstance(result, nn.Module):
+        for name, p in named.items():
+            seen, start = observer.gradients.get(id(p), ()), observer.start.get(id(p))
+            if seen:
+                found.gradients[name] = torch.cat([_full(gradient).flatten() for gradient in seen])
+            if start is not None and start.shape == p.shape:
+                found.updates[name] = found.values[name] - _full(start)
+    names = {id(p): name for name, p in named.items()}
+    found.backwards = [
+        {names[key]: _full(each) for key, each in backward.items() if key in names}
+        for backward in observer.backwards
+    ]
+    return found
+
+
+def _named(result: Any) -> dict[str, Tensor]:
+    """Return the tensors of what `train` has returned, by name."""
+    if isinstance(result, nn.Module):
+        named: dict[str, Any] = dict(result.named_parameters())
+    elif isinstance(result, Mapping):
+        named = dict(result)
+    elif isinstance(result, Sequence) and not isinstance(result, str):
+        named = {str(place): value for place, value in enumerate(result)}
+    else:
+        named = {}
+    named = {
+        str(name).removeprefix("_orig_mod.").removeprefix("module."): value
+        for name, value in named.items()
+        if value is not None
+    }
+    try:
+        named = {n: v if isinstance(v, Tensor) else torch.tensor(v) for n, v in named.items()}
+    except (TypeError, ValueError, RuntimeError):
+        named = {}
+    if not named:
+        raise OptionError(
+            f"train() returned {type(result).__name__}: it must return the trained model, its "
+            "gradients, or a dict of tensors or arrays by name"
+        )
+    return named
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Return a whole float64 copy on the host; all ranks call it for a DTensor."""
+    tensor = tensor.detach()
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.to("cpu", torch.complex128 if whole.is_complex() else torch.float64, copy=True)

@@ -1,0 +1,66 @@
+"""What may watch the windows of a run: five moments, at which it can raise or warn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from wholebatch.losses.loss import Loss, Terms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a window when it begins."""
+
+    number: int
+    """1 for the first window of a run."""
+    in_parts: bool
+    """True if a micro-batch of the window is not the whole global batch."""
+    steps: tuple[int, ...] = ()
+    """The numbers of micro-batches that it may have; empty if that is not known before its end."""
+    batch: Any = None
+    """The whole batch, if it is in hand."""
+    micros: Sequence[Any] = ()
+    """The micro-batches, if they are in hand."""
+
+
+class Observer(Protocol):
+    """Sees the five moments of a window. It can raise an error or warn, and changes nothing.
+
+    The window makes the same update, bit for bit, with any observer that lets it pass.
+    """
+
+    def window_begins(self, plan: Plan) -> None:
+        """See a window before its first micro-batch."""
+
+    def micro_batch_begins(self, micro: Any) -> None:
+        """See a micro-batch before its forward; None where only the loop knows it."""
+
+    def loss_is_known(self, loss: Loss | Terms) -> None:
+        """See the loss of a micro-batch, or of a part of it, before its backward."""
+
+    def gradients_are_added(self) -> None:
+        """See that all gradients of a micro-batch are in."""
+
+    def window_closes(self, units: Mapping[str, float]) -> None:
+        """See the units of a window by term, summed over the ranks, before its update."""
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def window_begins(self, plan: Plan) -> None:
+        return
+
+    def micro_batch_begins(self, micro: Any) -> None:
+        return
+
+    def loss_is_known(self, loss: Loss | Terms) -> None:
+        return
+
+    def gradients_are_added(self) -> None:
+        return
+
+    def window_closes(self, units: Mapping[str, float]) -> None:
+        return

@@ -1,0 +1,1 @@
+"""Training loops as people write them: a grammar, an oracle and three judges."""
