@@ -588,7 +588,7 @@ def test_a_failure_inside_the_watch_is_not_judged(monkeypatch: pytest.MonkeyPatc
     def broken(*_: Any) -> Any:
         raise KeyError("inside")
 
-    monkeypatch.setattr("wholebatch.verification.window_recorder.terms_of", broken)
+    monkeypatch.setattr("wholebatch.verification.window_recorder.MeasuredLoss", broken)
     model = nn.Linear(6, 5)
     verdict = one_window(model, lambda x: model(x).square().mean() / 4)
     assert not verdict.judged

@@ -131,7 +131,10 @@ def _readings(
         weights = measured if is_mean else [w * u for w, u in zip(measured, units, strict=True)]
         weighs = not all(close(value, varying[0]) for value in varying)
         roles = _roles(counts, [units, *[varying] * weighs], factors, columns)
-        ways = dict.fromkeys(_own(constants, shared, roles, counts))
+        kept = _uncancelled(constants)
+        ways = dict.fromkeys(
+            way for rows in (constants, kept) for way in _own(rows, shared, roles, counts, columns)
+        )
         for own, divisor in dict.fromkeys([*ways, (1.0, 0)]):
             own_weights = tuple(weight / own for weight in weights)
             yield Reading(own_weights, tuple(units), own, divisor, is_mean and terms[0].is_loss)
@@ -179,16 +182,19 @@ def _roles(
     """Return what a loop may multiply or divide by: its units, micro-batches, scale and ranks."""
     count, ranks = counts.micro_batches, counts.ranks
     totals = {sum(row) / over for row in units for over in (1, ranks)}
-    totals |= set(units[0][:1]) if all(close(unit, units[0][0]) for unit in units[0]) else set()
+    each = set(units[0][:1]) if all(close(unit, units[0][0]) for unit in units[0]) else set()
     steps = {n * over for n in (count, counts.usual, counts.first) for over in (1, ranks)}
     after = abs(factors[0]) * ranks  # between the last backward and the step
 
+    def is_product(scale: Scale) -> bool:
+        return count > 1 and scale.operation == "multiplied"
+
     def is_a_weight(scale: Scale) -> bool:
-        is_of_terms = scale.operation == "divided" and columns > 1 and close(scale.by, columns)
-        return count > 1 and (scale.operation == "multiplied" or is_of_terms)
+        return is_product(scale) or (count > 1 and columns > 1 and close(scale.by, columns))
 
     return [
-        _Role(lambda scale: _divides(scale, totals), divides=True, is_of_one_term=True),
+        _Role(lambda scale: _divides(scale, totals), is_product, divides=True, is_of_one_term=True),
+        _Role(lambda scale: _is_one_of(scale.by, each), is_product, is_of_one_term=True),
         _Role(lambda scale: _is_one_of(scale.by, steps), is_a_weight, divides=True),
         _Role(lambda scale: is_loss_scale(scale.by) or _is_one_of(scale.by, {after})),
         _Role(lambda scale: _is_one_of(scale.by, {ranks})),
@@ -207,11 +213,16 @@ def _divides(scale: Scale, numbers: Collection[float]) -> bool:
 
 
 def _own(
-    constants: Sequence[Scale], shared: Sequence[Scale], roles: Sequence[_Role], counts: Counts
+    constants: Sequence[Scale],
+    shared: Sequence[Scale],
+    roles: Sequence[_Role],
+    counts: Counts,
+    columns: int,
 ) -> Iterator[tuple[float, int]]:
     """Yield what may be the loss's own part of its weight, each with a divisor of the loop's."""
     for rest, is_divided in _rests(list(constants), list(shared), roles):
-        divisors = [s for s in rest if _is_divisor(s, counts)] if not is_divided else []
+        divisors = [s for s in rest if _is_divisor(s, counts) and not close(s.by, columns)]
+        divisors = [] if is_divided else divisors
         own = [s for s in rest if s not in divisors]
         yield product(own), round(divisors[0].by) if divisors else 0
         if counts.micro_batches > 1:
@@ -260,6 +271,15 @@ def in_all(lists: Sequence[Sequence[Scale]]) -> list[Scale]:
             found.append(scale)
             rest = [_without(row, scale) for row in rest]
     return found
+
+
+def _uncancelled(scales: Sequence[Scale]) -> list[Scale]:
+    """Return the factors but for pairs that make 1 together: `loss / n * n`."""
+    kept: list[Scale] = []
+    for scale in scales:
+        pair = [s for s in kept if s.operation != scale.operation and close(s.by, scale.by)]
+        kept = _without(kept, pair[0]) if pair else [*kept, scale]
+    return kept
 
 
 def _without(scales: Sequence[Scale], one: Scale) -> list[Scale]:

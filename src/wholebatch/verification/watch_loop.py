@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count as counter
 from typing import Any
 
@@ -26,6 +26,7 @@ from wholebatch.verification.judge import are_of_two_losses, judge
 from wholebatch.verification.verdicts import (
     DIFFERENT,
     NOT_JUDGED,
+    RIGHT,
     LoopTrial,
     LoopVerdict,
     Watched,
@@ -159,7 +160,8 @@ class Watch:
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),
             names=recorder.optimizer_names,
-            left=len(left) + (recorder.open_ledger if is_over else 0),
+            # After an overflow a loss scaler has skipped the step: nothing is left.
+            left=len(left) * (not recorder.overflowed) + recorder.open_ledger * is_over,
             unstepped=recorder.unstepped,
             stepped_twice=recorder.stepped_twice,
             reason=recorder.failure or self._nothing_seen(len(left)),
@@ -274,7 +276,15 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
         window = [row[number] for row in by_number]
         count = max(len(evidence.backwards) for evidence in window)
         numbers = Counts(count, usual, first, len(ranks), number)
-        trials.append(judge(window, numbers, f"{prefix}window {number}", own=own))
+        trial = judge(window, numbers, f"{prefix}window {number}", own=own)
+        if window[0].rate_is_zero and number > 1 and trial.answer == RIGHT:
+            is_last = number == shared[-1]  # a schedule may well end at 0
+            doubt = f"the learning rate is 0 in window {number}"
+            notes = (*trial.notes, doubt) if is_last else trial.notes
+            trial = replace(trial, notes=notes)
+            if not is_last:
+                trial = trial.with_answer(NOT_JUDGED, f"{doubt}: a schedule may be too fast")
+        trials.append(trial)
     return trials
 
 

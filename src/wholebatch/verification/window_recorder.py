@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-from wholebatch.coupled.last_reduction import DDP_SINK
+from wholebatch.coupled.last_reduction import DDP_SINK, passes_on
 from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
@@ -200,14 +200,15 @@ class WindowRecorder:
                 result = run()
                 self._after_brief(measured)
                 return result
+        is_own = self._own is not None and self._own.is_open
         with self._calls.paused():
-            if self._own is not None and self._own.is_open:
-                if not self._is_brief:
-                    self._note_own_backward(tensors)
-                return run()
-            began = self._before_backward(tensors, grad_tensors)
+            if is_own:
+                self._note_own_backward(tensors)
+            began = None if is_own else self._before_backward(tensors, grad_tensors)
             self._inside = True
             try:
+                if began is None:
+                    return run()
                 with self.rows.contributions() as brought:
                     result = run()
             finally:
@@ -253,7 +254,7 @@ class WindowRecorder:
             number=self._number,
             measured=MeasuredLoss(listed, starts),
             loss_scale=scale,
-            operations=frozenset(node.name() for node in graph) - {DDP_SINK},
+            operations=frozenset(n.name() for n in graph if not passes_on(n)) - {DDP_SINK},
             batchnorms=batchnorms,
             is_averaged=self._modules.is_averaged,
             loader_pass=loader_pass,
@@ -279,10 +280,8 @@ class WindowRecorder:
         return {id(self.rows.parameters[i]) for i in self._had_gradient} | self._own_parameters
 
     @_never_fails
-    def _after_backward(self, began: _Brought | None, brought: Sequence[Tensor]) -> None:
+    def _after_backward(self, began: _Brought, brought: Sequence[Tensor]) -> None:
         """Keep the backward, if it brought a watched parameter a gradient."""
-        if began is None:
-            return
         terms = () if began.measured is None else began.measured.terms()
         touched = self.rows.filled(brought[0])
         self._number += 1
@@ -400,7 +399,8 @@ class WindowRecorder:
 
     @_never_fails
     def _note_own_backward(self, totals: Any) -> None:
-        assert self._own is not None
+        if self._own is None or self._is_brief:
+            return
         roots = [totals] if isinstance(totals, Tensor) else list(totals)
         sources = self._calls.carried_into([root.grad_fn for root in roots])
         self._own.note_backward(
