@@ -29,6 +29,8 @@ class _Pass:
     """Of all passes; the first is 1."""
     waiting: list[Mapping[str, float]] = field(default_factory=list)
     """What may be counted in its batches that no backward has come from."""
+    is_caught_up: bool = False
+    """True if all batches that it had given at the last backward have had one."""
 
     @property
     def is_complete(self) -> bool:
@@ -79,7 +81,14 @@ class LoaderPasses:
         if now is None:
             return 0, 0, {}
         counted = now.waiting.pop(0) if now.waiting else {}
+        now.is_caught_up = not now.waiting
         return now.number, now.number * _MOST_BATCHES + now.batches - len(now.waiting), counted
+
+    @property
+    def unused(self) -> int:
+        """Return the batches at the end of a pass that no backward came from."""
+        left = [len(p.waiting) for p in self._passes if p.is_complete and p.is_caught_up]
+        return max(left, default=0)
 
     def note_backward(self) -> None:
         """Note which passes this backward's batch comes from: not from one that has evaluated."""

@@ -151,6 +151,8 @@ def _units(terms: Sequence[LossTerm]) -> list[list[float]]:
         return found
     if all(weighed):
         found.append([weight or 0.0 for weight in weighed])
+        if all(term.is_loss for term in terms):  # class weights: torch's mean is over them
+            return found[1:]
     # Of torch's losses of labels, and of sums over them, the labels that count are known.
     is_of_labels = terms[0].is_loss and terms[0].node.startswith(("NllLoss", "SumBackward"))
     if not is_of_labels and all(len(term.sizes) > 1 for term in terms):
@@ -196,7 +198,8 @@ def _roles(
         _Role(lambda scale: _divides(scale, totals), is_product, divides=True, is_of_one_term=True),
         _Role(lambda scale: _is_one_of(scale.by, each), is_product, is_of_one_term=True),
         _Role(lambda scale: _is_one_of(scale.by, steps), is_a_weight, divides=True),
-        _Role(lambda scale: is_loss_scale(scale.by) or _is_one_of(scale.by, {after})),
+        _Role(lambda scale: is_loss_scale(scale.by)),
+        _Role(lambda scale: _is_one_of(scale.by, {after}), is_product),
         _Role(lambda scale: _is_one_of(scale.by, {ranks})),
     ]
 

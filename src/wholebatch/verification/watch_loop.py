@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as counter
 from typing import Any
@@ -58,6 +58,8 @@ class _Records:
     names: dict[int, str]
     left: int
     """Backwards after the last step."""
+    unused: int
+    """Batches at the end of the data that no backward came from."""
     unstepped: list[str]
     stepped_twice: bool
     reason: str
@@ -162,6 +164,7 @@ class Watch:
             names=recorder.optimizer_names,
             # After an overflow a loss scaler has skipped the step: nothing is left.
             left=len(left) * (not recorder.overflowed) + recorder.open_ledger * is_over,
+            unused=recorder.passes.unused if is_over else 0,
             unstepped=recorder.unstepped,
             stepped_twice=recorder.stepped_twice,
             reason=recorder.failure or self._nothing_seen(len(left)),
@@ -250,6 +253,10 @@ def _trials(records: Sequence[_Records], *, is_given: bool) -> list[LoopTrial]:
     if trials and left:
         number = f"{left} micro-batch{'' if left == 1 else 'es'} after the last optimizer step"
         trials.append(_wrong("after the last step", Finding("no-update", number)))
+    unused = max(rank.unused for rank in records)
+    if trials and unused and not left:
+        number = f"{unused} batch{'' if unused == 1 else 'es'} at the end of the data without one"
+        trials.append(_wrong("after the last backward", Finding("no-update", number)))
     return trials or [_not_judged("the loop", records[0].reason)]
 
 
@@ -277,6 +284,9 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
         count = max(len(evidence.backwards) for evidence in window)
         numbers = Counts(count, usual, first, len(ranks), number)
         trial = judge(window, numbers, f"{prefix}window {number}", own=own)
+        if count == 1 == number and trial.answer == RIGHT and _is_off_by_one(by_number[0], shared):
+            variant = f"the first window has 1 micro-batch, all others {usual}"
+            trial = trial.with_answer(DIFFERENT, findings=[Finding("only-the-first", variant)])
         if window[0].rate_is_zero and number > 1 and trial.answer == RIGHT:
             is_last = number == shared[-1]  # a schedule may well end at 0
             doubt = f"the learning rate is 0 in window {number}"
@@ -286,6 +296,14 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
                 trial = trial.with_answer(NOT_JUDGED, f"{doubt}: a schedule may be too fast")
         trials.append(trial)
     return trials
+
+
+def _is_off_by_one(windows: Mapping[int, WindowEvidence], numbers: Sequence[int]) -> bool:
+    """True if the first window alone has one micro-batch, and it is no tail of its data."""
+    first, *later = (windows[number].backwards for number in numbers)
+    full = [micros for micros in later if len(micros) > 1]
+    is_tail = not full or full[0][0].loader_pass != first[0].loader_pass
+    return len(first) == 1 and not is_tail and len(later[0]) > 1 and len(full) >= len(later) - 1
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:
