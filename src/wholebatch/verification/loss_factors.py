@@ -200,7 +200,7 @@ def _roles(
         _Role(lambda scale: _is_one_of(scale.by, steps), is_a_weight, divides=True),
         _Role(lambda scale: is_loss_scale(scale.by)),
         _Role(lambda scale: _is_one_of(scale.by, {after}), is_product),
-        _Role(lambda scale: _is_one_of(scale.by, {ranks})),
+        _Role(lambda scale: _is_one_of(scale.by, {ranks}), is_product),
     ]
 
 
