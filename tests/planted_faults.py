@@ -417,7 +417,7 @@ def run(tests: list[str], jobs: int, limit: float) -> tuple[bool, str]:
         command += ["--jobs", str(jobs), "--seconds", str(limit)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     try:
-        made = subprocess.run(
+        ended = subprocess.run(
             [*command, *tests],
             cwd=ROOT,
             env=environment,
@@ -428,10 +428,10 @@ def run(tests: list[str], jobs: int, limit: float) -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         # A suite that hangs has found the fault; the machine may only have been slow.
         return bool(tests), f"did not end within {limit:.0f} s"
-    lines = made.stdout.strip().splitlines() or made.stderr.strip().splitlines() or [""]
+    lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     # pytest-xdist ends with 2, as if interrupted, where it stops at the first failure.
-    return made.returncode in (1, 2) and bool(failed), (failed or lines)[-1][:160]
+    return ended.returncode in (1, 2) and bool(failed), (failed or lines)[-1][:160]
 
 
 def main() -> int:
@@ -461,7 +461,7 @@ def main() -> int:
         place = fault.place()
         started = time.monotonic()
         if place is None:
-            found, line = False, "the line is not in src/ any more"
+            is_found, line = False, "the line is not in src/ any more"
         else:
             path, before, after = place
             path.write_text(after, encoding="utf-8")
@@ -470,13 +470,13 @@ def main() -> int:
                 if arguments.programs:
                     tests = []
                 limit = arguments.programs or arguments.limit
-                found, line = run(tests, arguments.jobs, limit)
-                if not found and arguments.all_tests:
-                    found, line = run(["tests"], arguments.jobs, arguments.limit)
+                is_found, line = run(tests, arguments.jobs, limit)
+                if not is_found and arguments.all_tests:
+                    is_found, line = run(["tests"], arguments.jobs, arguments.limit)
             finally:
                 path.write_text(before, encoding="utf-8")
-        verdict = "found" if found else "NOT FOUND"
-        results[fault.name] = {"found": found, "by": line}
+        verdict = "found" if is_found else "NOT FOUND"
+        results[fault.name] = {"found": is_found, "by": line}
         took = time.monotonic() - started
         print(
             f"{number:2} of {len(chosen)}  {verdict:9}  {fault.name}  ({took:.0f} s)  {line}",

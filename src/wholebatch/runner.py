@@ -16,23 +16,20 @@ from weakref import proxy
 
 from torch import Tensor, nn
 
-from wholebatch.audit.divided_by_steps import DividedBySteps
-from wholebatch.audit.loop_checks import LoopChecks
-from wholebatch.audit.mean_units import UnitsOfMeans
+from wholebatch.audit.layers import warn_of_spectral_norms
+from wholebatch.audit.loss_test import LossTest
+from wholebatch.audit.own_loop import OF_A_LOSS, OwnLoop
+from wholebatch.audit.padding import check_padding
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
-from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     NORMS,
-    running_buffers,
     uses_whole_batch,
     whole_batch_norms,
 )
-from wholebatch.coupled.padding import check_padding
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.loss_functions import LossFunction
@@ -41,13 +38,12 @@ from wholebatch.losses.loss import (
     Loss,
     Terms,
     as_loss,
-    refuse_in_parts,
 )
 from wholebatch.window.autocast import Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.window import is_tested_window
+from wholebatch.window.observer import Plan
 
 if TYPE_CHECKING:
     from wholebatch.compile.trace import Added
@@ -97,7 +93,6 @@ class MicroStep:
         ledger: Where the gradients are added.
         precision: The precision of the forward pass.
         execute: How a micro-batch is computed.
-        audit: Refuse a loss that cannot be split, and means over other units.
         untouched: Refuses writes by the loss function to the window.
         prepare: Returns a micro-batch as the loss function gets it, before each eager call.
     """
@@ -111,16 +106,12 @@ class MicroStep:
         ledger: Ledger,
         precision: Precision,
         execute: Execute,
-        audit: bool,
         untouched: Untouched,
         prepare: Callable[[Any], Any],
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
         self._untouched, self._prepare = untouched, prepare
-        self._audits, self._asks = audit, False
-        self._has_tested = False  # a loss of a micro-batch that is not the whole batch
-        self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
         from wholebatch.compile.trace import Added
 
@@ -141,14 +132,6 @@ class MicroStep:
         """True if autograd adds every gradient, so that writes of others can be told from it."""
         return self.is_plain or self.executor.is_eager
 
-    def begin_window(self) -> None:
-        """Begin a window, or begin it again."""
-        self._asks = is_tested_window(self._ledger.number)
-        if self._asks:
-            if self._has_tested:
-                self._laws.end_window()
-            self._laws.begin_window(self._ledger.number)
-
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
         micro = self.executor.on_device(micro)
@@ -164,12 +147,6 @@ class MicroStep:
         micro = self._prepare(micro)
         with self._precision.forward():
             loss = as_loss(self._loss(self._model, micro))
-        self._has_tested |= place.in_parts
-        if self._asks:
-            self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)
-            self._laws.end_micro_batch()
-        elif place.in_parts and self._audits:
-            refuse_in_parts(loss)
         if self.is_eager:
             self._untouched.check(rates=True)
         self._ledger.add(loss, last=place.last, counts=place.counts)
@@ -210,12 +187,14 @@ class Runner:
         self._device = ledger.target.device
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._untouched = Untouched(ledger, by="the loss function")
+        if audit:
+            ledger.observer = OwnLoop((), OF_A_LOSS)
         read = loss.encode if isinstance(loss, Coupled) else loss
-        refuse_lazy_parameters(root)
+        _refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         shares = ledger.sync.counts_must_agree
         group = ledger.sync.group
-        self._test = AdditivityTest(root, group, enabled=audit, shares_forwards=shares)
+        self._test = LossTest(root, group, enabled=audit, shares_forwards=shares)
         this = proxy(self)
         self._step = MicroStep(
             read,
@@ -224,7 +203,6 @@ class Runner:
             ledger=ledger,
             precision=precision,
             execute=self._executed(check_execute(execute, self._device)),
-            audit=audit,
             untouched=self._untouched,
             prepare=lambda micro: this._on_device(micro),
         )
@@ -254,7 +232,7 @@ class Runner:
         self._untested = None if self._are_parts(micros) else layout
         if self._untested is not None:
             return
-        if not self._test.begin_window(not self._step.is_plain and self.executor.changed()):
+        if not self._test.begin_window():
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
@@ -266,7 +244,7 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
+        self._test.test(run, batch, micros, layout, outputs=encodes, name=name)
 
     @property
     def tests_next_window(self) -> bool:
@@ -293,22 +271,17 @@ class Runner:
 
     # ------------------------------------------------------------ the windows
 
-    def begin_window(self, before: ForwardState | None) -> None:
-        """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
+    def begin_window(self) -> None:
+        """Begin an attempt at a window."""
         self._untouched.forget()
-        self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
-        if before is None:
-            training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
-            before = ForwardState(*training, every=False) if training else None
-        self._before = before
+        training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
+        self._before = ForwardState(*training, every=False) if training else None
         self.extras = []
 
     def _on_device(self, micro: Any) -> Any:
-        """Copy a micro-batch to the device, and the model's attributes before its Python runs."""
-        if self._before is not None:  # a recorded graph runs no Python
-            self._before.read_attributes()
+        """Copy a micro-batch to the device."""
         return to_device(micro, self._device)
 
     def end_window(self) -> None:
@@ -318,9 +291,7 @@ class Runner:
     def discard_window(self) -> None:
         """Forget the window; one without an update leaves no trace in running statistics."""
         if self._before is not None:
-            norms = whole_batch_norms(self._root)
-            moved = {(id(norm), name) for _, norm in norms for name in running_buffers(norm)}
-            self._before.restore(only=moved)
+            self._before.restore_buffers()
         self._before = None
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
@@ -333,6 +304,8 @@ class Runner:
         ledger, step = self._ledger, self._step
         places, of = how.forwards or len(micros), len(micros)
         steps = {of, how.batches or of}
+        plan = Plan(ledger.number, self._in_parts, tuple(steps), micros=micros)
+        ledger.observer.window_begins(plan)
         is_eager = step.is_plain or self._norms_meet()
         run = step.eager if is_eager else step.run
         with self._norms_over_ranks():
@@ -393,3 +366,12 @@ class Runner:
     def frees_memory(self) -> bool:
         """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
+
+
+def _refuse_lazy_parameters(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no weights yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(
+                f"{name!r} is lazy and has no weights yet: run one batch through the model first"
+            )

@@ -192,7 +192,7 @@ class WindowRecorder:
         run = partial(original, tensors, grad_tensors, *args, **kwargs)
         if self.over is not None and not self._inside:
             raise self.over
-        if self._inside or self.failure or torch.compiler.is_compiling():
+        if self._inside or self.failure or torch.compiler.is_dynamo_compiling():
             return run()
         if self._is_brief and self._own is None:
             measured = self._before_brief(tensors, grad_tensors)

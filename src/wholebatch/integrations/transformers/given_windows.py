@@ -94,8 +94,9 @@ class GivenWindows(WholeBatch):
             super()._test(batch, micros)
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        added, device = self._ledger.added, self._ledger.target.device
-        totals, owners = added.totals.get(SINGLE, ()), list(added.owners)
+        device, micro_batches = self._ledger.target.device, self._ledger.micro_batches
+        totals = [total for micro in micro_batches for total in micro.totals(SINGLE)]
+        owners = [micro.index for micro in micro_batches for _ in micro.totals(SINGLE)]
         sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
         self.extras = {}
         dtype = torch.float32

@@ -79,7 +79,7 @@ class RecordedTrainer(ExactTrainerMixin):
             _in_context, context=self.compute_loss_context_manager, loss=inner
         )
         loss.__name__ = "the loss"
-        loss.reads = inner  # The context is the Trainer's own.
+        loss.reads, loss.as_read = inner, self.compute_loss_context_manager
         return {"loss": loss, "units": self.count_units, "combined_by": self.combined_by}
 
     def _run_window(self, whole: GivenWindows, model: nn.Module) -> Sequence[Tensor]:
