@@ -133,7 +133,7 @@ def covering() -> Iterator[Program]:
         for loop in ("last", "flush"):
             yield Program(model="attention", windows=UNEVEN, way=way, loop=loop)
     for way in ("over", "backward", "run"):
-        for loader in ("samples", "batches"):
+        for loader in ("samples", "batches", *["reused"] * (way != "over")):
             yield Program(windows=UNEVEN, way=way, loader=loader, epochs=2)
         yield Program(model="attention", windows=(UNEVEN[0], UNEVEN[1][:2]), way=way, epochs=2)
     for event in ("rate", "freeze", "thaw", "evaluate", "load", "raise", "resume", "nan"):
@@ -252,6 +252,12 @@ ROWS_APART = [name for name in MODELS if name not in STRUCTURED]
 def test_every_model_is_right(machine: Worker, model: str, way: str) -> None:
     verdict = machine.judge(Program(model=model, windows=UNEVEN, way=way))
     assert verdict.kind == "exact" or "BatchNorm" in verdict.detail, verdict
+
+
+@pytest.mark.parametrize("model", STRUCTURED)
+def test_one_example_per_micro_batch_is_right_and_warned_of(machine: Worker, model: str) -> None:
+    verdict = machine.judge(Program(model=model, windows=UNEVEN, way="backward"))
+    assert verdict.kind in ("warned", "exact"), verdict
 
 
 @pytest.mark.parametrize("loss, way", [*in_turns(ROW_LOSSES)])
