@@ -159,9 +159,9 @@ def trained(model: nn.Module, acc: wb.Accumulator, micros: Any) -> list[wb.Step]
     return steps if tail in steps or tail is None else [*steps, tail]
 
 
-def measured(*given: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
+def measured(*arguments: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
     """A WholeBatch that measures the gradient noise scale, by default in every window."""
-    train = wb.WholeBatch(*given, **grouped(options))
+    train = wb.WholeBatch(*arguments, **grouped(options))
     if noise is not None:
         NoiseProbe(train, noise)
     return train

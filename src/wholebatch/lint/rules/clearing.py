@@ -13,7 +13,7 @@ from ..windows.window import is_optimizer_of
 from .rule_base import ERROR, NOTE, Report, rule
 
 
-@rule("WB104", "gradients cleared every micro-batch")
+@rule("WB104", "gradients cleared every micro-batch", "error or note")
 def cleared_every_micro_batch(file: File) -> Iterator[Report]:
     """`zero_grad` runs for every micro-batch, so only the last one of a window counts.
 
@@ -31,6 +31,7 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
                     "gradients are cleared on every micro-batch, but used once per window of "
                     f"{window.count_name}: only the last micro-batch counts; clear once, "
                     "after the step",
+                    window.level,
                 )
 
 
@@ -114,7 +115,7 @@ def _holds_others(clear: Event, step: Event, window: Window) -> bool:
     return clear.owner != step.owner and "parameters(" in makers and f"{clear.owner}." not in makers
 
 
-@rule("WB118", "backward only at the boundary")
+@rule("WB118", "backward only at the boundary", "error or note")
 def backward_at_boundary(file: File) -> Iterator[Report]:
     """The backward runs only at the boundary, so all micro-batches but the last are lost.
 
@@ -128,6 +129,7 @@ def backward_at_boundary(file: File) -> Iterator[Report]:
                 f"the backward runs once every {window.count_name} micro-batches, and the losses "
                 "of the others are lost: run it for every micro-batch, and the step at the "
                 "boundary",
+                window.level,
             )
 
 
@@ -138,7 +140,7 @@ def _is_sum(event: Event, window: Window) -> bool:
     return any(t.call is None for t in terms) or any(s.loop is window.loop for s in carried)
 
 
-@rule("WB122", "gradients never cleared")
+@rule("WB122", "gradients never cleared", "error or note")
 def never_cleared(file: File) -> Iterator[Report]:
     """Gradients are never cleared, so every update adds up all batches since the start.
 

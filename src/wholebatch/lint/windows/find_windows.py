@@ -23,7 +23,7 @@ from ..normalise.syntax import (
 )
 from .boundary import Boundary
 from .values import integer, iterated
-from .window import Window, names_behind
+from .window import Window
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|islice|mini_?batch|sub_?batch|accum", re.I)
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
@@ -260,7 +260,8 @@ def _nested(window: Window) -> Window | None:
     if is_call(iterable, "range", "trange"):
         return _repeated(window, iterable)
     held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
-    names = " ".join(names_behind(window.file, iterable)) + " " + shown(window.loop.target)
+    over = window.file.reader.names_behind(window.loop.iterable or iterable)  # type: ignore[arg-type]
+    names = " ".join([*over, shown(window.loop.target)])
     if _MICRO_NAME.search(names) or any(map(window.file.reader.holds_sync, held)):
         return window
     # A loss that is divided by their number, and stepped with after the loop.
