@@ -25,7 +25,9 @@ def current_url() -> str:
 
 def main() -> None:
     if len(sys.argv) != 2 or not re.fullmatch(r"https://[\w.-]+/[\w./-]*\w", sys.argv[1]):
-        raise SystemExit("usage: python scripts/repository_url.py https://github.com/you/wholebatch")
+        raise SystemExit(
+            "usage: python scripts/repository_url.py https://github.com/you/wholebatch"
+        )
     old, new = current_url(), sys.argv[1]
     command = ["git", "grep", "--name-only", "--fixed-strings", old]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

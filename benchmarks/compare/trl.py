@@ -1,4 +1,4 @@
-"""TRL's trainers, with and without wholebatch: SFT on SFT on a Llama in float32."""
+"""TRL's trainers, with and without wholebatch, on a Llama in float32 (DPO and others: float64)."""
 
 from __future__ import annotations
 
