@@ -2,9 +2,9 @@
 
     python benchmarks/additivity.py [--cuda]
 
-Windows 1, 2, 4, ..., 512 are tested: the first on 8 samples with gradients, the others on a whole
-micro-batch, forward only. Each test is timed by itself, beside a window of `WholeBatch` without
-tests: 8 micro-batches of eager code and an update by AdamW.
+Windows 1, 2, 4, ..., 512 are tested: the first on 8 samples, the others on a whole micro-batch.
+Each test is timed by itself, beside a window of `WholeBatch` without tests: 8 micro-batches of
+eager code and an update by AdamW.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.audit.adds_up import SAMPLES, check_adds_up
+from wholebatch.audit.finding import refuse
 from wholebatch.batch.samples import layout_of
-from wholebatch.coupled.adds_up import check_adds_up
 from wholebatch.window.window import is_tested_window
 
 ROUNDS = 5
@@ -122,12 +123,12 @@ def measured(name: str, make: Callable[[], tuple[nn.Module, Any]], device: str) 
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=len(micro), **options)
     batch = torch.cat([micro] * MICRO_BATCHES)
 
-    def test(gradients: bool) -> None:
+    def test(count: int) -> None:
         run = partial(loss, model)
-        check_adds_up(model, run, layout_of(micro), gradients=gradients).refuse()
+        refuse(check_adds_up(model, run, layout_of(micro), count=count).findings)
 
     step = seconds(partial(train.step, batch), device)
-    first, later = (seconds(partial(test, gradients), device) for gradients in (True, False))
+    first, later = (seconds(partial(test, count), device) for count in (SAMPLES, len(micro)))
     tests = first + later * sum(map(is_tested_window, range(2, WINDOWS + 1)))
     return {
         "case": name,

@@ -11,8 +11,8 @@ that start with `#` are comments.
     owner/third/evaluate.py plain
 
 A finding is right if the file has the label of its rule, on whatever line. The table ends with the
-rules of a wrong update, and with the number of accumulating files that have neither a finding nor
-the note that the loop was not understood.
+errors and the notes, each by itself, and with the number of accumulating files that have neither a
+finding nor the note that the loop was not understood.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from pathlib import Path
 
 from wholebatch.lint import Settings, lint_paths
 
-# The rules whose mistake makes an update that is not the mean over the window.
-WRONG_UPDATE = ("WB101", "WB102", "WB104", "WB105", "WB106", "WB109", "WB110", "WB117")
-
 
 @dataclass
 class Score:
@@ -36,6 +33,7 @@ class Score:
     right: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
+    levels: Counter[tuple[str, bool]] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     accumulating: int = 0
     silent: list[str] = field(default_factory=list)  # Neither a finding nor the note.
@@ -58,7 +56,11 @@ class Score:
             "|---|---|---|---|---|---|",
         ]
         lines += [self.row(code, [code]) for code in codes]
-        lines += [self.row("wrong updates", WRONG_UPDATE), self.row("all", codes), ""]
+        lines += [self.row("all", codes), ""]
+        for level in ("error", "note"):
+            right, wrong = self.levels[level, True], self.levels[level, False]
+            precision = right / (right + wrong) if right + wrong else 1.0
+            lines.append(f"{level}s: {right} right, {wrong} wrong, precision {precision:.2f}")
         lines += [
             f"accumulating files: {self.accumulating}, "
             f"with neither a finding nor the note: {len(self.silent)}"
@@ -79,9 +81,13 @@ def measure(folder: Path, labels: Mapping[str, frozenset[str]]) -> Score:
         raise SystemExit(f"{folder}: has no {absent[0]} ({len(absent)} labelled files are absent)")
     score = Score()
     for path, wanted in labels.items():
-        findings = lint_paths([str(folder / path)], settings=Settings())
-        found = {finding.code for finding in findings if finding.code.startswith("WB1")}
+        noticed = lint_paths([str(folder / path)], settings=Settings())
+        findings = [finding for finding in noticed if finding.code.startswith("WB1")]
+        found = {finding.code for finding in findings}
         expected = wanted - {"plain"}
+        # A rule that has an error and a note in one file counts as an error.
+        by_code = {f.code: f.level for f in sorted(findings, key=lambda f: f.level, reverse=True)}
+        score.levels.update((level, code in expected) for code, level in by_code.items())
         score.right.update(found & expected)
         for kind, counter, codes in (
             ("wrong", score.wrong, found - expected),
@@ -91,7 +97,7 @@ def measure(folder: Path, labels: Mapping[str, frozenset[str]]) -> Score:
             score.differences += [f"{kind} {code} {path}" for code in sorted(codes)]
         if "plain" not in wanted:
             score.accumulating += 1
-            if not findings:
+            if not noticed:
                 score.silent.append(path)
     return score
 

@@ -32,7 +32,7 @@ PRELOADED = [
     "torch.distributed.run",
     "wholebatch.accumulator",
     "wholebatch.whole_batch",
-    "wholebatch.coupled.adds_up",
+    "wholebatch.audit.adds_up",
     "wholebatch.cli.train_command",
     "wholebatch.cli.train_loop",
 ]

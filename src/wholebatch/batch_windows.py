@@ -118,7 +118,7 @@ class BatchWindows(HasLedger):
         if self._count is not None and like is not NOTHING:
             self._count.learn(like)
         known = None if self._count is None else self._count([])
-        self._runner.begin_window(None)
+        self._runner.begin_window()
         if ledger.sync.counts_must_agree:
             step = self._joined_forwards(like, known, forwards)
         else:

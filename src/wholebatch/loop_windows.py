@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 from weakref import proxy
 
+from wholebatch.audit.layers import warn_of_spectral_norms
 from wholebatch.audit.loop_checks import LoopChecks
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.coupling_layers import warn_of_spectral_norms
 from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Progress, State
 from wholebatch.warn_user import warn_user

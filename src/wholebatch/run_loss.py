@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.audit.loss_test import LossTest
 from wholebatch.audit.model_calls import unwatched
 from wholebatch.compile import Execute
-from wholebatch.coupled.additivity import AdditivityTest, GatheredSamples, UnmovedLoss, WindowData
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
@@ -133,15 +133,12 @@ class RunLoss:
         self._number = 0  # of the last window with a micro-batch of this function
         self._micro: Any = None  # of the call under way
         self._place: Place
-        self._gathered: GatheredSamples | None = None  # as `_unmoved`
-        self._unmoved: UnmovedLoss | None = None  # of the window that is open, if it is tested
         # Ranks that may have different numbers of micro-batches test alone.
-        self._test = AdditivityTest(
+        self._test = LossTest(
             self.modules,
             sync.group if sync.counts_must_agree else Group(),
             enabled=audit,
             shares_forwards=not sync.runs_alone,
-            owned=nn.ModuleList(models),
         )
         this = proxy(self)
         self._step = MicroStep(
@@ -176,41 +173,23 @@ class RunLoss:
             self._micro = None
 
     def _test_window(self) -> None:
-        """Refuse a loss that does not add up, in windows 1, 2, 4, 8, ...
-
-        The first test takes the first micro-batch of its window, the next test another one.
-        """
+        """Refuse a loss that does not add up; each test takes another micro-batch of its window."""
         place, before = self._place, self._number
         self._number = self._ledger.number
         is_first = place.position == 0 or self._number != before  # of this function
         if is_first:
-            self._unmoved = self._gathered = None
             self._step.begin_window()
-        elif self._unmoved is not None and place.last:
-            self._unmoved.check()
-        begins = is_first and place.in_parts
-        if begins:
-            self._test.begin_window(self.executor.changed())
-        is_tested, is_alone = self._test.is_due, self._ledger.sync.runs_alone
-        if begins and is_tested and is_alone:  # A forward may meet other ranks.
-            self._gathered = GatheredSamples()
-        if not is_tested and self._gathered is None:
+        if is_first and place.in_parts:
+            self._test.begin_window()
+        turn = self._test.turn % max(place.steps, default=1)
+        if not self._test.is_due or not (place.last or place.position >= turn):
             return
         call = self._micro
 
         def run(few: Any) -> Any:
             return self._call(None, {**call, "micro": few})
 
-        if is_tested and (
-            place.last or place.position >= self._test.turn % max(place.steps, default=1)
-        ):
-            self._test.test(run, WindowData(call["micro"], [call["micro"]]))
-        if begins and is_tested and is_alone and not place.last:
-            self._unmoved = UnmovedLoss(self.modules, run, call["micro"])
-        if self._gathered is not None:
-            self._gathered.add(call["micro"])
-            if place.last:
-                self._test.test_gathered(run, self._gathered, call["micro"])
+        self._test.test(run, call["micro"])
 
     def _added(self) -> Loss:
         ledger = self._ledger

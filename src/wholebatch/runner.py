@@ -17,22 +17,21 @@ from weakref import proxy
 from torch import Tensor, nn
 
 from wholebatch.audit.divided_by_steps import DividedBySteps
+from wholebatch.audit.layers import warn_of_spectral_norms
 from wholebatch.audit.loop_checks import LoopChecks
+from wholebatch.audit.loss_test import LossTest
 from wholebatch.audit.mean_units import UnitsOfMeans
+from wholebatch.audit.padding import check_padding
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute, check_execute
-from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.batchnorm.over_ranks import norms_over_ranks
 from wholebatch.coupled.batchnorm.policies import Policy
-from wholebatch.coupled.coupling_layers import refuse_lazy_parameters, warn_of_spectral_norms
 from wholebatch.coupled.normalisation_layers import (
     NORMS,
-    running_buffers,
     uses_whole_batch,
     whole_batch_norms,
 )
-from wholebatch.coupled.padding import check_padding
 from wholebatch.distributed.ddp import Replicated
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.loss_functions import LossFunction
@@ -211,11 +210,11 @@ class Runner:
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._untouched = Untouched(ledger, by="the loss function")
         read = loss.encode if isinstance(loss, Coupled) else loss
-        refuse_lazy_parameters(root)
+        _refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
         shares = ledger.sync.counts_must_agree
         group = ledger.sync.group
-        self._test = AdditivityTest(root, group, enabled=audit, shares_forwards=shares)
+        self._test = LossTest(root, group, enabled=audit, shares_forwards=shares)
         this = proxy(self)
         self._step = MicroStep(
             read,
@@ -254,7 +253,7 @@ class Runner:
         self._untested = None if self._are_parts(micros) else layout
         if self._untested is not None:
             return
-        if not self._test.begin_window(not self._step.is_plain and self.executor.changed()):
+        if not self._test.begin_window():
             return
         function = self._loss
         encodes = isinstance(function, Coupled) and function.addends is None
@@ -266,7 +265,7 @@ class Runner:
                 return function(self.model, to_device(few, self._device))
 
         name = getattr(function, "__name__", "a function")
-        self._test.test(run, WindowData(batch, micros, layout), outputs=encodes, name=name)
+        self._test.test(run, batch, micros, layout, outputs=encodes, name=name)
 
     @property
     def tests_next_window(self) -> bool:
@@ -293,22 +292,18 @@ class Runner:
 
     # ------------------------------------------------------------ the windows
 
-    def begin_window(self, before: ForwardState | None) -> None:
-        """Begin an attempt at a window; `before` is the state of the model, if it was copied."""
+    def begin_window(self) -> None:
+        """Begin an attempt at a window."""
         self._untouched.forget()
         self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
-        if before is None:
-            training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
-            before = ForwardState(*training, every=False) if training else None
-        self._before = before
+        training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
+        self._before = ForwardState(*training, every=False) if training else None
         self.extras = []
 
     def _on_device(self, micro: Any) -> Any:
-        """Copy a micro-batch to the device, and the model's attributes before its Python runs."""
-        if self._before is not None:  # a recorded graph runs no Python
-            self._before.read_attributes()
+        """Copy a micro-batch to the device."""
         return to_device(micro, self._device)
 
     def end_window(self) -> None:
@@ -318,9 +313,7 @@ class Runner:
     def discard_window(self) -> None:
         """Forget the window; one without an update leaves no trace in running statistics."""
         if self._before is not None:
-            norms = whole_batch_norms(self._root)
-            moved = {(id(norm), name) for _, norm in norms for name in running_buffers(norm)}
-            self._before.restore(only=moved)
+            self._before.restore_buffers()
         self._before = None
 
     def run(self, micros: Sequence[Any], how: WindowRun) -> None:
@@ -393,3 +386,12 @@ class Runner:
     def frees_memory(self) -> bool:
         """Free what is kept only for speed, after running out of memory; True if there was any."""
         return self.is_undivided() and self.executor.free_memory()
+
+
+def _refuse_lazy_parameters(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no weights yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(
+                f"{name!r} is lazy and has no weights yet: run one batch through the model first"
+            )

@@ -268,7 +268,7 @@ class WholeBatch(BatchWindows):
                         with attempt:
                             if known is not None:  # else the first loss opens the window
                                 ledger.begin(known=known)
-                            self._runner.begin_window(attempt.before)
+                            self._runner.begin_window()
                             for observer in self.observers:
                                 observer.begin()
                             how = self._how_to_run(attempt.micros, forwards, after_micro)

@@ -330,25 +330,6 @@ def token_loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(logits(model, micro[0]).flatten(0, 1), micro[1].flatten())
 
 
-def test_a_lambda_made_in_the_loop_is_one_function() -> None:
-    """Micro-batches of one sample: only their comparison shows that ignored labels are counted."""
-    model = net()
-    acc = wb.Accumulator(model, None, steps=4)
-    data = []
-    for number in range(4):
-        y = torch.full((1, 5), -100)
-        y[0, : number + 1] = 1
-        data.append((torch.randn(1, 5, 4).double(), y))
-
-    def train() -> None:
-        for micro in acc.over(data):
-            acc.run(lambda one: wb.mean_loss(token_loss(model, one), len(one[1])), micro)
-
-    with pytest.raises(UnsupportedError, match="units"), pytest.warns(UserWarning, match="units"):
-        train()
-    acc.discard()
-
-
 def test_an_error_that_does_not_come_again_is_raised_as_it_is() -> None:
     calls = []
 

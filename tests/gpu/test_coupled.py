@@ -1,4 +1,4 @@
-"""On a CUDA device: losses of the whole batch, dropout by sample, and the audit's probe."""
+"""On a CUDA device: losses of the whole batch, and dropout by sample."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.support import grouped
-from wholebatch.batch.samples import layout_of
-from wholebatch.coupled.coupling_layers import layers_that_couple
-from wholebatch.coupled.sample_runs import ChosenSamples
 
 Batch = dict[str, Tensor]
 
@@ -106,26 +103,6 @@ def test_autocast_is_no_further_from_float64_than_the_undivided_batch() -> None:
     for keep in (0, 2):
         made = accumulated(Clip().cuda(), data, 48, precision="bf16", keep=keep)
         assert 0 < distance(made, right) <= 1.25 * whole, (keep, whole)
-
-
-def test_the_probe_finds_what_couples_and_leaves_no_trace() -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.read = nn.Linear(24, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.read(x - x.mean(0))
-            return made
-
-    model = Centred().cuda()
-    before = torch.cuda.get_rng_state()
-    images = batch(dtype=torch.float32)["image"]
-    samples = ChosenSamples(model, lambda few: model(few.cuda()), layout_of(images), 8, graph=False)
-    with samples.testing():
-        found = layers_that_couple(samples, 8)
-    assert [finding.kind for finding in found] == ["probe"]
-    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_memory_does_not_grow_with_the_batch() -> None:

@@ -62,7 +62,7 @@ def test_what_is_not_understood_gets_one_note(name: str) -> None:
     (finding,) = lint_source(textwrap.dedent(NOTED[name]), path="train.py")
     assert (finding.code, finding.level) == ("WB003", "note")
     assert finding.message == (
-        "this loop accumulates and was not understood: run `wholebatch verify train.py`"
+        "this loop accumulates and was not understood; `wholebatch verify train.py` tells"
     )
 
 

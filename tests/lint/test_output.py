@@ -37,7 +37,7 @@ def test_json() -> None:
     assert rows[0] == {
         "code": "WB101",
         "name": "loss not divided",
-        "level": "wrong update",
+        "level": "error",
         "message": FINDINGS[0].message,
         "path": "dir/train.py",
         "cell": None,

@@ -36,7 +36,8 @@ def test_counts_by_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert "| WB101 | 1 | 0 | 0 | 1.00 | 1.00 |" in lines
     assert "| WB110 | 0 | 1 | 0 | 0.00 | 1.00 |" in lines
-    assert "| wrong updates | 1 | 1 | 1 | 0.50 | 0.50 |" in lines
+    assert "errors: 1 right, 1 wrong, precision 0.50" in lines
+    assert "notes: 0 right, 0 wrong, precision 1.00" in lines
     assert "| all | 1 | 1 | 2 | 0.50 | 0.33 |" in lines
     assert "accumulating files: 3, with neither a finding nor the note: 1" in lines
     assert lines[-1] == "silent right.py"

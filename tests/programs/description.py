@@ -17,6 +17,8 @@ LOOPS = ("backward", "more", "announce")
 """The ways in whose loop runs the forward pass itself."""
 TOKEN_MODELS = ("tokens", "attention", "lstm", "gru", "encoder", "causal", "time first")
 """The models that read sequences of token ids, with padding."""
+STRUCTURED = ("graph",)
+"""The models whose micro-batch is one example: its rows depend on each other."""
 NEXT_TOKEN = ("next", "next unlabelled")
 """The losses of `wb.causal_lm`, with labels and without."""
 OWN_DATA = ("ce", "smooth", "classes", "weighted", "terms", "coupled", *NEXT_TOKEN)
@@ -50,7 +52,8 @@ class Program:
     joint: bool = False
     """True if a second accumulator trains a judge of the outputs, in the same loop."""
     loader: str = "list"
-    """What `over` loops over: a list, or a DataLoader of samples or of micro-batches."""
+    """What `over` loops over: a list, a DataLoader of samples or of micro-batches, or a loader that
+    reuses its buffers."""
     epochs: int = 1
     loop: str = "over"
     """How the loop of an accumulator says where a window ends."""

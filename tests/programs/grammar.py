@@ -11,6 +11,7 @@ from tests.programs import draws as st
 from tests.programs.description import (
     LOOPS,
     NEXT_TOKEN,
+    STRUCTURED,
     TOKEN_MODELS,
     WHOLE_BATCH,
     Micro,
@@ -29,7 +30,7 @@ EAGER = ("sparse", "lstm", "gru")
 """Models that no graph can be made of."""
 STYLES = ["module", "main", "closure", "class", "callable", "criterion", "partial"]
 CONTAINERS = ["dict", "tuple", "dataclass", "namedtuple"]
-RUN_ANYWHERE = [name for name in MODELS if name not in ("batchnorm", "random")]
+RUN_ANYWHERE = [name for name in MODELS if name not in ("batchnorm", "random", "graph")]
 
 
 @st.composite
@@ -60,7 +61,9 @@ def _pick(draw: Any, values: Sequence[Any], plain: int = 1) -> Any:
 @st.composite
 def _right(draw: Any) -> Program:
     way = _pick(draw, ["step", "backward", "run", "over", "gradient", "more", "announce"])
-    model = _pick(draw, list(MODELS))
+    if draw(st.integers(0, 29)) == 7:
+        return draw(_structured())  # type: ignore[no-any-return]
+    model = _pick(draw, [name for name in MODELS if name not in STRUCTURED])
     loss = _loss(draw, way, model)
     given = _given(draw, way, loss)
     event = _event(draw, way, model, loss)
@@ -95,7 +98,7 @@ def _right(draw: Any) -> Program:
         optimizer = "adamw"
     if event == "group" and optimizer == "adagrad":  # torch's own fails: no state for the group
         optimizer = "sgd"
-    call = "plain" if is_next else _call(draw, model, event)
+    call = "plain" if is_next else _call(draw, way, model, event)
     may_be_two = event == "none" and way != "gradient" and model not in ("tied", "sparse")
     if may_be_two and draw(st.integers(0, 9)) == 5:
         optimizer = "two"
@@ -123,7 +126,7 @@ def _right(draw: Any) -> Program:
         criterion=loss in ("ce", "smooth", "classes", "mse") and draw(st.booleans()),
         numbers=loss != "terms" and draw(st.integers(0, 3)) == 2,
         batch=batch,
-        loader=_pick(draw, ["list", "samples", "batches"], 2) if loads else "list",
+        loader=_loader_of(draw, way, event, batch) if loads else "list",
         epochs=_pick(draw, [1, 2]) if again else 1,
         loop=loop,
         style=_pick(draw, STYLES),
@@ -147,13 +150,46 @@ def _right(draw: Any) -> Program:
     )
 
 
-def _call(draw: Any, model: str, event: str) -> str:
+def _loader_of(draw: Any, way: str, event: str, batch: str) -> str:
+    kinds = ["list", "samples", "batches"]
+    if way not in WHOLE_BATCH and event not in ("resume", "left", "nan") and batch != "object":
+        kinds += ["reused"]
+    return "list" if event == "left" else _pick(draw, kinds, 2)  # type: ignore[no-any-return]
+
+
+@st.composite
+def _structured(draw: Any) -> Program:
+    """Draw a loop whose micro-batches are one example each: a graph with its nodes."""
+    loss = _pick(draw, ["ce", "mse"])
+    windows = _labelled(draw(_windows(whole=False, loss=loss, model="graph")))
+    return Program(
+        model="graph",
+        windows=windows,
+        loss=loss,
+        given=_pick(draw, ["total", "mean"]),
+        way="backward",
+        batch=_pick(draw, CONTAINERS),
+        loop=_loop(draw, "backward", "none"),
+        optimizer=_pick(draw, ["sgd", "adamw"]),
+        clip=_pick(draw, ["none", "norm"]),
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+def _call(draw: Any, way: str, model: str, event: str) -> str:
     calls = ["plain", "forward", "twice"]
     calls += ["teacher"] if event not in ("resume", "thaw") else []
     calls += ["output"] if event != "group" else []
     calls += ["parts"] if model not in ("batchnorm", "counter", "remembers") else []
     calls += ["pair"] if event not in ("group", "evaluate", "raise") else []
+    calls += ["in place"] if _may_be_in_place(way, model, event) else []
     return "plain" if model == "random" else _pick(draw, calls, 6)
+
+
+def _may_be_in_place(way: str, model: str, event: str) -> bool:
+    """True if the loss may write to the floats that it is given: no forward sees them again."""
+    again = way == "more" or event in ("raise", "oom", "discard", "evaluate", "resume")
+    return not again and model not in (*TOKEN_MODELS, "batchnorm", "images")
 
 
 def _loss(draw: Any, way: str, model: str) -> str:
@@ -224,6 +260,8 @@ def _loop(draw: Any, way: str, event: str, windows: Any = ()) -> str:
     if event in ("raise", "discard") or way == "announce":
         return "last"
     # A schedule of steps= counts updates: after a skipped window, its entry holds once more.
+    if event == "left":
+        return "over"
     if event in ("nan", "empty") and len({*map(len, windows)}) > 1:
         return "last"
     kinds = ["over", "last", "flush"]
@@ -239,6 +277,10 @@ def _event(draw: Any, way: str, model: str, loss: str) -> str:
         events += ["empty"]
     events += ["group"] * 6 if model == "frozen" else []
     events += ["oom"] if way in ("step", "over") and model != "batchnorm" else []
+    events += ["swap"] if model not in ("tied", "parametrized", "shared") else []
+    events += ["gain"] * 6 if model == "gained" else []
+    events += ["patch"] * 6 if model == "patched" else []
+    events += ["left"] * 2 if way in ("backward", "run") else []
     events += ["discard"] if way in (*LOOPS, "run") and way != "announce" else []
     if way in ("announce", "gradient"):
         events = [event for event in events if event not in ("raise", "resume", "discard")]
@@ -346,7 +388,7 @@ def _way_of(draw: Any, plan: Mistake, given: str) -> str:
 
 def models_of(plan: Mistake) -> list[str]:
     """Return the models that a mistake is planted in."""
-    never = ("batchnorm", "sparse", "random")
+    never = ("batchnorm", "sparse", "random", "graph")
     return list(plan.models) or [name for name in MODELS if name not in never]
 
 
@@ -390,7 +432,8 @@ def _on_ranks(draw: Any) -> Program:
         return draw(_in_host_on_ranks())  # type: ignore[no-any-return]
     sharded = _pick(draw, ["ddp", "fsdp", "hsdp"], 2)
     model = _pick(
-        draw, [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random")]
+        draw,
+        [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random", "graph")],
     )
     if model == "shared":  # fully_shard takes no scalar parameter
         sharded = "ddp"

@@ -94,7 +94,8 @@ def _listed(program: Program) -> str:
         return ""
     if len(program.windows[0]) == 1:
         return ONE_ROW
-    if program.in_one_row and program.way not in LOOPS:
+    in_rows = program.in_one_row or (program.way == "run" and program.begins_in_single_rows)
+    if in_rows and program.way not in LOOPS:
         return ONE_ROW
     sizes = {3, 5, *(micro.rows for window in program.windows for micro in window)}
     steps = max(map(len, program.windows))

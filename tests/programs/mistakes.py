@@ -485,6 +485,7 @@ _MODULES = {
         "mixed = x + torch.stack(self.queue[-4:]).mean(0)\nself.queue.append(x[-1].detach())\n"
         "return mixed",
         "self.queue = [torch.ones(3)]",
+        MOVES + "|list",
     ),
     "torch's spectral norm": _module(
         "return self.linear(x)",

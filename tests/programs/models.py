@@ -422,6 +422,52 @@ class Net(nn.Module):
         hidden = torch.func.functional_call(self.layers["a"], weights, (x,))
         return torch.vmap(self.layers["b"])(hidden.sigmoid())
 """
+_GAINED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(x) * getattr(self.out.weight, "gain", 1.0)
+"""
+_PATCHED = """
+def activation(x):
+    return torch.tanh(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.outer(activation(self.inner(x)))
+"""
+_SLOPED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = torch.tanh(self.inner(x)).sum()
+            (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.outer(torch.tanh(self.inner(slope)))
+"""
+_GRAPH = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        nodes = torch.tanh(self.inner(x))
+        edges = torch.softmax(nodes @ nodes.T, dim=1)
+        return self.outer(nodes + edges @ nodes)
+"""
 MODELS = {
     "linear": _LINEAR,
     "mlp": _MLP,
@@ -455,6 +501,10 @@ MODELS = {
     "lists": _LISTS,
     "functional": _FUNCTIONAL,
     "random": _RANDOM,
+    "gained": _GAINED,
+    "patched": _PATCHED,
+    "sloped": _SLOPED,
+    "graph": _GRAPH,
 }
 CALLS = {
     "plain": "model({0})",
@@ -463,6 +513,7 @@ CALLS = {
     "teacher": "(model({0}) - 0.5 * elder({0}))",
     "output": 'model({0})["logits"]',
     "pair": "model[1](model[0]({0}))",
+    "in place": "model({0}.mul_(0.5))",
     "parts": "torch.cat([model(*part) for part in zip(*(one.split(2) for one in ({0},)))])",
 }
 """How the loss calls the model: the same text in the script and oracle."""

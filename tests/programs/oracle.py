@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.programs.description import NEXT_TOKEN, Program
+from tests.programs.description import NEXT_TOKEN, STRUCTURED, Program
 from tests.programs.mistakes import mistake_of
 from tests.programs.models import (
     CALLS,
@@ -68,7 +68,7 @@ def _scope(program: Program, precision: str) -> dict[str, Any]:
     return scope
 
 
-def _batches(program: Program, make_data: Any) -> list[dict[str, Tensor]]:
+def _batches(program: Program, make_data: Any) -> list[dict[str, Any]]:
     """Return the undivided batch of every window, by field."""
     batches = []
     for number, window in enumerate(program.windows):
@@ -77,7 +77,10 @@ def _batches(program: Program, make_data: Any) -> list[dict[str, Tensor]]:
             for place, micro in enumerate(window)
         ]
         joined = (torch.cat(parts) for parts in zip(*drawn, strict=True))
-        batches.append(dict(zip(program.fields, joined, strict=True)))
+        batch = dict(zip(program.fields, joined, strict=True))
+        if program.model in STRUCTURED:
+            batch["rows"] = [micro.rows for micro in window]
+        batches.append(batch)
     return batches
 
 
@@ -159,6 +162,22 @@ def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) 
     return mean, units
 
 
+def _mean_of_parts(program: Program, model: nn.Module, batch: Any, scope: Any) -> Any:
+    """Return the loss of a batch whose micro-batches are one example each, and its units."""
+    total, units = torch.zeros((), dtype=scope["dtype"]), 0.0
+    for rows in _parts(batch["rows"]):
+        part = {name: value[rows] for name, value in batch.items() if name != "rows"}
+        if bool((part["y"] != -100).any()):
+            mean, some = _mean_and_units(program, model, part, scope)
+            total, units = total + mean * some, units + some
+    return total / units, units
+
+
+def _parts(sizes: list[int]) -> list[slice]:
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -224,7 +243,7 @@ def _train(
     updates = 0
     for number, batch in enumerate(batches):
         if number == program.at and number > 0:
-            _event(program, model, optimizer)
+            _event(program, model, optimizer, scope)
             if program.event == "thaw":
                 thawed.requires_grad_(True)
         window: Window = {"skipped": program.event in SKIPS and number == program.at}
@@ -263,7 +282,10 @@ def _update(
 ) -> Window:
     optimizer.zero_grad()
     with _autocast(scope):
-        mean, units = _mean_and_units(program, model, batch, scope)
+        if program.model in STRUCTURED:
+            mean, units = _mean_of_parts(program, model, batch, scope)
+        else:
+            mean, units = _mean_and_units(program, model, batch, scope)
     scale = _SCALE if scope["autocast"] is torch.float16 else 1.0
     (mean * scale).backward()
     groups = [group["params"] for group in optimizer.param_groups]
@@ -278,7 +300,18 @@ def _update(
     return {"loss": float(mean.detach()), "units": units, "norm": norm}
 
 
-def _event(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _event(
+    program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, scope: Any
+) -> None:
+    if program.event == "swap":
+        with torch.no_grad():
+            for p in model.parameters():
+                p *= 0.5
+    if program.event == "gain":
+        for p in model.parameters():
+            p.gain = 0.5  # type: ignore[attr-defined]
+    if program.event == "patch":
+        scope["activation"] = torch.relu
     if program.event == "rate":
         for group in optimizer.param_groups:
             group["lr"] *= 0.5

@@ -637,6 +637,9 @@ def _steps(program: Program) -> str:
 # ---------------------------------------------------------------- the loop
 
 EVENTS = {
+    "swap": ["for p in model.parameters():\n    p.data = p.data * 0.5"],
+    "gain": ["for p in model.parameters():\n    p.gain = 0.5"],
+    "patch": ["globals()['activation'] = torch.relu"],
     "rate": ['for group in optimizer.param_groups:\n    group["lr"] *= 0.5'],
     "freeze": ["next(p for p in model.parameters() if p.requires_grad).requires_grad_(False)"],
     "thaw": ["thawed.requires_grad_(True)"],
@@ -690,12 +693,27 @@ def _in_epochs(program: Program, lines: list[str]) -> list[str]:
     return ["for epoch in range(2):", *_inner(lines)] if program.epochs == 2 else lines
 
 
+_REUSED = """class Reused:
+    def __iter__(self):
+        buffers = {}
+        for fields in (fields for window in drawn for fields in window):
+            copies = []
+            for place, field in enumerate(fields):
+                buffer = buffers.setdefault((place, field.shape), field.clone())
+                copies.append(buffer.copy_(field))
+            yield COPIED
+"""
+
+
 def _loader(program: Program, name: str, listed: str) -> list[str]:
     """Return the lines that make the loader `name`."""
     if program.loader == "list":
         return [f"{name} = {listed}"]
     if program.loader == "batches":
         return [f"{name} = DataLoader({listed}, batch_size=None)"]
+    if program.loader == "reused":
+        copied = _batch_of(program, "copies")
+        return [_REUSED.replace("COPIED", copied), f"{name} = Reused()"]
     sizes = "[[next(place) for fields in window for _ in fields[0]] for window in drawn]"
     if not program.is_whole:
         sizes = "[[next(place) for _ in fields[0]] for window in drawn for fields in window]"
@@ -793,6 +811,18 @@ def _over_loop(program: Program) -> str:
         body += [f"    if len(record) == {program.at}:\n        break"]
         more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
         return "\n".join([*lines, _function("for micro in train.over(loader):", body), more])
+    if program.event == "left":
+        rows = sum(map(len, program.windows[: program.at]))
+        body += [f"    if len(record) == {program.at}:\n        break"]
+        more = [*body_lines(program), *_plain_note()]
+        return "\n".join(
+            [
+                *lines,
+                "bar = train.over(loader)",  # a progress bar holds it
+                _function("for micro in bar:", body),
+                _function(f"for micro in train.over([*loader][{rows}:]):", more),
+            ]
+        )
     over = "wb.over(loader, train, judging)" if program.joint else "train.over(loader)"
     loop = _function(f"for micro in {over}:", body).split("\n")
     return "\n".join([*lines, *_in_epochs(program, loop)])

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from wholebatch.coupled.causes import AuditFinding
+from wholebatch.audit.finding import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction, last_reductions, without_units
 from wholebatch.errors import WholebatchError
 from wholebatch.losses.loss import Units, check_units

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
-from wholebatch.coupled.causes import AuditFinding
+from wholebatch.audit.finding import AuditFinding
 from wholebatch.window.autograd_graph import graph_nodes
 from wholebatch.window.replaced_attributes import emptied
 

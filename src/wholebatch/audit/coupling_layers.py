@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from wholebatch.audit.check import Answer, Check, MicroBatch
-from wholebatch.coupled.coupling_layers import refused_by_type
+from wholebatch.audit.layers import refused_by_type
 
 
 class CouplingLayers(Check):

@@ -14,6 +14,7 @@ from wholebatch.audit.check import Answer, Check, MicroBatch, Refused, Warned, s
 from wholebatch.audit.compared_rows import ComparedRows
 from wholebatch.audit.coupling_layers import CouplingLayers
 from wholebatch.audit.divided_by_steps import DividedBySteps
+from wholebatch.audit.finding import AuditFinding, refuse
 from wholebatch.audit.first_call import FirstCall
 from wholebatch.audit.foreign_batchnorm import ForeignBatchNorm
 from wholebatch.audit.hidden_reduction import HiddenReduction
@@ -23,8 +24,6 @@ from wholebatch.audit.model_calls import ModelCalls
 from wholebatch.audit.other_models import OtherModels
 from wholebatch.audit.scaled_loss import ScaledLoss
 from wholebatch.audit.sum_or_mean import SumOrMean
-from wholebatch.coupled.adds_up import AdditivityResult
-from wholebatch.coupled.causes import AuditFinding
 from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
@@ -164,7 +163,7 @@ class LoopChecks:
         for _, answer in flat:
             if isinstance(answer, Refused):
                 raise answer.error(answer.because)
-        AdditivityResult(tuple(a for _, a in flat if isinstance(a, AuditFinding))).refuse()
+        refuse([answer for _, answer in flat if isinstance(answer, AuditFinding)])
         for check, answer in flat:
             if isinstance(answer, Warned) and check not in self._have_warned:
                 self._have_warned.add(check)

@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.audit.adds_up import AdditivityResult, check_adds_up
 from wholebatch.audit.check import Warned, silenced
+from wholebatch.audit.finding import UNTESTED, AuditFinding
 from wholebatch.batch.samples import flatten, readable_layout, tensors_of
-from wholebatch.coupled.adds_up import UNTESTED, AdditivityResult, check_adds_up
-from wholebatch.coupled.causes import AuditFinding
 from wholebatch.coupled.normalisation_layers import BatchNorm
 from wholebatch.window.autograd_graph import in_backward, transforms_active
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
-from wholebatch.coupled.causes import AuditFinding
+from wholebatch.audit.finding import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
 
 _LOSS = "the loss"

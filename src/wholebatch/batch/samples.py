@@ -34,13 +34,12 @@ import dataclasses
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Number
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
@@ -94,19 +93,16 @@ def _visit(
     node: Any,
     is_leaf: Callable[[str, Any], bool] | None,
     leaves: list[Leaf],
-    objects: bool = False,
 ) -> Structure:
     # Not a nested function of `flatten`: a recursive closure is a reference cycle, which would keep
     # the batch's tensors alive until garbage collection.
     inner = children(node)
-    if inner is None and objects:
-        inner = _attributes(node)
     if inner is None or (is_leaf is not None and is_leaf(name, node)):
         leaves.append(Leaf(name, node))
         return _LEAF
     return Structure(
         node,
-        tuple([_visit(join(name, key), value, is_leaf, leaves, objects) for key, value in inner]),
+        tuple([_visit(join(name, key), value, is_leaf, leaves) for key, value in inner]),
     )
 
 
@@ -185,7 +181,7 @@ def _rebuild(node: Any, values: list[Any]) -> Any:
 
 
 def _rebuild_dataclass(node: Any, values: list[Any]) -> Any:
-    names = _field_names(node) if _is_dataclass(node) else list(vars(node))
+    names = _field_names(node)
     changed = [
         (name, new)
         for name, new in zip(names, values, strict=True)
@@ -302,12 +298,10 @@ def layout_of(
     batch_size: BatchSize = None,
     static: Static = (),
     roles: Roles | None = None,
-    strict: bool = True,
 ) -> Layout:
     """Return which leaves of `batch` hold samples, and how many samples there are.
 
-    `roles` are those of the run's batches before; this batch adds to them. With `strict=False` a
-    tensor with another number of rows is passed on instead of refused.
+    `roles` are those of the run's batches before; this batch adds to them.
     """
     fixed = frozenset(_names(static))
     if batch_size is None:
@@ -331,12 +325,11 @@ def layout_of(
         names = ", ".join(leaf.name for leaf in flat) or "none"
         raise SplitError(f"static={min(missing)!r}: the batch has no such leaf; it has {names}")
     leaves = tuple(leaf if leaf.name in fixed else _judged(leaf, size, roles) for leaf in flat)
-    if strict:
-        arrays = [leaf for leaf in leaves if leaf.name not in fixed and is_array(leaf.value)]
-        _refuse_one_row(size, source, arrays)
-        for leaf in arrays:
-            if not leaf.batched:
-                _refuse_other_rows(leaf, size, source, arrays)
+    arrays = [leaf for leaf in leaves if leaf.name not in fixed and is_array(leaf.value)]
+    _refuse_one_row(size, source, arrays)
+    for leaf in arrays:
+        if not leaf.batched:
+            _refuse_other_rows(leaf, size, source, arrays)
     if not any(leaf.batched for leaf in leaves):
         raise SplitError(
             f"batch_size={size}: no tensor of the batch has {size} rows, and no list has {size} "
@@ -356,54 +349,11 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def readable_layout(
     batch: Any, batch_size: BatchSize, static: Static, roles: Roles | None = None
 ) -> Layout | None:
-    """Return the layout of a batch that need not follow the contract; None if it has no samples.
-
-    The first tensor then gives the number of samples, and leaves with other row counts are not
-    split. Objects of other classes are taken apart by their attributes, if all tensors in the batch
-    have the same number of rows.
-    """
-    if batch_size is None and not static and _holds_objects(batch):
-        return _layout_of_objects(batch)
+    """Return the layout of a batch; None if its rows are not known to be samples."""
     try:
         return layout_of(batch, batch_size=batch_size, static=static, roles=roles)
     except SplitError:
-        if isinstance(batch, list) and batch and all(type(item) is tuple for item in batch):
-            rows = [len(batch)]  # a list of samples, each a tuple of its parts
-        else:
-            rows = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
-        if not any(rows[:1]):
-            return None
-        with suppress(SplitError):  # a list that may be samples or not
-            return layout_of(batch, batch_size=rows[0], static=static, strict=False)
         return None
-
-
-def _attributes(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the attributes of an object of another class that holds tensors; else None."""
-    held = getattr(node, "__dict__", None)
-    if isinstance(node, (Tensor, type, nn.Module)) or not isinstance(held, dict):
-        return None
-    return list(held.items()) if any(map(tensors_of, held.values())) else None
-
-
-def _holds_objects(batch: Any) -> bool:
-    return any(_attributes(leaf.value) is not None for leaf in flatten(batch)[0])
-
-
-def _layout_of_objects(batch: Any) -> Layout | None:
-    leaves: list[Leaf] = []
-    structure = _visit("", batch, None, leaves, objects=True)
-    arrays = [leaf.value for leaf in leaves if is_array(leaf.value) and leaf.value.ndim]
-    sizes = {len(array) for array in arrays}
-    if len(sizes) != 1 or 0 in sizes:
-        return None
-    [size] = sizes
-    batched = tuple(replace(leaf, batched=_has_rows(leaf.value, size)) for leaf in leaves)
-    return Layout(size, batched, structure)
-
-
-def _has_rows(value: Any, size: int) -> bool:
-    return bool(is_array(value) and value.ndim and len(value) == size)
 
 
 def check_layout(batch_size: object, static: object) -> None:
@@ -465,7 +415,7 @@ def _count_samples(batch: Any, fixed: frozenset[str]) -> tuple[int, str]:
             f"the batch is a {type(batch).__name__}, and step() takes one batch: "
             "for batch in loader: train.step(batch)"
         )
-    if children(batch) is None and _attributes(batch) is not None:
+    if children(batch) is None and hasattr(batch, "__dict__"):
         raise SplitError(
             f"the batch is a {type(batch).__name__}, which cannot be taken apart: give a dict, a "
             "tuple, a named tuple or a dataclass of tensors"

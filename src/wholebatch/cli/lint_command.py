@@ -83,18 +83,20 @@ def _lint(options: LintOptions, settings: Settings) -> int:
         print(rendered)
     if is_text and files:
         print(summary(findings, len(files)), file=sys.stderr)
-    if any(finding.level == "error" for finding in findings):
+    if any(finding.level == "unread" for finding in findings):
         return UNREAD
-    failed = any(finding.level != "note" for finding in findings) and not options.exit_zero
+    failed = any(finding.level == "error" for finding in findings) and not options.exit_zero
     return FOUND if failed else CLEAN
 
 
 def _explanation(code: str) -> str:
-    """Return the docstring of a rule and the address of its page."""
+    """Return the docstring of a rule, and the path of its page in a checkout."""
     for rule in RULES:
         if rule.code == code.upper():
             about = "\n\n".join(map(_wrapped, rule.explanation.split("\n\n")))
-            return f"{rule.code}: {rule.name} ({rule.level})\n\n{about}\n\n{rule.page}"
+            page = Path(__file__).parents[3] / "docs" / "lint" / f"{rule.code}.md"
+            told = f"\n\n{page}" if page.is_file() else ""
+            return f"{rule.code}: {rule.name} ({rule.level})\n\n{about}{told}"
     if code.upper() in OTHER_CODES:
         return _wrapped(f"{code.upper()}: {OTHER_CODES[code.upper()]}")
     codes = ", ".join(rule.code for rule in RULES)

@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wholebatch.batch.samples import flatten
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.graph_inputs import NUMBER, Integer
+from wholebatch.compile.model_parts import ModelParts
 from wholebatch.compile.patched_calls import REPLACEMENTS, calls_for_guards
 from wholebatch.compile.refused_code import only_requires_grad
 from wholebatch.window.autograd_graph import version_of
-from wholebatch.window.forward_state import ModelParts
 from wholebatch.window.replaced_attributes import emptied, replaced_attributes
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")

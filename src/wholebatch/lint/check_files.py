@@ -9,17 +9,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .lint_settings import Settings
-from .model import read
 from .rules import RULES, not_pytorch, not_understood
-from .rules.rule_base import Report
+from .rules.rule_base import ERROR, NOTE, Report
 from .source_files import Source, read_source
+from .windows import read
 
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
 _NOT_UNDERSTOOD = "WB003"
 _NOT_PYTORCH = "WB004"
-NOTE, ERROR = "note", "error"
-"""Levels of what no rule finds: a note, and a file that could not be checked."""
+UNREAD = "unread"
+"""The level of a file that could not be checked, beside those of the rules: error and note."""
+
+# Notes that are not about the update: it is slower, or not of PyTorch.
+_NO_UPDATE = {"WB111", _NOT_PYTORCH}
 
 # A file without a backward, a step function or a trainer cannot accumulate. In a folder, it is not
 # parsed; a file that is named is, so that its syntax errors are found.
@@ -39,7 +42,7 @@ class Finding:
     column: int
     code: str
     message: str
-    level: str = "wrong update"
+    level: str = ERROR
     name: str = ""
     cell: int | None = None
     end_line: int | None = None
@@ -68,7 +71,7 @@ def lint_files(
             findings += check_source(read_source(path), settings, is_named=path in named)
         except Exception as error:
             why = f"could not be checked ({type(error).__name__}: {error}); please report this file"
-            findings.append(Finding(path, 1, 1, _UNREAD, why, ERROR))
+            findings.append(Finding(path, 1, 1, _UNREAD, why, UNREAD))
         finally:
             gc.enable()
     return findings
@@ -80,10 +83,10 @@ def check_source(source: Source, settings: Settings, *, is_named: bool = True) -
     for problem in source.problems:
         code = _SYNTAX if problem.message.startswith("syntax error") else _UNREAD
         place = (source.path, problem.line, problem.column)
-        findings.append(Finding(*place, code, problem.message, ERROR, cell=problem.cell))
+        findings.append(Finding(*place, code, problem.message, UNREAD, cell=problem.cell))
     if is_named or _TRAINS.search(source.text):
         findings += _parse_and_check(source, settings)
-    findings = [f for f in findings if f.level == ERROR or settings.wants(f.code)]
+    findings = [f for f in findings if f.level == UNREAD or settings.wants(f.code)]
     return sorted(set(findings), key=lambda f: (f.cell or 0, f.line, f.column, f.code))
 
 
@@ -92,46 +95,47 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
         file = read(source.text)
     except SyntaxError as error:
         place = (source.path, error.lineno or 1, error.offset or 1)
-        return [Finding(*place, _SYNTAX, f"syntax error: {error.msg}", ERROR)]
+        return [Finding(*place, _SYNTAX, f"syntax error: {error.msg}", UNREAD)]
     except (ValueError, RecursionError, MemoryError) as error:
-        return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", ERROR)]
+        return [Finding(source.path, 1, 1, _UNREAD, f"cannot be parsed: {error}", UNREAD)]
     lines = source.text.split("\n")
     findings: list[Finding] = []
     for rule in RULES:
         if settings.wants(rule.code):
             places: set[tuple[int, int]] = set()
             for report in rule.check(file):
-                finding = _finding(report, rule.code, rule.level, rule.name, source, lines)
+                finding = _finding(report, rule.code, rule.name, source, lines)
                 # The first finding of a rule at each place.
                 if finding is not None and (finding.line, finding.column) not in places:
                     places.add((finding.line, finding.column))
                     findings.append(finding)
     notes = (
-        (_NOT_UNDERSTOOD, "loop not understood", not_understood(file, source.path)),
+        (_NOT_UNDERSTOOD, "loop not understood", not_understood(file)),
         (_NOT_PYTORCH, "not PyTorch", not_pytorch(file)),
     )
     for code, name, note in notes if not findings else ():
         if note is not None and settings.wants(code):
-            noted = _finding(note, code, NOTE, name, source, lines)
+            noted = _finding(note, code, name, source, lines)
             findings += [] if noted is None else [noted]
     return findings
 
 
 def _finding(
-    report: Report, code: str, level: str, name: str, source: Source, lines: list[str]
+    report: Report, code: str, name: str, source: Source, lines: list[str]
 ) -> Finding | None:
     """Return the finding of a report, or None if a comment silences it."""
     line, column, end, end_column = _position(report.node, lines)
     if _is_silenced(lines, line, end, code):
         return None
     cell, inside = source.place(line)
+    tells = report.level == NOTE and code not in _NO_UPDATE
     return Finding(
         source.path,
         inside,
         column,
         code,
-        report.message,
-        level,
+        report.message + (f"; `wholebatch verify {source.path}` tells" if tells else ""),
+        report.level,
         name,
         cell,
         end_line=end - line + inside,

@@ -11,11 +11,8 @@ from typing import TextIO
 
 from .check_files import Finding
 
-_GITHUB_LEVELS = {
-    "wrong update": "error", "speed": "warning", "log": "warning", "error": "error",
-    "note": "notice",
-}  # fmt: skip
-_COLOURS = {"wrong update": "31", "error": "31", "speed": "33", "log": "33", "note": "36"}
+_GITHUB_LEVELS = {"error": "error", "unread": "error", "note": "notice"}
+_COLOURS = {"error": "31", "unread": "31", "note": "36"}
 
 
 def as_text(findings: Sequence[Finding], stream: TextIO | None = None) -> str:

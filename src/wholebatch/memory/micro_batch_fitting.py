@@ -258,7 +258,7 @@ class Fitting:
             return self._smaller(batch, attempt, _STEPS_BACK if was_measured else 1 / 2)
 
         yield from self._recovery.attempts(
-            micros, discard=discard, smaller=smaller, inside=self.inside, attributes=False
+            micros, discard=discard, smaller=smaller, inside=self.inside
         )
         is_auto = self._micro_batch == "auto"
         if is_auto and self._device.type == "cuda" and not self._optimizer.state:

@@ -84,17 +84,15 @@ class Recovery:
         discard: Callable[[], None],
         smaller: Callable[[Attempt], Sequence[Any]],
         inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        attributes: bool = True,
     ) -> Iterator[Attempt]:
         """Yield attempts at a window until one goes through without running out of memory.
 
         `with attempt:` makes the forwards and backwards of `attempt.micros` and nothing after them,
         within `inside()`. `discard()` drops what a failed attempt has added. `smaller(attempt)`
-        returns the micro-batches of the next one, or raises where nothing can be saved. With
-        `attributes=False` the caller copies them (`attempt.before.read_attributes()`).
+        returns the micro-batches of the next one, or raises where nothing can be saved.
         """
         every = self._draws_on_host is not False
-        before = ForwardState(self.model, every=every, attributes=attributes)
+        before = ForwardState(self.model, every=every)
         scale = None if self.scale is None else self.scale.state_dict()
         for _ in range(_MOST):
             attempt = Attempt(micros, before, inside())

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.audit.adds_up import check_adds_up
+from wholebatch.audit.finding import UNTESTED, AuditFinding
+from wholebatch.audit.layers import layers_by_type
 from wholebatch.batch import to_device
-from wholebatch.coupled.adds_up import audit
-from wholebatch.coupled.causes import AuditFinding
-from wholebatch.coupled.coupling_layers import layers_by_type
+from wholebatch.batch.samples import readable_layout
 from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.readable_sizes import percent
+from wholebatch.verification.coupled_layers import layers_that_couple
 from wholebatch.verification.distances import TIMES_THE_FLOOR, Comparison, fit_of
 from wholebatch.verification.divided_batch import DividedBatch, other_counts
 from wholebatch.verification.evidence import Counts
@@ -92,10 +94,14 @@ class ModelEvidence:
             with torch.enable_grad():  # a loss checks that it has a gradient
                 return runs.loss(runs.inner, batch)
 
+        findings, layout = layers_by_type(runs.inner), readable_layout(few, None, ())
         try:
-            return audit(runs.inner, few, run)
+            tested = check_adds_up(runs.inner, run, layout).findings
+            if layout is not None and any(each.kind == "loss" for each in tested):
+                tested = tuple(layers_that_couple(runs.inner, run, layout)) or tested
+            return findings + [each for each in tested if each.kind not in UNTESTED]
         except Exception:  # a loss that needs the whole batch: what the types tell is left
-            return layers_by_type(runs.inner)
+            return findings
         finally:
             runs.begin()
 

@@ -7,13 +7,15 @@ initial state. So wrapped and sharded models, which cannot be copied, are proven
 from __future__ import annotations
 
 import copy
+import operator
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.window.forward_state import capture_random, copy_of, refill, restore_random
+from wholebatch.window.forward_state import capture_random, restore_random
 
 
 class StartingState:
@@ -97,7 +99,7 @@ def _copied(value: Any) -> Any:
 def _shallow(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return each attribute, and what it holds if it is a container: `_modules`, hooks, lists."""
     return {
-        name: (value, copy_of(value) if isinstance(value, dict | list | set) else None)
+        name: (value, _copy_of(value) if isinstance(value, dict | list | set) else None)
         for name, value in attributes.items()
     }
 
@@ -109,7 +111,42 @@ def _put_back(attributes: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> 
     for name, (value, content) in saved.items():
         attributes[name] = value
         if content is not None:
-            refill(value, content)
+            _refill(value, content)
+
+
+def _copy_of(container: Any) -> Any:
+    """Return what a container holds, as one of the base type."""
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _refill(container: Any, values: Any) -> None:
+    """Make a container hold these values again, if it does not.
+
+    It is written by its base type: the methods of a class of the user's may do more, or refuse.
+    """
+    base: Any = next(kind for kind in (OrderedDict, dict, list, set) if isinstance(container, kind))
+    if _holds(container, values):
+        return
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, value in values.items():
+            base.__setitem__(container, key, value)
+    else:
+        (set.update if base is set else base.extend)(container, values)
+
+
+def _holds(container: Any, values: Any) -> bool:
+    """True if a container holds these very objects, in this order."""
+    if isinstance(container, set):
+        return bool(container == values)
+    if isinstance(container, dict):
+        same_keys = list(container) == list(values)
+        container, values = container.values(), values.values()
+    else:
+        same_keys = len(container) == len(values)
+    return same_keys and all(map(operator.is_, container, values))
 
 
 @torch.no_grad()

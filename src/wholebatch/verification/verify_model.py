@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wholebatch.distributed.process_group import world_size
 from wholebatch.errors import LossError, OptionError, UnsupportedError, WholebatchError
@@ -28,7 +28,7 @@ from wholebatch.verification.random_numbers import silenced
 from wholebatch.verification.verdicts import Verdict
 from wholebatch.whole_batch import MicroBatch, WholeBatch
 from wholebatch.window.close_options import ClipNorm
-from wholebatch.window.forward_state import ForwardState
+from wholebatch.window.forward_state import is_same
 from wholebatch.window.precision import PrecisionName
 
 _log = logging.getLogger("wholebatch.verify")
@@ -156,7 +156,7 @@ def _prove(runs: ModelRuns, batch: DividedBatch, *, wants_float64: bool) -> Verd
     reordered = [] if drawn else [runs.whole(other) for other in batch.in_other_orders()]
     _tell(4, "the micro-batches")
     ours = _accumulated(runs, batch)
-    left = ForwardState(runs.model, attributes=False)
+    left = {name: buffer.detach().clone() for name, buffer in runs.model.named_buffers()}
     _tell(5, "all of it in float64")
     float64, reference = None, None
     if wants_float64 and not drawn:
@@ -315,16 +315,14 @@ def _compared_updates(
     return replace(compared, tolerance=max(compared.tolerance, compared.distance)), note
 
 
-def _moved_buffers(runs: ModelRuns, batch: DividedBatch, left: ForwardState) -> Iterator[str]:
+def _moved_buffers(runs: ModelRuns, batch: DividedBatch, left: dict[str, Tensor]) -> Iterator[str]:
     """Yield a note on buffers that the window `left` otherwise than the undivided batch does."""
     runs.whole(batch.whole)
-    whole = ForwardState(runs.model, attributes=False)
     moved = []
-    for path, module in runs.model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            eps = torch.finfo(buffer.dtype).eps if buffer.is_floating_point() else 0.0
-            if not left.is_same(whole, (id(module), name), 100 * eps):
-                moved.append(f"{path}.{name}".lstrip("."))
+    for name, buffer in runs.model.named_buffers():
+        eps = torch.finfo(buffer.dtype).eps if buffer.is_floating_point() else 0.0
+        if name not in left or not is_same(left[name], buffer, 100 * eps):
+            moved.append(name)
     if moved:
         yield (
             f"the buffers {listed(moved)} end with other values than with the undivided batch: "

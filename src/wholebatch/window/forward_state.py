@@ -1,24 +1,19 @@
-"""The state of a model beside its weights: to put it back after a forward, or to see a change.
+"""The state of a model beside its weights: put back before a window begins again.
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
-moves BatchNorm's running statistics, buffers and attributes of the user's own modules, and random
-generators. Buffers and generators are put back exactly. An attribute is put back if it is a
-number, a string, a tensor, an array, a generator or a container of such values: it is compared
-first, and only what has changed is written. Objects of other classes are left alone.
-
-`ModelParts` compares what no forward changes: the modules themselves, and their hooks.
+moves BatchNorm's running statistics, other buffers, attributes of the user's own modules and random
+generators. Buffers and generators are put back exactly. Of attributes a shallow copy is made: a
+counter, or a tensor that was bound anew, is put back. What changes inside of an object (a list, a
+tensor that is no buffer, an object of another class) stays as the forward has left it.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from types import NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -26,12 +21,6 @@ from torch import Tensor, nn
 
 from wholebatch.errors import StateError
 
-_NUMBERS = (int, float, str, NoneType)
-_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
-_BASES: tuple[Any, ...] = (OrderedDict, dict, list, tuple, deque, set)
-# Attributes that are not the model's state. The last is Transformers' note that hooks which record
-# outputs are in place: those stay, and without the note they would be installed twice.
-_TORCHS = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"})
 # Wrappers keep the books of their engine in attributes; those are not the model's.
 _WRAPPERS = (
     "torch.nn.parallel.",
@@ -42,93 +31,40 @@ _WRAPPERS = (
     "lightning.fabric.",
     "lightning_fabric.",
 )
-_MISSING = object()
-_LARGE = 1 << 24
-_MANY = 256
-_DEEP = 3
+# No state of a forward: the mode, and Transformers' note that hooks which record outputs are in
+# place (those stay, and without the note they would be installed twice).
+_KEPT = {"training", "_output_capturing_hooks_installed"}
+_RESULT: Any = object()
+"""Stands for a tensor of a graph: it is a result of the last forward, and stays as it is."""
 
-Key: TypeAlias = tuple[int, str]
-"""A module, by its id, and the name of a buffer or attribute of it."""
-
-
-@dataclass(slots=True, eq=False)
-class Copied:
-    """An object that may change in place, with a copy of what it held.
-
-    What nothing can change (a number, a string) is kept as it is, without a `Copied`.
-    """
-
-    object: Any
-    held: Any
-    """A container's is a dict by key or place. The object itself, if only its identity counts."""
-    is_written: bool = True
-    """False if the object is put back without what it held: a parameter, a large tensor."""
-    is_result: bool = False
-    """True for a result of the last forward, which is only kept to be compared."""
+Key: TypeAlias = tuple[nn.Module, str]
+"""A module, and the name of a buffer or attribute of it."""
 
 
 class ForwardState:
-    """Copies of the buffers and plain attributes of modules, and of the random generators.
+    """The buffers and attributes of modules, and the random generators, as they are now.
 
-    A tensor that is part of a graph is a result of the last forward: it is not put back, and only
-    kept to be compared (`results=True`). An attribute of more than 16 MiB is held and not copied.
-    As a context, it puts everything back at its end.
+    As a context, it puts them back at its end.
+
+    Args:
+        models: The modules.
+        every: False leaves out Python's and NumPy's generators, as for `capture_random`.
+        generators: The user's own random generators, beside the global ones and those that are
+            attributes of the modules.
     """
 
     def __init__(
-        self,
-        *models: nn.Module,
-        results: bool = False,
-        every: bool = True,
-        attributes: bool = True,
-        generators: Sequence[Any] = (),
+        self, *models: nn.Module, every: bool = True, generators: Sequence[Any] = ()
     ) -> None:
-        """`every=False` leaves out Python's and NumPy's generators, as `capture_random`.
-
-        `generators` are the user's own random generators, beside the global ones.
-
-        `attributes=False`: `read_attributes` copies them, before code that may change them runs. A
-        recorded graph changes none.
-        """
-        self._modules = {id(module): module for model in models for module in model.modules()}
-        self._buffers: dict[Key, Any] = {}
-        self._attributes: dict[Key, Any] = {}
-        self._results = results
-        self._has_attributes = False
-        if attributes:
-            self.read_attributes()
-        # One operation copies all buffers of a dtype: a model with BatchNorms has hundreds of them.
-        alike: dict[Any, list[Copied]] = {}
-        for place, module in self._modules.items():
-            for name, value in module._buffers.items():
-                if type(value) is Tensor and value.layout is torch.strided and not value.grad_fn:
-                    copied = Copied(value, torch.empty_like(value, requires_grad=False))
-                    self._buffers[place, name] = copied
-                    alike.setdefault((value.dtype, value.device), []).append(copied)
-                elif value is None or not nn.parameter.is_lazy(value):
-                    self._buffers[place, name] = _copied(value, whole=True, results=results)
-        with torch.no_grad():
-            for buffers in alike.values():
-                torch._foreach_copy_([it.held for it in buffers], [it.object for it in buffers])
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        own = [m for m in modules if not type(m).__module__.startswith(_WRAPPERS)]
+        self._attributes = {module: _shallow_copy(module) for module in own}
+        self._buffers = {module: dict(module._buffers) for module in modules}
+        self._contents = _contents_of(self._buffers)
+        held = (value for fields in self._attributes.values() for value in fields.values())
+        found = {id(each): each for each in (*generators, *filter(is_generator, held))}
+        self._generators = [(each, state_of(each)) for each in found.values()]
         self.random = capture_random(every=every)
-        self._generators = [(generator, state_of(generator)) for generator in generators]
-
-    def read_attributes(self) -> None:
-        """Copy the attributes, unless that is done."""
-        if not self._has_attributes:
-            self._attributes = {
-                (place, name): _copied(value, results=self._results)
-                for place, module in self._modules.items()
-                for name, value in _plain_attributes(module)
-            }
-            self._has_attributes = True  # not if memory ran out meanwhile
-
-    def module_of(self, key: Key) -> nn.Module | None:
-        """Return the module of an item; None if the item is not there."""
-        return None if self._copy_of(key) is _MISSING else self._modules[key[0]]
-
-    def _copy_of(self, key: Key) -> Any:
-        return self._buffers.get(key, self._attributes.get(key, _MISSING))
 
     def __enter__(self) -> ForwardState:
         return self
@@ -137,42 +73,32 @@ class ForwardState:
         self.restore()
 
     @torch.no_grad()
-    def restore(self, *, only: Collection[Key] | None = None, random: bool = True) -> None:
-        """Put everything back; given `only`, these items, results too, and no random generator.
+    def restore(self, *, random: bool = True) -> None:
+        """Put everything back; without `random` only buffers and attributes."""
+        for module, before in self._attributes.items():
+            _put_back(vars(module), before)
+        self.restore_buffers()
+        if random:
+            self.restore_random()
 
-        `random=False`: nothing was drawn, so that the random generators are left as they are.
-        """
-        for place, module in self._modules.items():
-            names = {*module._buffers}
-            if self._has_attributes:
-                names.update(name for name, _ in _plain_attributes(module))
-            for name in names:
-                key = (place, name)
-                if self._copy_of(key) is _MISSING and (only is None or key in only):
-                    module.__dict__.pop(name, None)
-                    module._buffers.pop(name, None)
-        for copies in (self._buffers, self._attributes):
-            for key, value in copies.items():
-                if only is None or key in only:
-                    self._put_back(key, value, results=only is not None)
-        if only is None and random:
-            restore_random(self.random)
-            for generator, was in self._generators:
-                set_state_of(generator, was)
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Put the buffers back."""
+        for module, before in self._buffers.items():
+            _put_back(module._buffers, before)
+            for name in before:  # a buffer that became an attribute
+                vars(module).pop(name, None)
+        for buffer, content in self._contents:
+            if buffer.shape != content.shape:  # resized in place
+                buffer.data = content.clone()
+            else:
+                buffer.copy_(content)
 
-    def _put_back(self, key: Key, value: Any, *, results: bool) -> None:
-        """Let a module hold what it held under this name; a result only where it is wanted."""
-        if isinstance(value, Copied) and value.is_result and not results:
-            return
-        module, name = self._modules[key[0]], key[1]
-        is_buffer = key in self._buffers
-        value = _restored(value, compares=not is_buffer)
-        home, other = module._buffers, module.__dict__
-        if not is_buffer:
-            home, other = other, home
-        other.pop(name, None)
-        if name not in home or home[name] is not value:
-            home[name] = value
+    def restore_random(self) -> None:
+        """Put the random generators back."""
+        restore_random(self.random)
+        for generator, state in self._generators:
+            set_state_of(generator, state)
 
     def draws_same(self, other: ForwardState, *, host: bool) -> bool:
         """True if torch's generators are at the same place; with `host`, Python's and NumPy's."""
@@ -184,238 +110,119 @@ class ForwardState:
             if isinstance(generator, torch.Generator) != host
         )
 
-    def moved(self, after: ForwardState) -> list[Key]:
-        """Return the items that `after` has with another value, or that only one of both has."""
-        keys = (*self._buffers, *self._attributes, *after._buffers, *after._attributes)
-        return [key for key in dict.fromkeys(keys) if not self.is_same(after, key)]
-
-    def is_same(self, other: ForwardState, key: Key, tolerance: float = 0.0) -> bool:
-        """True if an item has the same value in both, tensors up to a relative tolerance."""
-        return _equal(self._copy_of(key), other._copy_of(key), tolerance)
-
-    def value(self, key: Key) -> Any:
-        """Return the copy of an item; None if it is not there."""
-        value = self._copy_of(key)
-        if value is _MISSING:
-            return None
-        return value.held if isinstance(value, Copied) else value
+    def values(self) -> dict[Key, Any]:
+        """Return the buffers (copies) and the attributes that are tensors or numbers."""
+        copies = {id(buffer): content for buffer, content in self._contents}
+        values: dict[Key, Any] = {
+            (module, name): value
+            for module, fields in self._attributes.items()
+            for name, value in fields.items()
+            if isinstance(value, Tensor | int | float)
+        }
+        for module, buffers in self._buffers.items():
+            values.update({(module, n): copies.get(id(b), b) for n, b in buffers.items()})
+        return values
 
 
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module that can be copied and put back."""
-    if not type(module).__module__.startswith(_WRAPPERS):
-        for name, value in vars(module).items():
-            if name not in _TORCHS and _is_plain(value):
-                yield name, value
+def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
+    """True if two tensors or numbers are equal, up to a tolerance relative to the largest."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+            return False
+        if torch.equal(a, b):
+            return True
+        if not a.is_floating_point() or a.layout is not torch.strided:
+            return False
+        a, b = a.detach().double(), b.detach().double()
+        gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).max()
+        largest = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, posinf=0.0).max()
+        return bool(gap <= tolerance * largest)
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)) or (a != a and b != b)
+    return a is b
 
 
-def _is_fixed(value: Any) -> bool:
-    """True for a value that nothing can change in place: a number, a string, a tuple of them."""
-    kind = type(value)
-    return kind in _IMMUTABLE or (kind is tuple and _IMMUTABLE.issuperset(map(type, value)))
+def _shallow_copy(module: nn.Module) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(module).items() if name not in _KEPT}
+    for name, value in fields.items():
+        if type(value) is Tensor and value.grad_fn is not None:
+            fields[name] = _RESULT
+    return fields
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)  # most attributes are modules or numbers, and isinstance of Tensor is slow
-    if kind in _IMMUTABLE:
-        return True
-    if kind is list and any(isinstance(item, nn.Parameter) for item in value):
-        return False  # An LSTM's own list of its weights: an engine that shards them replaces it.
-    return issubclass(kind, (Tensor, *_BASES)) or is_array(value) or is_generator(value)
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let a dictionary hold what it held before; results stay."""
+    for name in now.keys() - before.keys() - _KEPT:
+        del now[name]
+    for name, value in before.items():
+        if value is not _RESULT and now.get(name, _RESULT) is not value:
+            now[name] = value
 
 
-def _copied(value: Any, depth: int = _DEEP, *, whole: bool = False, results: bool = True) -> Any:
-    """Return a value that nothing can change, or a `Copied`."""
-    if _is_fixed(value):
-        return value
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            alias = value.detach() if results else None
-            return Copied(alias, alias, is_result=True)
-        large = not whole and value.numel() * value.element_size() > _LARGE
-        if large or isinstance(value, nn.Parameter):
-            return Copied(value, value.detach(), is_written=False)
-        return Copied(value, value.detach().clone())
-    if is_generator(value):
-        return Copied(value, state_of(value))
-    if is_array(value):
-        return Copied(value, value.copy())
-    if isinstance(value, set):
-        return Copied(value, set(value))
-    if not isinstance(value, _BASES):
-        return Copied(value, value, is_written=False)
-    held = dict(_pairs(value))
-    if not _IMMUTABLE.issuperset(map(type, held.values())):
-        copies = depth > 0 and len(held) <= _MANY
-        for key, inner in held.items():
-            fixed = _is_fixed(inner) or copies
-            held[key] = (
-                _copied(inner, depth - 1) if fixed else Copied(inner, inner, is_written=False)
-            )
-    return Copied(value, held)
-
-
-def _pairs(container: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(container, OrderedDict):
-        return OrderedDict.items(container)
-    return dict.items(container) if isinstance(container, dict) else enumerate(container)
-
-
-def _equal(a: Any, b: Any, tolerance: float) -> bool:
-    """True if two copies hold the same; numbers up to a relative tolerance."""
-    x, y = (it.held if isinstance(it, Copied) else it for it in (a, b))
-    if type(a) is not type(b) or type(x) is not type(y):
-        return False
-    if isinstance(a, Copied) and type(a.object) is not type(b.object):
-        return False
-    if isinstance(x, Tensor):
-        return _close(x, y, tolerance)
-    if is_array(x):
-        return bool(x.shape == y.shape and x.dtype == y.dtype and (x == y).all())
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(_equal(x[key], y[key], tolerance) for key in x)
-    if isinstance(x, tuple):
-        return len(x) == len(y) and all(map(partial(_equal, tolerance=tolerance), x, y))
-    if isinstance(x, (float, complex)):
-        near = abs(x - y) <= tolerance * max(abs(x), abs(y))
-        return bool(x == y or near or (x != x and y != y))
-    return bool(x == y) if type(x) in _IMMUTABLE or type(x) is set else x is y
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    if torch.equal(a, b):
-        return True
-    if not a.is_floating_point() or a.layout is not torch.strided:
-        return False
-    a, b = a.double(), b.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    gap = torch.where(same, 0.0, (a - b).abs()).max()
-    largest = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, posinf=0.0).max()
-    return bool(gap <= tolerance * largest)
-
-
-def _restored(value: Any, *, compares: bool = True) -> Any:
-    """Return the object that was copied, with the values that it had.
-
-    A buffer is written without a comparison, which would wait for the device.
-    """
-    if not isinstance(value, Copied):
-        return value
-    it, held = value.object, value.held
-    if value.is_result or not value.is_written:
-        return it
-    if isinstance(it, Tensor):
-        if it.shape != held.shape:  # resized in place
-            it.data = held.clone()
-        elif not (compares and it.dtype is held.dtype and torch.equal(it, held)):
-            it.copy_(held)
-    elif is_generator(it):
-        set_state_of(it, held)
-    elif is_array(it):
-        if not _equal(it, held, 0.0):
-            it[...] = held
-    elif isinstance(it, set):
-        refill(it, held)
-    else:
-        values = {key: _restored(inner) for key, inner in held.items()}
-        refill(it, values if isinstance(it, dict) else list(values.values()))
-    return it
-
-
-def copy_of(container: Any) -> Any:
-    """Return what a container of the user's holds, as one of the base type."""
-    if isinstance(container, dict):
-        return dict(_pairs(container))
-    return set(container) if isinstance(container, set) else list(container)
-
-
-def refill(container: Any, values: Any) -> None:
-    """Make a container hold these values again, if it does not.
-
-    It is written by its base type: the methods of a class of the user's may do more, or refuse.
-    """
-    base = next(kind for kind in _BASES if isinstance(container, kind))
-    if base is tuple or _holds(container, values):
-        return
-    base.clear(container)
-    if issubclass(base, dict):
-        for key, value in values.items():
-            base.__setitem__(container, key, value)
-    else:
-        (set.update if base is set else base.extend)(container, values)
-
-
-def _holds(container: Any, values: Any) -> bool:
-    """True if a container holds these very objects, in this order."""
-    if isinstance(container, set):
-        return bool(set(container) == values)
-    now, before = list(_pairs(container)), list(_pairs(values))
-    return len(now) == len(before) and all(
-        key == other and value is was
-        for (key, value), (other, was) in zip(now, before, strict=True)
-    )
+@torch.no_grad()
+def _contents_of(
+    buffers: dict[nn.Module, dict[str, Tensor | None]],
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each buffer with a copy of it."""
+    contents: list[tuple[Tensor, Tensor]] = []
+    # One operation copies all buffers of a dtype: a model with BatchNorms has hundreds of them.
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for buffer in {id(b): b for held in buffers.values() for b in held.values()}.values():
+        if buffer is None or buffer.grad_fn is not None or nn.parameter.is_lazy(buffer):
+            continue
+        if type(buffer) is Tensor and buffer.layout is torch.strided:
+            pair = (buffer, torch.empty_like(buffer, requires_grad=False))
+            alike.setdefault((buffer.dtype, buffer.device), []).append(pair)
+        else:
+            pair = (buffer, buffer.detach().clone())
+        contents.append(pair)
+    for pairs in alike.values():
+        torch._foreach_copy_([copy for _, copy in pairs], [buffer for buffer, _ in pairs])
+    return contents
 
 
 @contextmanager
 def attributes_restored(owner: object) -> Iterator[None]:
-    """Put back the attributes of an object, and the contents of small containers among them."""
+    """Put back the attributes of an object, and what its containers of numbers hold."""
     own = vars(owner)
     before = dict(own)
-    contents = [_copied(value) for value in before.values() if isinstance(value, _BASES)]
+    logs = {name: _copy_of_numbers(value) for name, value in before.items() if _is_log(value)}
     try:
         yield
     finally:
-        for container in contents:
-            _restored(container)
         own.clear()
         own.update(before)
+        for name, numbers in logs.items():
+            _refill(own[name], numbers)
 
 
-class ModelParts:
-    """The modules of a model with their hooks, as they were when this object was made.
+def _is_log(value: Any) -> bool:
+    """True for a container of numbers, or of such containers."""
+    if isinstance(value, dict):
+        return all(_is_log(inner) or isinstance(inner, float | int) for inner in value.values())
+    is_list = isinstance(value, list | deque)
+    return is_list and all(_is_log(inner) or isinstance(inner, float | int) for inner in value)
 
-    With `numbers`, the numbers and strings among their attributes too. It is compared at each
-    window or micro-step, while a GPU waits: so there are few steps of Python per module.
-    """
 
-    def __init__(self, model: nn.Module, *, numbers: bool = False) -> None:
-        modules = [vars(module) for module in model.modules()]
-        parts = [
-            part
-            for fields in modules
-            for name, part in fields.items()
-            if name == "_modules" or (name.endswith("_hooks") and isinstance(part, dict))
-        ]
-        self._empty = [part for part in parts if not part]
-        self.filled = [(part, list(part.items())) for part in parts if part]
-        """The dictionaries that are not empty, with what they held."""
-        self._ids = set(map(id, parts))
-        self._numbers = []
-        for fields in modules if numbers else ():
-            names = [name for name, value in fields.items() if isinstance(value, _NUMBERS)]
-            read = partial(self._read, fields, names)
-            self._numbers.append((read, read()))
+def _copy_of_numbers(log: Any) -> Any:
+    if isinstance(log, dict):
+        return {key: _copy_of_numbers(inner) for key, inner in log.items()}
+    return [_copy_of_numbers(inner) for inner in log] if isinstance(log, list | deque) else log
 
-    @staticmethod
-    def _read(fields: dict[str, Any], names: list[str]) -> list[Any]:
-        return [len(fields), *map(fields.get, names)]
 
-    def hold(self) -> bool:
-        """True if all of it is as it was."""
-        try:
-            return (
-                not any(self._empty)
-                and all([*part.items()] == before for part, before in self.filled)
-                and all(read() == before for read, before in self._numbers)
-            )
-        except (RuntimeError, ValueError):  # a number has become a tensor or an array
-            return False
-
-    def include(self, part: Any) -> bool:
-        """True if `hold` compares this dictionary of modules or hooks."""
-        return id(part) in self._ids
+def _refill(log: Any, numbers: Any) -> None:
+    """Let a container of numbers hold what it held; the containers stay the same objects."""
+    if isinstance(log, dict):
+        for key in log.keys() - numbers.keys():
+            del log[key]
+        for key, inner in numbers.items():
+            if isinstance(inner, dict | list) and key in log:
+                _refill(log[key], inner)
+            else:
+                log[key] = inner
+    elif list(log) != numbers:
+        log.clear()
+        log.extend(numbers)
 
 
 # ------------------------------------------------------------ random generators

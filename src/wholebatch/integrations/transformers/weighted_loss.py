@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from wholebatch.audit.divided_by_steps import step_division
+from wholebatch.audit.loss_test import LossTest
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.additivity import AdditivityTest, WindowData
 from wholebatch.coupled.last_reduction import last_reductions
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
@@ -73,7 +73,7 @@ class WeightedLoss:
         self._check_dtypes(engine)
         norms = "refuse" if trainer.batchnorm == "exact" else trainer.batchnorm
         self._batchnorm = choose_batchnorm(norms, self._model)
-        self._test = AdditivityTest(
+        self._test = LossTest(
             self._model,
             Group(),
             enabled=trainer.audit,
@@ -142,7 +142,7 @@ class WeightedLoss:
 
         batch = trainer._prepared(inputs)
         with attributes_restored(trainer):
-            self._test.test(run, WindowData(batch, [batch]), name="the loss")
+            self._test.test(run, batch, [batch], name="the loss")
 
     def _weighing(self, window: TrainerWindow) -> AbstractContextManager[None]:
         """Return a context in which every loss is weighted by its share of the window's units.

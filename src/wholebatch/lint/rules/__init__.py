@@ -1,4 +1,4 @@
-"""All rules, in the order of their codes."""
+"""Pass 2: patterns over one window. All rules, in the order of their codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from . import (
     learning_rate,
     loss_scale,
     mixed_samples,
-    reported_loss,
     token_means,
     window_ends,
 )
@@ -20,7 +19,7 @@ __all__ = ["RULES", "Rule", "not_pytorch", "not_understood"]
 
 _MODULES = (
     clearing, clipping, gradient_reduction, learning_rate, loss_scale, mixed_samples,
-    reported_loss, token_means, window_ends,
+    token_means, window_ends,
 )  # fmt: skip
 _DEFINED = [value for module in _MODULES for value in vars(module).values()]
 RULES: tuple[Rule, ...] = tuple(

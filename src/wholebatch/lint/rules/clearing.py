@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..model import Event, File, Guard, LoopWindow
-from ..model.expressions import text, values_of
-from ..model.surroundings import Surroundings
-from .rule_base import Report, cleared_last, closing_steps, is_optimizer_of, rule
+from ..normalise import Event, Loop, NormalFile
+from ..normalise.syntax import names_in, shown, text, values_of, written
+from ..windows import File, Window
+from ..windows.values import symbols_in
+from ..windows.window import is_optimizer_of
+from .rule_base import ERROR, NOTE, Report, rule
 
 
 @rule("WB104", "gradients cleared every micro-batch")
@@ -19,7 +21,9 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
     batch K times smaller, at K times the cost. Clear once per window, after the step.
     """
     for window in file.shaped("boundary", "nested"):
-        steps = closing_steps(window)
+        if window.is_by_hand:
+            continue  # The gradients may be kept elsewhere.
+        steps = window.closing_steps()
         for clear in window.of("clear"):
             if is_optimizer_of(clear, steps) and _every_micro_batch(clear, window, steps):
                 yield Report(
@@ -30,15 +34,15 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
                 )
 
 
-def _every_micro_batch(clear: Event, window: LoopWindow, steps: list[Event]) -> bool:
+def _every_micro_batch(clear: Event, window: Window, steps: list[Event]) -> bool:
     """True if it runs on every micro-batch: unconditionally, or under conditions of its step."""
     if steps and all(clear.excludes(step) for step in steps):
         return False  # On another branch.
     if window.when(clear) != "sometimes":
         return window.when(clear) == "always"
-    mine = clear.conditions(window.loop)
-    own = [s for s in steps if s.receiver_text == clear.receiver_text]
-    return any(mine <= step.conditions(window.loop) for step in own)
+    mine = clear.keys(window.loop)
+    own = [s for s in steps if s.owner == clear.owner]
+    return any(mine <= step.keys(window.loop) for step in own)
 
 
 @rule("WB117", "cleared before the step")
@@ -50,9 +54,9 @@ def cleared_before_step(file: File) -> Iterator[Report]:
     """
     for window in file.windows:
         unknown = window.loop.virtual and window.shape == "plain"
-        if unknown or window.shape in {"deepspeed", "last_only"}:
+        if unknown or window.shape in {"deepspeed", "last_only"} or window.is_by_hand:
             continue
-        steps = closing_steps(window)
+        steps = window.closing_steps()
         for clear in _clears(window):
             step = _step_after(clear, steps, window)
             if _clears_the_others(clear, window):
@@ -65,7 +69,8 @@ def cleared_before_step(file: File) -> Iterator[Report]:
             if step is not None:
                 yield Report(
                     clear.node,
-                    f"gradients are cleared before `{text(step.node)}` uses them: clear after it",
+                    f"gradients are cleared before `{shown(written(step.node))}` uses them: clear "
+                    "after it",
                 )
             elif clear is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
                 yield Report(
@@ -75,53 +80,62 @@ def cleared_before_step(file: File) -> Iterator[Report]:
                 )
 
 
-def _clears_the_others(clear: Event, window: LoopWindow) -> bool:
+def cleared_last(window: Window) -> Event | None:
+    """Return a clearing at the boundary just before the last backward of a window."""
+    boundary, steps = window.boundary, window.closing_steps()
+    first = min((b.order for b in window.backwards), default=0)
+    if boundary is None or boundary.shift is None or not steps:
+        return None
+    if any(step.order < first for step in window.of("step")):
+        return None
+    for clear in window.of("clear"):
+        mine = next((b for b in window.boundaries(clear) if window.is_ours(b)), None)
+        is_early = window.when(clear) == "boundary" and clear.order < first
+        # At the start of a window the same words have another count: `i % k == 0`.
+        same = mine is not None and mine.shift == boundary.shift
+        if is_early and same and is_optimizer_of(clear, steps):
+            return clear
+    return None
+
+
+def _clears_the_others(clear: Event, window: Window) -> bool:
     """True for a clearing inside `accumulate()` before the backward: only the last one counts."""
     if window.shape != "accelerate" or window.when(clear) != "always":
         return False
-    inside = any("accumulate" in c.names for c in clear.contexts(window.loop))
+    inside = any("accumulate" in names_in(c) for c in clear.contexts(window.loop))
     first = all(clear.order < backward.order for backward in window.of("backward"))
     return inside and first and is_optimizer_of(clear, window.of("step"))
 
 
-def _clears(window: LoopWindow) -> list[Event]:
+def _clears(window: Window) -> list[Event]:
     if window.shape == "nested":
-        return [e for e in window.after if e.kind == "clear" and e.loops == window.loop.parents]
+        return [e for e in window.after if e.kind == "clear" and window.is_beside(e)]
     return window.of("clear")
 
 
-def _step_after(clear: Event, steps: list[Event], window: LoopWindow) -> Event | None:
+def _step_after(clear: Event, steps: list[Event], window: Window) -> Event | None:
     """Return the step that could use the gradients that are cleared just before it."""
     later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
     # An earlier step of the same optimizer has used the gradients cleared here.
     used = any(s.order < clear.order and not s.excludes(clear) for s in steps)
     backwards = [b for b in window.backwards if b.order < clear.order and not b.excludes(clear)]
     for step in steps if is_optimizer_of(clear, steps) and not used else ():
-        if _holds_others(clear, step) or step.order < clear.order or clear.excludes(step):
+        if _holds_others(clear, step, window) or step.order < clear.order or clear.excludes(step):
             continue
         if step.loops != clear.loops or window.when(clear) != window.when(step):
             continue
         # Not where the update is skipped, and not before another backward.
         again = any(clear.order < b.order < step.order for b in later)
         useful = not all(b.excludes(step) for b in backwards)
-        if _conditions(clear) <= _conditions(step) and useful and not again:
+        if clear.keys() <= step.keys() and useful and not again:
             return step
     return None
 
 
-def _conditions(event: Event) -> set[tuple[str, bool]]:
-    return {g.key for g in event.path if isinstance(g, Guard)}
-
-
-def _holds_others(clear: Event, step: Event) -> bool:
+def _holds_others(clear: Event, step: Event, window: Window) -> bool:
     """True if the optimizer holds the parameters of another model than the cleared one."""
-    makers = " ".join(text(d.expr) for d in step.env.get(step.receiver_text, ()))
-    owner = f"{clear.receiver_text}."
-    return (
-        clear.receiver_text != step.receiver_text
-        and "parameters(" in makers
-        and owner not in makers
-    )
+    makers = " ".join(text(call) for call, _ in window.file.reader.made_by(step.receiver))
+    return clear.owner != step.owner and "parameters(" in makers and f"{clear.owner}." not in makers
 
 
 @rule("WB118", "backward only at the boundary")
@@ -141,12 +155,11 @@ def backward_at_boundary(file: File) -> Iterator[Report]:
             )
 
 
-def _is_sum(event: Event, window: LoopWindow) -> bool:
-    """True if the loss of the backward is a sum over micro-batches: `total = total + loss`."""
-    names = {text(n) for n in ast.walk(event.argument or ast.Pass()) if isinstance(n, ast.Name)}
-    sums = [e for e in window.of("augment") if window.when(e) != "boundary"]
-    carried = [c for c in window.ways(event) if c.base_call is None]
-    return bool(carried) or any(text(e.receiver) in names for e in sums)
+def _is_sum(event: Event, window: Window) -> bool:
+    """True if the loss of the backward may hold earlier micro-batches: `total = total + loss`."""
+    terms = [term for of, term in window.terms if of is event]
+    carried = [s for t in terms for s in symbols_in(t.base, window.file) if s.kind == "carried"]
+    return any(t.call is None for t in terms) or any(s.loop is window.loop for s in carried)
 
 
 @rule("WB122", "gradients never cleared")
@@ -155,35 +168,43 @@ def never_cleared(file: File) -> Iterator[Report]:
 
     Call `optimizer.zero_grad()` after every step.
     """
+    cleared: dict[int, set[Loop | None]] = {}
     for window in file.shaped("plain", "boundary", "nested"):
         # What calls a step function may clear.
-        steps = [] if window.loop.virtual else closing_steps(window)
-        if steps and not window.around.ask(_is_cleared) and _is_of_torch(window):
+        steps = [] if window.loop.virtual else window.closing_steps()
+        if not steps or not steps[0].loops:
+            continue
+        root, loop = steps[0].root, steps[0].loops[-1]
+        if root not in cleared:
+            cleared[root] = _cleared_in(file.normal, root)
+        # Once before all loops is not once per update.
+        if cleared[root].isdisjoint({loop, None}) and _is_of_torch(window):
             yield Report(
                 steps[0].node,
                 "no gradient is cleared around this loop: every update adds up all batches since "
                 "the start; call `zero_grad()` after the step",
+                NOTE if window.is_by_hand else ERROR,
             )
             return
 
 
-def _is_cleared(around: Surroundings) -> bool:
-    """True if the code around a loop clears or replaces gradients."""
-    if not {"zero_grad", "zero_"}.isdisjoint(around.calls):
-        return True
-    assigns = [n for n in around.nodes if isinstance(n, ast.Assign)]
-    return any(text(target).endswith(".grad") for a in assigns for target in a.targets)
+def _cleared_in(file: NormalFile, root: int) -> set[Loop | None]:
+    """Return the loops of a function that clear gradients; None stands for another function."""
+    clears = [e for e in file.around(root) if e.kind == "clear"]
+    inside: set[Loop | None] = {loop for e in clears for loop in e.loops}
+    return inside | {None for e in clears if e.root != root}
 
 
-def _is_of_torch(window: LoopWindow) -> bool:
+def _is_of_torch(window: Window) -> bool:
     """True if the optimizer is made here by torch, and only steps: a wrapper may clear itself."""
-    for step in closing_steps(window):
-        makers = [text(call.func) for call, _ in window.makers(step.receiver_text, step.env)]
-        if any(window.loop in d.loops for d in step.env.get(step.receiver_text, ())):
-            return (
-                False  # Made anew in every iteration: its gradients are compared, not trained on.
-            )
-        handed = [text(a) for e in window.of("call") for a in values_of(e.node)]  # type: ignore[arg-type]
-        if step.receiver_text in handed or not any("optim." in name for name in makers):
+    reader = window.file.reader
+    for step in window.closing_steps():
+        made = reader.made_by(step.receiver)
+        if not any("optim." in text(call.func) for call, _ in made):
+            return False
+        if any(window.loop in s.loops for s in symbols_in(step.receiver, window.file)):
+            return False  # Made anew in every iteration: its gradients are compared.
+        calls = [e for e in window.of("call") if isinstance(e.node, ast.Call)]
+        if step.owner in [text(a) for e in calls for a in values_of(e.node)]:  # type: ignore[arg-type]
             return False
     return True

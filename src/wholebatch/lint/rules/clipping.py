@@ -6,10 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File
-from ..model.events import Context, Env, Loop
-from ..model.expressions import dotted, is_call, names_in, text, values_of
-from ..model.window_boundary import iterated
+from ..normalise import Event, Loop, NormalFile
+from ..normalise.events import Context
+from ..normalise.syntax import dotted, is_call, names_in, shown, text, values_of
+from ..windows import File, Window
+from ..windows.values import iterated
 from .rule_base import Report, rule
 
 _UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer", re.I)
@@ -22,14 +23,14 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
     Clipping the sum so far shrinks the early micro-batches again and again: the update has another
     direction than that of the batch. Clip once per window, just before the step.
     """
-    yield from _in_windows_of_wholebatch(file)
+    yield from _in_windows_of_wholebatch(file.normal)
     for window in file.accumulating:
         # Not those on a branch without a backward of this window.
         clips = [c for c in window.of("clip") if not all(c.excludes(b) for b in window.backwards)]
         for clip in clips:
             if window.when(clip) != "always":
                 continue
-            contexts = [c.names for c in clip.path if isinstance(c, Context)]
+            contexts = [names_in(item.expr) for item in clip.path if isinstance(item, Context)]
             if window.shape == "accelerate" and not any("accumulate" in c for c in contexts):
                 continue
             yield Report(
@@ -39,10 +40,10 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
             )
 
 
-def _in_windows_of_wholebatch(file: File) -> Iterator[Report]:
+def _in_windows_of_wholebatch(file: NormalFile) -> Iterator[Report]:
     """Yield the clipping calls in a loop over `acc.over(loader)`, of a model that `acc` updates."""
-    for clip in file.events("clip"):
-        models = {name for loop in clip.loops for name in _updated(loop)}
+    for clip in (e for e in file.events if e.kind == "clip"):
+        models = {name for loop in clip.loops for name in _updated(loop, file)}
         call = clip.node
         if models and isinstance(call, ast.Call) and call.args and models & names_in(call.args[0]):
             yield Report(
@@ -53,14 +54,12 @@ def _in_windows_of_wholebatch(file: File) -> Iterator[Report]:
             )
 
 
-def _updated(loop: Loop) -> Iterator[str]:
+def _updated(loop: Loop, file: NormalFile) -> Iterator[str]:
     """Yield the names of the models that a loop over `acc.over(loader)` updates."""
-    over = None if loop.virtual else iterated(loop)
+    over = None if loop.virtual else iterated(loop, file)
     if not is_call(over, "over") or not isinstance(over.func, ast.Attribute):
         return
-    owner = over.func.value
-    for definition in loop.entry.get(dotted(owner) or "", ()):
-        maker = definition.expr
+    for maker, _ in file.reader.made_by(over.func.value):
         if is_call(maker, "Accumulator") and len(maker.args) > 1 and text(maker.args[1]) != "None":
             yield from names_in(maker.args[0])
 
@@ -76,7 +75,7 @@ def clipped_before_unscale(file: File) -> Iterator[Report]:
         events = [*window.events, *window.after] if window.shape == "nested" else window.events
         for clip in (e for e in events if e.kind == "clip"):
             before = [e for e in events if e.order < clip.order and not e.excludes(clip)]
-            scalers = [_scaler(e.argument, e.env) for e in before if e.kind == "backward"]
+            scalers = [_scaler(e, window) for e in before if e.kind == "backward"]
             scaler = next((name for name in reversed(scalers) if name), None)
             if scaler is None or any(e.kind == "unscale" for e in before) or _unscales(clip):
                 continue
@@ -96,11 +95,12 @@ def _unscales(clip: Event) -> bool:
     return scaled or bool(_UNSCALES_ITSELF.search(" ".join(map(text, [call.func, *call.args[:1]]))))
 
 
-def _scaler(expr: ast.expr | None, env: Env, depth: int = 0) -> str | None:
+def _scaler(backward: Event, window: Window) -> str | None:
     """Return the scaler of `scaler.scale(loss).backward()`, also if the scaled loss has a name."""
-    if is_call(expr, "scale") and isinstance(expr.func, ast.Attribute):
-        owner = text(expr.func.value)
-        if "scaler" in owner.lower():
-            return owner
-    defs = env.get(dotted(expr) or "", ()) if depth < 3 else ()
-    return next((s for d in defs if (s := _scaler(d.expr, d.env, depth + 1))), None)
+    scaled = window.file.value(backward.argument)
+    if is_call(scaled, "scale") and isinstance(scaled.func, ast.Attribute):
+        owner = scaled.func.value
+        made = [name for name, _ in window.file.reader.makers(owner)]
+        if "scaler" in text(owner).lower() or any(name.endswith("GradScaler") for name in made):
+            return shown(owner)
+    return None

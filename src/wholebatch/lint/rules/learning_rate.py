@@ -1,4 +1,4 @@
-"""The learning rate's schedule: one step per update, and as long as the updates."""
+"""The learning rate's schedule: one step per update."""
 
 from __future__ import annotations
 
@@ -6,40 +6,26 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import File, LoopWindow
-from ..model.events import Env
-from ..model.expressions import (
-    has_word,
-    is_accumulation_name,
-    is_call,
-    keyword,
-    last_part,
-    positional,
-    text,
-)
-from ..model.window_boundary import iterated
-from .rule_base import Report, is_prepared, rule
+from ..normalise import Event, NormalFile
+from ..normalise.syntax import is_accumulation_name, is_call, last_part, shown, text, written
+from ..windows import File, Window
+from ..windows.values import iterated
+from .rule_base import NOTE, Report, rule
 
-_LENGTH_OPTIONS = (
-    "num_training_steps", "t_total", "total_steps", "T_max", "total_iters", "num_steps",
-    "steps_per_epoch",
-)  # fmt: skip
-# The position of the length: (optimizer, warm-up, length) is the usual signature.
-_LENGTH_POSITIONS = {"CosineAnnealingLR": 1, "OneCycleLR": 2}
 _LOADER_LENGTH = re.compile(
-    r"\blen\([\w.\[\]'\"]*(loader|dl|ld|batches|iterator|dataset)\w*(\(\))?\)(?! *//)", re.I
+    r"\blen\([\w.@\[\]'\"]*(loader|dl|ld|batches|iterator|dataset)[\w@]*(\(\))?\)(?! *//)", re.I
 )
 # Updates times their micro-batches: `max_train_steps * args.accum`.
 _STEPS_TIMES_COUNT = re.compile(r"(steps|total)\w* \* [\w.]*(accum|gas\b)", re.I)
 _MAX_NAMES_DEEP = 4
 
 
-@rule("WB107", "scheduler stepped every micro-batch")
+@rule("WB107", "scheduler stepped every micro-batch", NOTE)
 def scheduled_every_micro_batch(file: File) -> Iterator[Report]:
     """The learning-rate schedule steps for every micro-batch instead of every update.
 
     The schedule goes K times too fast: warm-up and decay end after 1/K of the training. Step it
-    where the optimizer steps.
+    where the optimizer steps. It is a note, since a schedule may be made for micro-batches.
     """
     for window in file.shaped("boundary", "nested", "accelerate"):
         for event in window.of("schedule"):
@@ -49,24 +35,41 @@ def scheduled_every_micro_batch(file: File) -> Iterator[Report]:
                 continue
             if window.shape == "accelerate" and is_prepared(event, window) is not False:
                 continue
-            makers = window.makers(text(event.receiver), event.env)
-            if any(_may_count_micro_batches(maker, env, window) for maker, env in makers):
+            makers = [maker for maker, _ in window.file.reader.made_by(event.receiver)]
+            if any(_may_count_micro_batches(maker, window) for maker in makers):
                 continue
             yield Report(
-                event.node,
-                f"`{text(event.node)}` runs on every micro-batch: the schedule goes "
+                call,
+                f"`{shown(written(call))}` runs on every micro-batch: the schedule goes "
                 f"{window.count_name} times too fast; step it once per update",
+                NOTE,
             )
 
 
-def _may_count_micro_batches(call: ast.Call, env: Env, window: LoopWindow) -> bool:
+def is_prepared(event: Event, window: Window) -> bool | None:
+    """True if Accelerate wraps a schedule and so steps it once per update, None if unknown."""
+    made = [last_part(call.func) for call, _ in window.file.reader.made_by(event.receiver)]
+    if any(name in {"prepare", "prepare_scheduler"} for name in made):
+        return True
+    by_name = window.file.index.calls_by_name
+    calls = [*by_name.get("prepare", ()), *by_name.get("prepare_scheduler", ())]
+    name = last_part(event.receiver)
+    if not name or any(last_part(a) == name for call in calls for a in call.args):
+        return True if name else None
+    starred = any(isinstance(a, ast.Starred) for call in calls for a in call.args)
+    return None if starred or not any(len(call.args) > 1 for call in calls) else False
+
+
+def _may_count_micro_batches(call: ast.Call, window: Window) -> bool:
     """True if a schedule is, or may be, as long as the micro-batches: then each may step it."""
-    over = iterated(window.loop)
+    over = iterated(window.loop, window.file)
     limit = text(over.args[-1]) if is_call(over, "range") and over.args else ""
-    spelled = _spellings(call, env)
+    spelled = spellings(call, window.file)
     if last_part(call.func) == "LambdaLR":
         return True  # A function of the step may count whatever it likes.
-    if limit[:1].isalpha() and any(has_word(limit, s) for s in spelled):
+    if limit[:1].isalpha() and any(
+        re.search(rf"(?<![\w.]){re.escape(limit)}(?!\w)", s) for s in spelled
+    ):
         return True
     if any(map(_STEPS_TIMES_COUNT.search, spelled)):
         return True
@@ -75,53 +78,9 @@ def _may_count_micro_batches(call: ast.Call, env: Env, window: LoopWindow) -> bo
     return any(_LOADER_LENGTH.search(s) or "steps_per_epoch" in s for s in spelled)
 
 
-@rule("WB116", "micro-batches counted as updates")
-def micro_batches_counted(file: File) -> Iterator[Report]:
-    """A schedule is as long as the micro-batches, but steps once per update.
-
-    With `len(loader) * epochs` as its length, the schedule ends K times too late: training stops at
-    1/K of it. Divide its length by the number of micro-batches per update.
-    """
-    for window in file.shaped("boundary", "accelerate"):
-        for event in window.of("schedule"):
-            prepared = window.shape == "accelerate" and is_prepared(event, window)
-            if not prepared and window.when(event) != "boundary":
-                continue
-            for call, env in window.makers(text(event.receiver), event.env):
-                length = _length(call)
-                if length is not None and _counts_micro_batches(length, env, window):
-                    yield Report(
-                        call,
-                        "schedule is as long as the micro-batches, but steps once per update: "
-                        f"divide its length by {window.count_name}",
-                    )
-
-
-def _length(call: ast.Call) -> ast.expr | None:
-    """Return the length that a call gives to a schedule, or None if it is not seen."""
-    if call.args and str(getattr(call.args[0], "value", "")).startswith("constant"):
-        return None  # `get_scheduler("constant", ...)`: its length means nothing.
-    named = [keyword(call, name) for name in _LENGTH_OPTIONS]
-    if any(named):
-        return next(filter(None, named))
-    name = last_part(call.func)
-    usual = 2 if "schedule" in name.lower() else None
-    at = _LENGTH_POSITIONS.get(name, usual)
-    return None if at is None else positional(call, at)
-
-
-def _counts_micro_batches(length: ast.expr, env: Env, window: LoopWindow) -> bool:
-    spelled, count = _spellings(length, env), window.every_name
-    if any(map(_STEPS_TIMES_COUNT.search, spelled)):
-        return True
-    if any(is_accumulation_name(s) or (count and f"/ {count}" in s) for s in spelled):
-        return False
-    return any(map(_LOADER_LENGTH.search, spelled))
-
-
-def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
+def spellings(expr: ast.expr, file: NormalFile, depth: int = 0) -> list[str]:
     """Return the text of an expression, and of everything that its names are computed from."""
-    spelled = [text(expr)]
+    spelled = [text(expr), shown(written(expr))]
     if depth > _MAX_NAMES_DEEP:
         return spelled
     # How a loader was built says nothing about what its length is divided by.
@@ -129,8 +88,7 @@ def _spellings(expr: ast.expr, env: Env, depth: int = 0) -> list[str]:
     # Nor does how the owner of a setting was built: `accelerator.num_processes`.
     held |= {text(node.value) for node in ast.walk(expr) if isinstance(node, ast.Attribute)}
     for node in ast.walk(expr):
-        if isinstance(node, (ast.Name, ast.Attribute)) and text(node) not in held:
-            for definition in env.get(text(node), ()):
-                if text(definition.expr) != text(node):
-                    spelled += _spellings(definition.expr, definition.env, depth + 1)
+        symbol = file.symbols.get(getattr(node, "id", ""))
+        if symbol is not None and symbol.value is not None and text(node) not in held:
+            spelled += spellings(symbol.value, file, depth + 1)
     return spelled

@@ -6,13 +6,13 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..model import Event, File, LoopWindow
-from ..model.call_kinds import constructors
-from ..model.events import Env
-from ..model.expressions import dotted, is_call, keyword, last_part, names_in, text
-from ..model.loop_windows import unmoved
-from ..model.loss_origin import LOSS_NAME
-from .rule_base import Report, framework_accumulates, rule
+from ..normalise import NormalFile
+from ..normalise.syntax import is_call, keyword, last_part, names_in, text
+from ..windows import File, Window
+from ..windows.find_windows import framework_accumulates
+from ..windows.loss_terms import LOSS_NAME
+from ..windows.values import unmoved
+from .rule_base import NOTE, Report, rule
 
 # Networks of torchvision and timm that have BatchNorm.
 _KNOWN_MODEL = re.compile(
@@ -26,48 +26,82 @@ _COUPLED_NAME = re.compile(
     r"ClipLoss|CLIPLoss|clip_loss|InfoNCE|info_nce|NTXent|NT_Xent|nt_xent|MultipleNegatives"
     r"|SupConLoss|SigLipLoss|BiEncoderNllLoss|in_batch_neg|SimCLRLoss|ContrastiveLossWithInBatch"
 )
-_CACHED = re.compile(r"\w*grad_?cache\w*|accum_\w*features|cached_(multiple|rep|emb)\w*", re.I)
 
 
-@rule("WB113", "BatchNorm under accumulation")
+@rule("WB113", "BatchNorm under accumulation", NOTE)
 def batchnorm(file: File) -> Iterator[Report]:
     """BatchNorm sees micro-batches, so the update is not that of the whole batch.
 
     Its means and variances are those of a micro-batch. Use GroupNorm, freeze it, or
     `wb.WholeBatch`, which normalises over the whole batch.
     """
-    windows = [w for w in file.accumulating if w.shape != "deepspeed"]
-    codes = {id(w.around): w.around.nodes for w in windows if not w.is_frozen}
-    if not windows and framework_accumulates(file):
-        codes = {0: file.facts.nodes}
-    for nodes in codes.values():
+    normal, windows = file.normal, [w for w in file.accumulating if w.shape != "deepspeed"]
+    roots = {w.events[0].root for w in windows if not _is_frozen(w)}
+    codes = [_code_around(root, normal) for root in sorted(roots)] if _has_layers(normal) else []
+    if not windows and framework_accumulates(normal):
+        codes = [normal.index.nodes]
+    for nodes in codes:
         for node in nodes:
-            layer = _batchnorm(node, file) if isinstance(node, ast.expr) else ""
-            if layer and not _freezes_itself(node, file):
+            layer = _batchnorm(node, normal) if isinstance(node, ast.Call) else ""
+            if layer and not _freezes_itself(node, normal):
                 yield Report(
                     node,
                     f"{layer} normalises over each micro-batch, not over the window: the update is "
                     "not that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s "
                     "exact one",
+                    NOTE,
                 )
                 return  # Once per file, where the layers are created.
 
 
-def _freezes_itself(node: ast.AST, file: File) -> bool:
+def _has_layers(file: NormalFile) -> bool:
+    """True if a call anywhere in the file makes a layer or network with BatchNorm."""
+    return any(_batchnorm(call, file) for call in file.index.calls)
+
+
+def _is_frozen(window: Window) -> bool:
+    """True if BatchNorm is frozen before the loop or in it."""
+    root, last = window.events[0].root, window.events[-1].order
+    same = window.file.by_root[root]
+    return any(e.kind == "freeze" and e.order <= last for e in same)
+
+
+def _code_around(number: int, file: NormalFile) -> list[ast.AST]:
+    """Return the nodes of a function, of the module itself and of the classes they name."""
+    index, root = file.index, file.reader.roots[number]
+    known = {**index.functions, **{name: c.node for name, c in index.classes.items()}}
+    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    starts: list[ast.AST] = [s for s in index.tree.body if not isinstance(s, inner)]
+    owner = index.class_around(getattr(root, "lineno", 0))
+    todo = [*starts, *([root] if root is not index.tree else []), *([owner.node] if owner else [])]
+    reached: dict[int, ast.AST] = {}
+    nodes: list[ast.AST] = []
+    while todo:
+        part = todo.pop(0)
+        if id(part) not in reached:
+            reached[id(part)] = part
+            inside = list(ast.walk(part))
+            nodes += inside
+            todo += [known[n.id] for n in inside if isinstance(n, ast.Name) and n.id in known]
+    return nodes
+
+
+def _freezes_itself(node: ast.AST, file: NormalFile) -> bool:
     """True if the class that creates the layers puts BatchNorm into evaluation mode."""
-    owner = file.facts.class_around(getattr(node, "lineno", 0))
-    tests = [n for n in ast.walk(owner) if isinstance(n, ast.If)] if owner is not None else []
+    owner = file.index.class_around(getattr(node, "lineno", 0))
+    tests = [n for n in ast.walk(owner.node) if isinstance(n, ast.If)] if owner else []
     return any("BatchNorm" in text(test.test) and "eval" in names_in(*test.body) for test in tests)
 
 
-def _batchnorm(node: ast.expr, file: File) -> str:
-    """Return the layer or network with BatchNorm that an expression makes or names, or ""."""
-    maker = node.func if isinstance(node, ast.Call) else node
-    name, full = last_part(maker), file.facts.full_name(maker)
-    if name in _LAYERS and (isinstance(node, ast.Call) or _is_value(node, file)):
+def _batchnorm(node: ast.Call, file: NormalFile) -> str:
+    """Return the layer or network with BatchNorm that an expression makes, or ""."""
+    name, full = last_part(node.func), file.index.full_name(node.func)
+    if name in _LAYERS:
         return f"`{name}`"
-    if not isinstance(node, ast.Call):
-        return ""
+    handed = [last_part(value) for value in (*node.args, *(k.value for k in node.keywords))]
+    layer = next((h for h in handed if h in _LAYERS and name != "isinstance"), "")
+    if layer:
+        return f"`{layer}`"
     if full == "timm.create_model":
         chosen = node.args[0] if node.args else keyword(node, "model_name")
         name = str(getattr(chosen, "value", ""))
@@ -76,12 +110,7 @@ def _batchnorm(node: ast.expr, file: File) -> str:
     return f"`{name}` has BatchNorm, which" if _KNOWN_MODEL.match(name) else ""
 
 
-def _is_value(node: ast.expr, file: File) -> bool:
-    """True if a class of layers is given a name: `norm = nn.BatchNorm2d`."""
-    return any(node is value for values in file.facts.assigned.values() for value in values)
-
-
-@rule("WB114", "in-batch negatives accumulated")
+@rule("WB114", "in-batch negatives accumulated", NOTE)
 def in_batch_negatives(file: File) -> Iterator[Report]:
     """A loss that compares samples of a batch with each other does not accumulate.
 
@@ -89,39 +118,50 @@ def in_batch_negatives(file: File) -> Iterator[Report]:
     batch of K * n. Cache the features of the whole batch (GradCache, `wb.WholeBatch`).
     """
     for window in file.accumulating:
-        if any(map(_CACHED.fullmatch, window.words)):
-            continue
-        for event in window.of("call", "forward"):
+        for event in window.of("call"):
             call = event.node
-            if isinstance(call, ast.Call) and _couples(call, event, window):
+            if isinstance(call, ast.Call) and _couples(call, window):
                 yield Report(
                     call,
                     "loss uses the other samples of the micro-batch as negatives: accumulation "
                     "does not give the negatives of the whole batch; cache the features "
                     "(GradCache, `wb.WholeBatch`)",
+                    NOTE,
                 )
                 break
 
 
-def _couples(call: ast.Call, event: Event, window: LoopWindow) -> bool:
+def _couples(call: ast.Call, window: Window) -> bool:
     """True for a loss that is known, or shown, to compare the samples of a batch."""
-    name = text(call.func)
-    makers = [last_part(m.func) for m, _ in window.makers(name, event.env)]
+    file = window.file
+    makers = [name.rpartition(".")[2] for name, _ in file.reader.makers(call.func)]
     if any(map(_COUPLED_NAME.search, [last_part(call.func), *makers])):
-        return True
+        return not _has_earlier_features(call, window)
     asked = getattr(keyword(call, "return_loss"), "value", None) is True
-    built = [maker for maker, _ in constructors(call.func, event.env)]
-    if event.kind == "forward" and asked and any("CLIP" in maker for maker in built):
+    if asked and any("CLIP" in name for name, _ in file.reader.makers(call.func)):
         return True
-    is_loss = LOSS_NAME.search(" ".join([name, *makers])) and len(call.args) > 1
-    return bool(is_loss) and _is_diagonal(call.args[1], event.env)
+    is_loss = LOSS_NAME.search(" ".join([text(call.func), *makers])) and len(call.args) > 1
+    return bool(is_loss) and _is_diagonal(call.args[1], file)
 
 
-def _is_diagonal(labels: ast.expr, env: Env, depth: int = 0) -> bool:
+def _has_earlier_features(call: ast.Call, window: Window) -> bool:
+    """True if the loss is handed features that an earlier pass over the window has made."""
+    handed = [*call.args, *(k.value for k in call.keywords)]
+    nodes = [n for value in handed for n in ast.walk(window.file.value(value) or value)]
+    filled = [
+        text(e.node.func.value)
+        for e in (*window.events, *window.before)
+        if isinstance(e.node, ast.Call) and isinstance(e.node.func, ast.Attribute)
+        and e.node.func.attr in {"append", "update", "setdefault"}
+    ]  # fmt: skip
+    return any(text(node) in filled for node in nodes) or any(k.arg is None for k in call.keywords)
+
+
+def _is_diagonal(labels: ast.expr, file: NormalFile) -> bool:
     """True for labels that count the samples: `cross_entropy(a @ b.T, arange(len(a)))`."""
-    labels = unmoved(labels)
-    counts = is_call(labels, "tensor") and any(is_call(n, "range") for n in ast.walk(labels))
-    if counts or is_call(labels, "arange", "eye", "diag"):
-        return True
-    defs = env.get(dotted(labels) or "", ()) if depth < 4 else ()
-    return any(_is_diagonal(d.expr, d.env, depth + 1) for d in defs)
+    value = file.value(labels)
+    value = file.value(unmoved(value)) if isinstance(value, ast.expr) else value
+    if isinstance(value, ast.IfExp):
+        return _is_diagonal(value.body, file) or _is_diagonal(value.orelse, file)
+    counts = is_call(value, "tensor") and any(is_call(n, "range") for n in ast.walk(value))
+    return counts or is_call(value, "arange", "eye", "diag")

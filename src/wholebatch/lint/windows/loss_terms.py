@@ -1,0 +1,303 @@
+"""The terms of a loss: where each was computed, and what divides it on the way to `backward`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..normalise import Event, NormalFile
+from ..normalise.syntax import (
+    changed,
+    dotted,
+    is_accumulation_name,
+    is_binary,
+    is_call,
+    is_not,
+    last_part,
+    number,
+    positional,
+    shown,
+    strip_casts,
+    text,
+    written,
+)
+
+# Methods that move, cast or reduce a loss: `loss.mean()`, `loss.detach()`.
+_THROUGH = {
+    "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
+    "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
+    "detach", "item", "data", "clamp", "clamp_", "repeat", "numpy", "detach_", "tolist", "expand",
+    "type", "bfloat16",
+}  # fmt: skip
+_OF_TORCH = {
+    "torch.mean", "torch.sum", "torch.clamp", "torch.clip", "torch.nan_to_num", "torch.sqrt",
+    "torch.tensor", "torch.as_tensor",
+}  # fmt: skip
+# Parts of the names of helpers that average a value over ranks, or cast it.
+_OVER_RANKS = ("reduce", "gather", "average", "mean_scalar")
+_REDUCERS = {"item", "detach", "mean", "sum"}
+LOSS_NAME = re.compile(r"loss|nll|criterion|objective|entropy|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
+_WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
+# Divisors that are unrelated to the number of micro-batches of a window.
+DEVICES = re.compile(r"world_?size|n_?gpu|num_gpus?|device_count|num_processes", re.I)
+_MAX_TERMS = 12
+_MAX_DEPTH = 30
+
+
+@dataclass(frozen=True, eq=False)
+class Divisor:
+    """One division of the loss."""
+
+    expr: ast.expr
+    node: ast.AST
+    written: str  # As the source has it.
+    whole: str  # The product that it is a factor of.
+    elementwise: bool = False  # Divided before the values are added up, as by a length each.
+
+    @property
+    def key(self) -> str:
+        """Return the divisor as comparable text."""
+        return text(self.expr)
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One possible origin of a loss, or one part of a sum, followed back from `backward`."""
+
+    base: ast.expr
+    divisors: tuple[Divisor, ...] = ()
+    factors: tuple[ast.expr, ...] = ()  # What the reduced loss is multiplied by.
+    reducers: frozenset[str] = frozenset()
+    selected: bool = False  # Some elements of it, by a mask: `loss[mask]`.
+
+    @property
+    def call(self) -> ast.Call | None:
+        """Return the call that computed it: the `model(x)` of `out.loss`."""
+        base: ast.AST = self.base
+        while isinstance(base, (ast.Attribute, ast.Subscript)):
+            base = base.value
+        return base if isinstance(base, ast.Call) else None
+
+    @property
+    def is_mean(self) -> bool:
+        """True if it is reduced by `mean()`, False if nothing says so or by `sum()`."""
+        return "mean" in self.reducers
+
+
+def terms_of(event: Event, file: NormalFile) -> list[Term]:
+    """Return every possible origin of the loss of a backward: at least one.
+
+    A 0 to start from, or None for "no loss", is left out beside a real one.
+    """
+    if event.argument is None:
+        return []
+    terms = _Tracer(file, event.claims).follow(event.argument, Term(event.argument), 0)
+    return [t for t in terms if not _is_nothing(t.base)] or terms
+
+
+def _is_nothing(base: ast.expr) -> bool:
+    is_zero = isinstance(base, ast.Constant) or is_call(base, "zeros", "zeros_like", "new_zeros")
+    return is_zero or (is_call(base, "tensor", "float") and number(positional(base, 0)) == 0)
+
+
+@dataclass(eq=False)
+class _Tracer:
+    """Follows a loss back to where it was computed; a term holds what is known so far."""
+
+    file: NormalFile
+    claims: set[tuple[str, bool]]  # What holds where the backward runs.
+
+    def follow(self, expr: ast.expr, term: Term, depth: int) -> list[Term]:
+        """Return the origins of an expression, each with what is known of the term before it."""
+        ended = [replace(term, base=expr)]
+        if depth > _MAX_DEPTH:
+            return ended
+        if isinstance(expr, ast.Name):
+            symbol = self.file.symbols.get(expr.id)
+            if symbol is None or symbol.value is None or symbol.kind != "set":
+                return ended
+            return self.follow(symbol.value, term, depth + 1)
+        if isinstance(expr, ast.BinOp):
+            return self._operation(expr, term, depth)
+        if isinstance(expr, ast.IfExp):
+            holds = self._holds(expr.test)
+            branches = [expr.body, expr.orelse] if holds is None else []
+            return self._each(branches or [expr.body if holds else expr.orelse], term, depth)
+        if isinstance(expr, (ast.UnaryOp, ast.NamedExpr)):
+            inner = expr.operand if isinstance(expr, ast.UnaryOp) else expr.value
+            return self.follow(inner, term, depth + 1)
+        if isinstance(expr, ast.Call):
+            return self._call(expr, term, depth)
+        if isinstance(expr, (ast.Attribute, ast.Subscript)):
+            return self._part(expr, term, depth)
+        if isinstance(expr, (ast.ListComp, ast.GeneratorExp)):
+            return self.follow(expr.elt, term, depth + 1)
+        if isinstance(expr, (ast.Tuple, ast.List)) and expr.elts:
+            named = [e for e in expr.elts if LOSS_NAME.search(text(e))]
+            return self.follow((named or expr.elts)[0], term, depth + 1)
+        return ended
+
+    def _holds(self, test: ast.expr) -> bool | None:
+        """Return what a condition is where the backward runs, or None if that is not known."""
+        if (text(test), True) in self.claims:
+            return True
+        if (text(test), False) in self.claims:
+            return False
+        if is_not(test):
+            inner = self._holds(test.operand)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            parts = [self._holds(value) for value in test.values]
+            decides = isinstance(test.op, ast.Or)
+            if decides in parts:
+                return decides
+            return None if None in parts else not decides
+        # `if accum > 1: loss = loss / accum`: the branch that accumulates.
+        return says_accumulating(test, "")
+
+    def _each(self, parts: Iterable[ast.expr], term: Term, depth: int) -> list[Term]:
+        terms = [t for part in parts for t in self.follow(part, term, depth + 1)]
+        return terms[:_MAX_TERMS]
+
+    def _operation(self, expr: ast.BinOp, term: Term, depth: int) -> list[Term]:
+        if isinstance(expr.op, (ast.Div, ast.FloorDiv)):
+            return self.follow(expr.left, self._divided(term, expr.right, expr), depth + 1)
+        if isinstance(expr.op, ast.Mult):
+            loss, factor = _loss_side(expr.left, expr.right)
+            return self.follow(loss, self._multiplied(term, factor, expr), depth + 1)
+        if isinstance(expr.op, (ast.Add, ast.Sub)):
+            return self._each([expr.left, expr.right], term, depth)
+        return [replace(term, base=expr)]
+
+    def _part(self, expr: ast.Attribute | ast.Subscript, term: Term, depth: int) -> list[Term]:
+        """Follow `out.loss` and `losses[k]` to the call that made `out`."""
+        if isinstance(expr, ast.Subscript) and not isinstance(expr.slice, ast.Constant):
+            term = replace(term, selected=term.selected or _is_mask(expr.slice))
+            return self.follow(expr.value, term, depth + 1)
+        value = self.file.value(expr.value)
+        if value is expr.value or not isinstance(value, ast.expr):
+            return [replace(term, base=expr)]
+        return [replace(term, base=changed(expr, value=value))]
+
+    def _call(self, expr: ast.Call, term: Term, depth: int) -> list[Term]:
+        func = expr.func
+        if isinstance(func, ast.Attribute) and expr.args:
+            loss, by = func.value, expr.args[0]
+            if func.attr in {"div", "div_", "true_divide"}:
+                if dotted(loss) == "torch" and len(expr.args) == 2:
+                    loss, by = expr.args
+                return self.follow(loss, self._divided(term, by, expr), depth + 1)
+            if func.attr in {"mul", "mul_"}:
+                return self.follow(loss, self._multiplied(term, by, expr), depth + 1)
+        inner = _loss_inside(expr)
+        if inner is not None:
+            reducers = term.reducers | ({last_part(func)} & _REDUCERS)
+            return self.follow(inner, replace(term, reducers=reducers), depth + 1)
+        if dotted(func) in {"sum", "torch.stack"} and len(expr.args) == 1:
+            return self.follow(expr.args[0], term, depth + 1)
+        if last_part(func) == "values" and isinstance(func, ast.Attribute):
+            return self.follow(func.value, term, depth + 1)
+        return [replace(term, base=expr)]
+
+    def _divided(self, term: Term, by: ast.expr, node: ast.AST) -> Term:
+        """Return the term with a divisor for each factor: `a / (b * c)` is divided by b and c."""
+        whole = text(strip_casts(by))
+        elementwise = not term.reducers.isdisjoint({"mean", "sum"})
+        divisors = [
+            Divisor(strip_casts(factor), node, _written_divisor(node, factor), whole, elementwise)
+            for factor in _factors(by)
+        ]
+        return replace(term, divisors=(*term.divisors, *divisors))
+
+    def _multiplied(self, term: Term, factor: ast.expr, node: ast.AST) -> Term:
+        inverse = _reciprocal(self.file.value(factor))
+        if inverse is not None:
+            return self._divided(term, inverse, node)
+        if not term.reducers.isdisjoint({"mean", "sum"}):
+            return term
+        return replace(term, factors=(*term.factors, factor))
+
+
+def _written_divisor(node: ast.AST, factor: ast.expr) -> str:
+    """Return a divisor as the source has it, which may be a name for a literal."""
+    source = written(node)
+    if is_binary(source, ast.Div) and not is_binary(source.right, ast.Mult):
+        return shown(source.right)
+    if isinstance(source, ast.Call) and source.args:
+        return shown(source.args[-1])
+    return shown(written(factor))
+
+
+def _factors(by: ast.expr) -> list[ast.expr]:
+    if is_binary(by, ast.Mult):
+        return [*_factors(by.left), *_factors(by.right)]
+    return [by]
+
+
+def _is_mask(index: ast.expr) -> bool:
+    index = index.operand if isinstance(index, ast.UnaryOp) else index
+    return isinstance(index, ast.Compare) or "mask" in (dotted(index) or "")
+
+
+def _loss_inside(call: ast.Call) -> ast.expr | None:
+    """Return the loss of a call that only moves, scales or reduces it: `loss.mean()`."""
+    name = last_part(call.func)
+    first = call.args[0] if call.args else None
+    over_ranks = name == "float" or any(word in name for word in _OVER_RANKS)
+    if over_ranks and first is not None and len(call.args) <= 2:
+        return first
+    if (name in {"scale", "scale_loss"} and first is not None) or dotted(call.func) in _OF_TORCH:
+        return first
+    if isinstance(call.func, ast.Attribute) and name in _THROUGH:
+        return call.func.value if dotted(call.func.value) != "torch" else None
+    return None
+
+
+def _loss_side(left: ast.expr, right: ast.expr) -> tuple[ast.expr, ast.expr]:
+    if number(left) is not None or _reciprocal(left) is not None:
+        return right, left
+    if number(right) is not None or _reciprocal(right) is not None:
+        return left, right
+    left_is_loss, right_is_loss = (
+        bool(LOSS_NAME.search(_WEIGHT.sub("", text(side)))) for side in (left, right)
+    )
+    return (right, left) if right_is_loss and not left_is_loss else (left, right)
+
+
+def _reciprocal(expr: ast.AST | None) -> ast.expr | None:
+    if is_binary(expr, ast.Div) and number(expr.left) == 1:
+        return expr.right
+    return None
+
+
+def says_accumulating(expr: ast.expr, key: str) -> bool | None:
+    """True if a condition means "accumulation is on" (`k > 1`), False if "off", else None."""
+    if is_not(expr):
+        inner = says_accumulating(expr.operand, key)
+        return None if inner is None else not inner
+    if isinstance(expr, ast.Compare):
+        return _compares_count(expr, key)
+    return True if _names_count(expr, key) else None
+
+
+def _compares_count(expr: ast.Compare, key: str) -> bool | None:
+    op, limit = expr.ops[0], number(expr.comparators[0])
+    if len(expr.ops) != 1 or not _names_count(expr.left, key) or limit not in {0.0, 1.0, 2.0}:
+        return None
+    if (isinstance(op, ast.Gt) and limit <= 1) or (isinstance(op, ast.GtE) and limit == 2):
+        return True
+    if isinstance(op, ast.NotEq):
+        return True
+    if isinstance(op, ast.Lt) or (isinstance(op, (ast.Eq, ast.LtE)) and limit <= 1):
+        return False
+    return None
+
+
+def _names_count(expr: ast.expr, key: str) -> bool:
+    expr = strip_casts(expr)
+    if text(expr) == key and key:
+        return True
+    is_name = dotted(expr) is not None or isinstance(expr, ast.Subscript)
+    return is_name and is_accumulation_name(text(expr))

@@ -1,0 +1,350 @@
+"""The window of a loop: its number of micro-batches, its boundary, and when its events happen."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..normalise import Condition, Event, Loop, NormalFile
+from ..normalise.file_index import parameters
+from ..normalise.syntax import (
+    divisor_of,
+    dotted,
+    is_accumulation_name,
+    is_call,
+    last_part,
+    names_in,
+    number,
+    shown,
+    strip_casts,
+    text,
+    written,
+)
+from .boundary import Boundary, boundary_of
+from .loss_terms import DEVICES, Divisor, Term, says_accumulating, terms_of
+from .values import integer, iterated, length, symbols_in, varies
+
+# A condition that may be a boundary of another file: `if self.should_update():`.
+_MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
+# Iterables without an end, and numbers of iterations that are those of an epoch.
+_ENDLESS = ("cycle", "infinite", "repeat", "islice", "count(", "forever", "yield_", "inf_")
+_PER_EPOCH = ("len(", "num_batches", "s_per_epoch", "it_per_epoch")
+
+
+@dataclass(eq=False)
+class Window:
+    """One training loop. `shape` says how its windows end.
+
+    The shapes are boundary (a condition on a counter), nested (an inner loop over the
+    micro-batches), accelerate, deepspeed, plain (an update for every batch: nothing is
+    accumulated), and last_only (the backward is at the boundary too: only the last micro-batch
+    of a window has one).
+    """
+
+    file: NormalFile
+    loop: Loop
+    shape: str
+    events: list[Event]  # Inside the loop.
+    before: list[Event]
+    after: list[Event]
+    inner: list[Event]  # Its own backwards, not those of a window inside.
+    boundary: Boundary | None = None
+    every: ast.expr | None = None  # The number of micro-batches of a window.
+    _when: dict[Event, str] = field(default_factory=dict)
+    _boundaries: dict[Condition, Boundary | None] = field(default_factory=dict)
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the gradients of several micro-batches are meant to add up here."""
+        return self.shape not in {"plain", "last_only"}
+
+    @cached_property
+    def every_key(self) -> str:
+        """Return the number of micro-batches as comparable text, or "" if unknown."""
+        return text(self.every)
+
+    @cached_property
+    def size(self) -> int | None:
+        """Return the number of micro-batches of a window if the text shows it, else None."""
+        if self.every is not None:
+            return integer(self.every, self.file)
+        return length(self.loop.iterable, self.file) if self.shape == "nested" else None
+
+    @property
+    def changes_size(self) -> bool:
+        """True if the loop changes the number of micro-batches per update."""
+        return varies(self.every, self.loop, self.file)
+
+    @cached_property
+    def count_name(self) -> str:
+        """Return the number of micro-batches for messages: as the user wrote it, or in words."""
+        names = [] if self.boundary is None else [self.boundary.written]
+        divisors = [d for _, term in self.terms for d in term.divisors if self.counts(d)]
+        names += [d.written for d in divisors if not d.written.isdigit()]
+        name = next(filter(None, names), shown(self.every))
+        return f"`{name}`" if name else "the number of micro-batches"
+
+    def of(self, *kinds: str) -> list[Event]:
+        """Return the events of these kinds inside the loop, in order."""
+        return [e for e in self.events if e.kind in kinds]
+
+    # -- conditions --------------------------------------------------------------------------
+
+    def when(self, event: Event) -> str:
+        """Return how often an event happens: always, boundary, inside, sometimes, outside or never.
+
+        "inside" is every micro-batch but the last; "outside" is after the loop.
+        """
+        if event not in self._when:
+            self._when[event] = self._classify(event)
+        return self._when[event]
+
+    def boundaries(self, event: Event) -> Iterator[Boundary]:
+        """Yield the boundaries among the conditions of an event, outermost first."""
+        yield from filter(None, map(self.boundary_of, event.conditions(self.loop)))
+
+    def boundary_of(self, condition: Condition) -> Boundary | None:
+        """Return the boundary that a condition stands for, or None."""
+        if condition not in self._boundaries:
+            self._boundaries[condition] = boundary_of(condition, self.loop, self.file)
+        return self._boundaries[condition]
+
+    def _classify(self, event: Event) -> str:
+        if self.loop not in event.path:
+            return "outside"
+        sometimes = False
+        ours: set[str] = set()
+        # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
+        accumulates = "accumulate" in self.file.index.calls_by_name
+        always_syncs = self.shape == "boundary" and not accumulates
+        for condition in event.conditions(self.loop):
+            boundary = self.boundary_of(condition)
+            if boundary is None and self._without_accumulation(condition):
+                return "never"
+            if boundary is not None and boundary.kind == "accelerate" and always_syncs:
+                continue
+            if boundary is not None and self.is_ours(boundary):
+                ours.add("inside" if boundary.inverse else "boundary")
+            elif condition.origin == "except" or (
+                condition.origin == "if" and self.may_wait(condition)
+            ):
+                sometimes = True
+        if ours:
+            return ours.pop() if len(ours) == 1 else "never"
+        if sometimes and event.kind in {"clip", "step"} and self._is_beside_backward(event):
+            return "always"  # Whenever there is a gradient.
+        return "sometimes" if sometimes else "always"
+
+    def _is_beside_backward(self, event: Event) -> bool:
+        """True if an event has only the conditions of a backward of this loop."""
+        mine = event.keys(self.loop)
+        return any(mine <= backward.keys(self.loop) for backward in self.inner)
+
+    def is_ours(self, boundary: Boundary) -> bool:
+        """True if a condition ends these windows and is not, say, a logging interval."""
+        if boundary.kind == "accelerate":
+            return True
+        if self.shape == "accelerate" or self.boundary is None:
+            return is_accumulation_name(f"{boundary.key} {boundary.written}")
+        return boundary.key == self.every_key
+
+    def _without_accumulation(self, condition: Condition) -> bool:
+        """True if this is the branch without accumulation (`if k == 1`)."""
+        accumulating = says_accumulating(condition.test, self.every_key)
+        return accumulating is not None and accumulating != condition.positive
+
+    def may_wait(self, condition: Condition) -> bool:
+        """True if a condition can differ between two micro-batches."""
+        changing = varies(condition.test, self.loop, self.file)
+        return changing or bool(_MAY_WAIT.search(text(condition.test)))
+
+    # -- the loss ----------------------------------------------------------------------------
+
+    @cached_property
+    def backwards(self) -> list[Event]:
+        """Return the backward calls that add to the window."""
+        return [e for e in self.inner if self.when(e) != "never"]
+
+    @cached_property
+    def terms(self) -> list[tuple[Event, Term]]:
+        """Return every pair of a backward and a term of its loss."""
+        return [(event, term) for event in self.backwards for term in terms_of(event, self.file)]
+
+    def counts(self, divisor: Divisor) -> bool:
+        """True if a divisor of the loss is the number of micro-batches of a window."""
+        if is_accumulation_name(f"{divisor.written} {divisor.key}"):
+            return True
+        if self.every_key and self.every_key in {divisor.key, divisor.whole}:
+            return True
+        if self.shape not in {"nested", "plain"}:
+            return False
+        if is_call(divisor.expr, "len") and divisor.expr.args:
+            # `for part in parts: (loss / len(parts)).backward()`
+            over = iterated(self.loop, self.file)
+            parts = self.file.value(divisor.expr.args[0])
+            return over is not None and text(self.file.value(over)) == text(parts)
+        size = self.size if self.shape == "nested" else self._items()
+        return size is not None and integer(divisor.expr, self.file) == size
+
+    def _items(self) -> int | None:
+        """Return the number of items of an inner loop if the text shows it, else None."""
+        return length(self.loop.iterable, self.file) if self.loop.parents else None
+
+    def is_own(self, divisor: Divisor) -> bool:
+        """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
+        if not varies(divisor.expr, self.loop, self.file):
+            return False
+        target, over = self.loop.target, text(self.loop.iterable)
+        index = target.elts[0] if isinstance(target, ast.Tuple) else target
+        is_index = "enumerate(" in over or "range(" in over
+        for symbol in symbols_in(divisor.expr, self.file):
+            if symbol.loop is self.loop if symbol.loops else False:
+                counted = is_index and symbol.name == dotted(index)
+                if symbol.kind == "carried" or (symbol.kind == "target" and counted):
+                    return False
+        return True
+
+    def is_unrelated(self, divisor: Divisor) -> bool:
+        """True if a divisor is a number of devices or written as a literal."""
+        return bool(DEVICES.search(divisor.key)) or number(divisor.expr) is not None
+
+    @cached_property
+    def is_by_hand(self) -> bool:
+        """True if the loop reads gradients: what becomes of them is then not seen."""
+        events = [*self.events, *self.after]
+        return any(e.kind == "by_hand" for e in events)
+
+    @cached_property
+    def rescales(self) -> bool:
+        """True if the gradients themselves are multiplied or divided, other than over ranks."""
+        events = [e for e in (*self.events, *self.after) if e.kind == "rescale"]
+        return any(not DEVICES.search(self._spelled(e.argument)) for e in events)
+
+    @property
+    def rescaled_by(self) -> list[str]:
+        """Return what the gradients are divided by before the step, as text."""
+        events = [e for e in (*self.events, *self.after) if e.kind == "rescale"]
+        divides = [e for e in events if is_call(e.node, "div_") or divisor_of(written(e.node))]
+        return [text(strip_casts(e.argument)) for e in divides if e.argument is not None]
+
+    def _spelled(self, factor: ast.expr | None) -> str:
+        return f"{text(factor)} {text(self.file.value(factor))}"
+
+    # -- the frameworks ----------------------------------------------------------------------
+
+    @cached_property
+    def accelerator(self) -> ast.Call | None:
+        """Return the call that creates the Accelerator, if it is in this file."""
+        calls = self.file.index.calls_by_name.get("Accelerator", [])
+        # Several branches may create one: take that which is given the number of steps.
+        given = [
+            c for c in calls if any(k.arg == "gradient_accumulation_steps" for k in c.keywords)
+        ]
+        return next(iter((*given, *calls)), None)
+
+    @cached_property
+    def accelerator_divides(self) -> bool | None:
+        """True if Accelerate divides the loss, False if not, None if the file does not show it."""
+        call = self.accelerator
+        if call is None:
+            return None
+        options = {k.arg: k.value for k in call.keywords}
+        steps = options.get("gradient_accumulation_steps")
+        if steps is not None:
+            return number(steps) != 1
+        if "gradient_accumulation_plugin" in options:
+            return True
+        return None if None in options or "deepspeed_plugin" in options else False
+
+    @cached_property
+    def engine_steps(self) -> list[ast.expr]:
+        """Return what configurations of engines here set as their number of micro-batches."""
+        values: list[ast.expr] = []
+        for node in self.file.index.nodes:
+            if isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                values += [value for key, value in pairs if _is_steps_key(key)]
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                values += [node.value] if _is_steps_key(node.targets[0].slice) else []
+        return values
+
+    # -- the end of the loop -----------------------------------------------------------------
+
+    @cached_property
+    def finite(self) -> bool:
+        """True if the loop runs over something that ends every epoch."""
+        over = iterated(self.loop, self.file)
+        if over is None:
+            # Lightning calls the step function with an index that restarts every epoch. A `while`
+            # loop whose boundary knows the last micro-batch has one.
+            if self.loop.virtual:
+                return "batch_idx" in parameters(self.loop.node)  # type: ignore[arg-type]
+            return self.boundary is not None and self.boundary.tail
+        if self.size is not None and length(over, self.file) is not None:
+            return True
+        spelled = f"{text(over)} {text(self.file.value(over))[:400]}"
+        if any(word in spelled.lower() for word in _ENDLESS):
+            return False
+        # `range(0, n, bptt)` goes through the data once, in pieces.
+        strides = is_call(over, "range") and len(over.args) == 3
+        if "range(" in spelled and not strides and not any(w in spelled for w in _PER_EPOCH):
+            return False
+        return not self._left_by_count()
+
+    def _left_by_count(self) -> bool:
+        """True if a loop outside of epochs is left after a number of updates: it has no end."""
+        if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
+            return False
+        if any("epoch" in words for words in self.file.index.words_around(self.loop.node.lineno)):
+            return False  # Called once per epoch.
+        tests = [n for n in ast.walk(self.loop.node) if isinstance(n, ast.If)]
+        leaves = [t.test for t in tests if any(isinstance(s, ast.Break) for s in t.body)]
+        clocks = [text(t.left) for t in leaves if isinstance(t, ast.Compare)]
+        counted = any(word in clock for clock in clocks for word in ("step", "iter", "update"))
+        return counted or any(isinstance(t, ast.Name) for t in leaves)  # `if stop: break`
+
+    def steps_after(self) -> list[Event]:
+        """Return the optimizer steps after an inner loop."""
+        steps = [e for e in self.after if e.kind == "step" and self.is_beside(e)]
+        return steps
+
+    def is_beside(self, event: Event) -> bool:
+        """True if an event is in the same iteration of the outer loops as this inner loop."""
+        loops, parents = event.loops, self.loop.parents
+        # `for optimizer in optimizers: optimizer.step()`
+        return loops == parents or (
+            event.kind in {"step", "clear"}
+            and loops[: len(parents)] == parents
+            and all(_is_over_optimizers(inner, self.file) for inner in loops[len(parents) :])
+        )
+
+    def closing_steps(self) -> list[Event]:
+        """Return the optimizer steps that close the window: at the boundary or after the loop."""
+        if self.shape == "nested":
+            return self.steps_after()
+        wanted = {"always", "boundary"} if self.shape in {"plain", "accelerate"} else {"boundary"}
+        return [e for e in self.of("step") if self.when(e) in wanted]
+
+
+def _is_over_optimizers(loop: Loop, file: NormalFile) -> bool:
+    return last_part(loop.target).lower().startswith("opt") and loop.iterable is not None
+
+
+def _is_steps_key(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == "gradient_accumulation_steps"
+
+
+def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
+    """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
+    names = {s.owner for s in steps}
+    is_optimizer = "opt" in clear.owner.lower()
+    return clear.owner in names - {""} or (len(names) == 1 and not is_optimizer)
+
+
+def names_behind(file: NormalFile, expr: ast.AST | None) -> frozenset[str]:
+    """Return the names in an expression and in what it stands for."""
+    parts = [part for part in (expr, file.value(expr)) if part is not None]
+    return names_in(*parts)
