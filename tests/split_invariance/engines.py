@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.distributed.problem import Micro, Model, fresh, full, global_mean, micro
-from tests.support import sgd
 
 SAMPLES = 8
+sgd = partial(torch.optim.SGD, lr=1.0)
 SHARES = {2: [5, 3], 4: [3, 2, 2, 1]}
 Moved = dict[str, Tensor]
 
@@ -51,7 +51,7 @@ def moved(named: Iterable[tuple[str, Tensor]]) -> Moved:
 def undivided() -> Moved:
     model = fresh()
     global_mean(model, [{**whole(), "branch": False}]).backward()
-    sgd(model).step()
+    sgd(model.parameters()).step()
     return moved(model.named_parameters())
 
 
@@ -85,7 +85,7 @@ def by_engine(micro_batch: int, *, kind: str, entry: str) -> Moved:
     if not dist.is_initialized():
         return undivided()
     model, batch, sync = engine_of(kind)
-    optimizer, close = sgd(model), wb.Close(sync=sync)  # type: ignore[arg-type]
+    optimizer, close = sgd(model.parameters()), wb.Close(sync=sync)  # type: ignore[arg-type]
     if entry == "WholeBatch":
         train = wb.WholeBatch(model, optimizer, loss=loss_of, micro_batch=micro_batch, close=close)
         train.step(batch)
@@ -120,7 +120,7 @@ def by_pipeline(micro_batch: int, *, schedule: str) -> Moved:
     batch = whole() if ranks == 2 else share(2, rank // 2)
     train = wb.Pipeline(
         PipelineStage(stage, rank % 2, 2, torch.device("cpu"), group=pipes[rank // 2]),
-        sgd(stage),
+        sgd(stage.parameters()),
         loss=wb.cross_entropy,
         micro_batch=micro_batch,
         schedule=schedule,  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def by_deepspeed(micro_batch: int, *, stage: int) -> Moved:
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 300},
         "gradient_clipping": 0.0,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model.parameters()), config=config)
     acc = wb.Accumulator(engine, engine.optimizer, steps=SAMPLES)
     for part in acc.over(wb.split(share(2, dist.get_rank()), micro_batch)):
         acc.backward(loss_of(engine, part))

@@ -12,7 +12,7 @@ from wholebatch.testing import assert_split_invariant
 
 CAUSES = {
     "mean of means": "every micro-batch counts the same, whatever it holds: a mean of means",
-    "not divided": "a mean of means. Divide by the units .* count 2 times",
+    "not divided": "a mean of means. Divide by the units .* count 8 times",
     "K": "multiplied by K, the number of micro-batches of a rank",
     "1/K": "multiplied by 1/K, as if divided by the number of micro-batches twice",
     "2^N all": r"multiplied by 2\^\(K-1\), as if doubled between micro-batches",
@@ -22,7 +22,7 @@ CAUSES = {
     "adam": "multiplied by K, the number of micro-batches",
     "clipped each": r"gradients are clipped 8 times for 1 update\(s\)",
     "only the last": "only the last micro-batch is kept",
-    "kept cast": "hidden.weight gets a gradient from 1 of 2 backwards",
+    "kept cast": "hidden.weight gets a gradient from 1 of 8 backwards",
     "rate": "the gradients agree and the movements do not: the learning rate",
     "steps each": "the optimizer steps 9 times, and 2 times with the first split",
     "moves weights": "the right gradient is no sum of those of the micro-batches",

@@ -108,7 +108,7 @@ def split_invariance(
             continue
         found, sure = merged(shown), None
         error, tensor = distance(found.judged, right.judged)
-        if tolerance is None and max(100 * rounding, 10 * noise) < error < _DOUBTFUL:
+        if tolerance is None and max(min(100 * rounding, 0.01), noise) < error < _DOUBTFUL:
             for each in (layout, first):
                 if each not in in_float64:
                     in_float64[each] = _float64(observe_runs, each)
@@ -127,6 +127,12 @@ def split_invariance(
             "the gradients agree and the movements do not: the learning rate, weight decay "
             "or another part of the step depends on the split"
         ]
+    unsure = [split for split in other if split.error < _DOUBTFUL and split.float64 is None]
+    if tolerance is None and unsure and right.dtype is not torch.float64:
+        causes.append(
+            "or rounding, of autocast for example: train() cannot be run in float64, which would "
+            "tell. If it is, pass tolerance="
+        )
     causes += [
         f"the ranks end with other parameters ({gap:.1e} in {tensor}) after {layout}: what one "
         "of them has added is not reduced"
@@ -214,8 +220,6 @@ def _causes(
         return [
             f"the optimizer steps {most.steps} times, and {right.steps} times with the first split"
         ]
-    if right.draws:
-        return ["random numbers are drawn in the forwards (dropout?), other ones by each split"]
     causes = []
     if most.clips > max(right.clips, right.steps):
         causes.append(
@@ -228,7 +232,7 @@ def _causes(
         causes.append(name_factors(known, samples))
     rest = sorted(
         (each for each in wrong if each not in known),
-        key=lambda each: (each.parts(samples) == 1, each.ranks, -each.micro_batch),
+        key=lambda each: (each.parts(samples) < 3, each.parts(samples) < 2, each.ranks),
     )
     if rest and not causes:
         [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])

@@ -61,6 +61,7 @@ class Observed:
 class _Observer:
     def __init__(self) -> None:
         self.kept: dict[int, Tensor] = {}  # parameters by id, so that no id is used again
+        self.names: dict[int, str] = {}  # of the first model that is called
         self.start: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Tensor]] = {}
         self.before_clipping: dict[int, Tensor] = {}
@@ -90,6 +91,7 @@ class _Observer:
         def first_forward(module: nn.Module, inputs: Any) -> None:
             handle.remove()  # later forwards, and graphs of them, are not disturbed
             self.keep(list(module.parameters()))
+            self.names = {id(p): _plain(name) for name, p in module.named_parameters()}
             self.random = torch.get_rng_state()
             for p in module.parameters() if records else ():
                 if p.requires_grad:
@@ -172,7 +174,7 @@ def observe(train: Train, run: Run) -> Observed:
                 found.gradients[name] = torch.cat([_full(gradient).flatten() for gradient in seen])
             if start is not None and start.shape == p.shape:
                 found.updates[name] = found.values[name] - _full(start)
-    names = {id(p): name for name, p in named.items()}
+    names = observer.names | {id(p): name for name, p in named.items()}
     found.backwards = [
         {names[key]: _full(each) for key, each in backward.items() if key in names}
         for backward in observer.backwards
@@ -190,11 +192,7 @@ def _named(result: Any) -> dict[str, Tensor]:
         named = {str(place): value for place, value in enumerate(result)}
     else:
         named = {}
-    named = {
-        str(name).removeprefix("_orig_mod.").removeprefix("module."): value
-        for name, value in named.items()
-        if value is not None
-    }
+    named = {_plain(str(name)): value for name, value in named.items() if value is not None}
     try:
         named = {n: v if isinstance(v, Tensor) else torch.tensor(v) for n, v in named.items()}
     except (TypeError, ValueError, RuntimeError):
@@ -205,6 +203,11 @@ def _named(result: Any) -> dict[str, Tensor]:
             "gradients, or a dict of tensors or arrays by name"
         )
     return named
+
+
+def _plain(name: str) -> str:
+    """Return the name of a parameter without what torch.compile and DDP put before it."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.")
 
 
 def _full(tensor: Tensor) -> Tensor:
