@@ -84,6 +84,9 @@ def split_invariance(
         number: observe_runs(number, [Run(size) for size in (*micro_batches, micro_batches[0])])
         for number in ranks
     }
+    if not all(observed.gradients for shown in every.values() for run in shown for observed in run):
+        for observed in (one for shown in every.values() for run in shown for one in run):
+            observed.gradients.clear()  # of some runs only: they cannot be compared
     runs = {
         Layout(size, number): shown
         for number in ranks
@@ -221,11 +224,6 @@ def _causes(
             f"the optimizer steps {most.steps} times, and {right.steps} times with the first split"
         ]
     causes = []
-    if most.clips > max(right.clips, right.steps):
-        causes.append(
-            f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
-            "when all micro-batches are added"
-        )
     factors = {each: constant_factor(found[each].judged, right.judged) for each in wrong}
     known = {layout: factor for layout, factor in factors.items() if factor is not None}
     if known:
@@ -237,4 +235,9 @@ def _causes(
     if rest and not causes:
         [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
         causes = name_shares(recorded, right)
+    if most.clips > max(right.clips, right.steps):
+        causes.append(
+            f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
+            "when all micro-batches are added"
+        )
     return causes or ["not known: the gradients of single backwards could not be seen"]

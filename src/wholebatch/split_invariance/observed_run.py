@@ -18,7 +18,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from wholebatch.errors import OptionError
 
@@ -75,11 +78,18 @@ class _Observer:
                 self.kept[id(parameter)] = parameter
                 self.start[id(parameter)] = parameter.detach().clone()
 
-    def step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         self.steps += 1
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.keep(parameters)
-        for p in parameters:
+        self.keep(_parameters(optimizer))
+        if not _has_closure(args, options):
+            self._see(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        if _has_closure(args, options):  # which has made the last backward
+            self._see(optimizer)
+
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        for p in _parameters(optimizer):
             if p.grad is not None:
                 gradient = self.before_clipping.pop(id(p), p.grad).detach().clone()
                 self.gradients.setdefault(id(p), []).append(gradient)
@@ -100,7 +110,8 @@ class _Observer:
         handle = register_module_forward_pre_hook(first_forward)
         with ExitStack() as stack:
             stack.callback(handle.remove)
-            stack.callback(register_optimizer_step_pre_hook(self.step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self.after_step).remove)
             clip = self._observed_clip(torch.nn.utils.clip_grad_norm_)
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
                 stack.enter_context(mock.patch.object(home, "clip_grad_norm_", clip))
@@ -140,6 +151,14 @@ class _Observer:
             before = self.backwards[-1].get(key)
             own = gradient.detach().clone()
             self.backwards[-1][key] = own if before is None else before + own
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _has_closure(args: Any, options: Any) -> bool:
+    return any(map(callable, (*args[1:], *options.values())))
 
 
 def observe(train: Train, run: Run) -> Observed:
