@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import partial
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -156,46 +157,25 @@ def by_deepspeed(micro_batch: int, *, stage: int) -> Moved:
 
 
 def by_trainer(micro_batch: int, *, kind: str) -> nn.Module:
-    """`exact(Trainer)` and `exact(SFTTrainer)` on a tiny Llama; alone, on all sequences at once."""
-    import trl
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    """`exact(Trainer)` and `exact(SFTTrainer)` on a tiny Llama."""
+    from transformers import Trainer, TrainingArguments
 
+    from tests.integrations import trl_training as runs
     from wholebatch.integrations.transformers import exact
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
-    tokens = torch.randint(32, (SAMPLES, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    counted = [2, 6, 3, 5, 2, 4, 6, 2]
-    rows = [
-        {"input_ids": row, "labels": [-100] * (6 - n) + row[6 - n :], "attention_mask": [1] * 6}
-        for row, n in zip(tokens, counted, strict=True)
-    ]
-    given: dict[str, Any] = {
-        "output_dir": "/tmp/wholebatch-engines",
-        "per_device_train_batch_size": min(micro_batch, SAMPLES // ranks),
-        "gradient_accumulation_steps": max(1, SAMPLES // ranks // micro_batch),
-        "max_steps": 1,
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
+    batches = max(1, runs.SAMPLES // (micro_batch * ranks))
     if kind == "SFTTrainer":
-        import datasets
-
-        args = trl.SFTConfig(
-            **given, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
-        )
-        data: Any = datasets.Dataset.from_list(rows)
-        trainer: Any = exact(trl.SFTTrainer)(model=model, args=args, train_dataset=data)
+        trainer: Any = runs.sft(exact, batches)
     else:
-        args = TrainingArguments(**given)
-        trainer = exact(Trainer)(model=model, args=args, train_dataset=rows)
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(runs.WORDS, (runs.SAMPLES, 6), generator=draw).tolist()
+        rows = [
+            {"input_ids": row, "labels": [-100] * (place % 5) + row[place % 5 :]}
+            for place, row in enumerate(tokens)
+        ]
+        args = TrainingArguments(**runs.settings(batches, runs.SAMPLES, mkdtemp()))
+        trainer = exact(Trainer)(model=runs.llama(), args=args, train_dataset=rows)
     trainer.train()
     return trainer.accelerator.unwrap_model(trainer.model)
 

@@ -68,7 +68,7 @@ class _Observer:
         self.start: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Tensor]] = {}
         self.before_clipping: dict[int, Tensor] = {}
-        self.steps = self.clips = 0
+        self.steps = self.clips = self.stepping = 0
         self.random: Tensor | None = None
         self.backwards: list[dict[int, Tensor]] = []
 
@@ -79,12 +79,14 @@ class _Observer:
                 self.start[id(parameter)] = parameter.detach().clone()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-        self.steps += 1
+        self.steps += self.stepping == 0  # an optimizer may step another one
+        self.stepping += 1
         self.keep(_parameters(optimizer))
         if not _has_closure(args, options):
             self._see(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        self.stepping -= 1
         if _has_closure(args, options):  # which has made the last backward
             self._see(optimizer)
 
