@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -233,8 +234,9 @@ def _causes(
         key=lambda each: (each.parts(samples) < 3, each.parts(samples) < 2, each.ranks),
     )
     if rest and not causes:
-        [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
-        causes = name_shares(recorded, right)
+        with suppress(Exception):  # hooks on its parameters may disturb a trainer
+            [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
+            causes = name_shares(recorded, right)
     if most.clips > max(right.clips, right.steps):
         causes.append(
             f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
