@@ -36,7 +36,6 @@ MODELS = {
     "llama-22": "llama 22x2048 micro 4",
     "t5": "t5-base micro 4",
     "mixtral": "mixtral",
-    "gemma3": "gemma3",
 }
 ALL = "all"
 
@@ -66,12 +65,6 @@ def _without_choice(name: str) -> Callable[[], None]:
     return switch_off
 
 
-def _with_mix_order() -> None:
-    from wholebatch.compile import inductor
-
-    del inductor.OPTIONS["triton.mix_order_reduction"]
-
-
 def _without_merging() -> None:
     from wholebatch.compile import graph_rewrite
 
@@ -91,11 +84,9 @@ def _without_blocks() -> None:
 
 
 def _without_attention() -> None:
-    from wholebatch.compile import patched_calls, traced_attention
+    from wholebatch.compile import trace, traced_attention
 
-    patched_calls.attention = lambda _, *args, **kwargs: traced_attention._ATTENTION(
-        *args, **kwargs
-    )
+    trace.attention = traced_attention._ATTENTION
 
 
 WAYS: Mapping[str, Callable[[], None]] = {
@@ -103,12 +94,9 @@ WAYS: Mapping[str, Callable[[], None]] = {
     "without shared inputs": _without_fusion("shared_inputs"),
     "without writing parts in place": _without_choice("_parts_written_in_place"),
     "without blocks": _without_blocks,
-    "without GELU": _without_fusion("gelu"),
     "without cross-entropy": _without_fusion("entropy"),
     "without products in place": _without_fusion("products"),
     "without embeddings in place": _without_embeddings,
-    "without persistent rows": _without_choice("_persistent_rows"),
-    "with mixed-order reductions": _with_mix_order,
     "with Inductor's padding": _without_choice("_products_padded_by_rule"),
     "without merging equal operations": _without_merging,
     "without causal attention": _without_attention,
@@ -116,20 +104,13 @@ WAYS: Mapping[str, Callable[[], None]] = {
 """What each row switches off, the most doubtful first."""
 EVERYWHERE = (ALL, "without shared inputs", "without writing parts in place")
 SPECS: list[Spec] = [
-    *((model, way, 4) for way in EVERYWHERE for model in MODELS if model != "gemma3"),
-    *(("gemma3", way, 4) for way in (ALL, "without GELU")),  # Its perceptrons have the tanh GELU.
+    *((model, way, 4) for way in EVERYWHERE for model in MODELS),
     *(("llama-12", way, 1) for way in EVERYWHERE),
-    *(
-        (model, way, 4)
-        for model in MODELS
-        for way in WAYS
-        if model != "gemma3" and way not in (*EVERYWHERE, "without GELU")
-    ),
+    *((model, way, 4) for model in MODELS for way in WAYS if way not in EVERYWHERE),
     *(
         (model, way, 1)
         for model in MODELS
         for way in WAYS
-        if model != "gemma3" and way != "without GELU"
         if not (model == "llama-12" and way in EVERYWHERE)
     ),
 ]

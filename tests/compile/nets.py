@@ -14,8 +14,10 @@ from tests.support import measured, mlp, samples, sgd
 from wholebatch.compile.gradient_buffers import Gradients
 from wholebatch.compile.graph_inputs import Key, take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.joint_graph import Prepared
-from wholebatch.compile.trace import Form, State, trace
+from wholebatch.compile.symbolic_sizes import differing
+from wholebatch.compile.trace import Traced, trace
 from wholebatch.window.autocast import Precision
 
 Micro = dict[str, Tensor]
@@ -188,8 +190,25 @@ __all__ = [
     "steps_of",
     "tagged",
     "texts",
+    "trace_of",
     "traced",
 ]
+
+
+def trace_of(
+    model: nn.Module,
+    function: Callable[[Any, Any], Any],
+    micro: Any,
+    precision: Precision,
+    *others: Key,
+) -> Traced:
+    """The graph of a micro-step; with keys of other kinds, of the sizes that differ."""
+    inputs = take_apart(micro)
+    places = differing(inputs, others) if others else ()
+    with torch.enable_grad(), precision.forward():
+        guards = GuardSet(function, model, inputs, open_places=places)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return trace(guards.program, precision, model, trained, inputs)
 
 
 def run_rewritten(
@@ -205,20 +224,16 @@ def run_rewritten(
     These have `held` in them before; the seed is a quarter.
     """
     micro = tagged(5)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = State.of(model, trainable)
     inputs = take_apart(micro)
-    with precision.forward():
-        form = Form.of(function(model, micro))
-    written = trace(model, function, precision, state, inputs, form)
-    trained = [parameter.detach() for parameter in state.trained.values()]
-    gradients = Gradients(list(state.trained.values()))
+    written = trace_of(model, function, micro, precision)
+    trained = [parameter.detach() for parameter in written.trained]
+    gradients = Gradients(written.trained)
     buffers = gradients.of(written.used)
     rewritten = rewrite(written, len(trained), [buffer.dtype for buffer in buffers], options)
     torch._foreach_add_(buffers, held)
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
-    others = [other.clone() for other in state.others.values()]
-    seed = torch.tensor(0.25).to(form.dtypes[0])
+    others = [other.clone() for other in written.others]
+    seed = torch.tensor(0.25).to(written.form.dtypes[0])
     with torch.no_grad():
         outputs = rewritten.graph(*trained, *others, *inputs.tensors, seed, *casts, *buffers)
     return rewritten, list(outputs), [buffer - held for buffer in buffers]

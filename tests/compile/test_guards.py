@@ -32,8 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import wholebatch as wb
+from wholebatch.compile.dynamo_settings import Unlisted
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.guards import Guards, Unlisted
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.guards import GuardSet
 
 _getenv = os.getenv
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -793,18 +796,22 @@ _REFUSED = {
 """Code of which nobody can say whether it gives the same again, and how the reason names it."""
 
 
+def as_a_sum(number: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], wb.Loss]:
+    return lambda model, micro: wb.Loss(number(model, micro), 1)
+
+
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case.__name__)
 def test_a_change_is_noticed_or_the_code_is_refused(case: Case) -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     told = case()
-    loss = next(told)
+    loss = as_a_sum(next(told))
     reason = _REFUSED.get(case.__name__)
     try:
         if reason is not None:
             with pytest.raises(CannotTrace, match=reason):
-                Guards(loss, model, x)
+                GuardSet(loss, model, take_apart(x))
             return
-        guards = Guards(loss, model, x)
+        guards = GuardSet(loss, model, take_apart(x))
         assert guards.hold(model, x)
         assert next(told, None) is None
         assert not guards.hold(model, x)
@@ -815,7 +822,7 @@ def test_a_change_is_noticed_or_the_code_is_refused(case: Case) -> None:
 
 def test_hooks_and_parts_of_the_model_are_compared_all_at_once() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Identity()), torch.randn(3, 4)
-    guards = Guards(lambda model, x: model(x).sum(), model, x)
+    guards = GuardSet(lambda model, x: model(x).sum(-1), model, take_apart(x))
     assert "HOOKS" not in str(guards._manager)
     for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
         hook = getattr(model[1], f"register_{kind}")(lambda *_: None)
@@ -837,7 +844,7 @@ def test_code_does_not_run_where_torch_compile_is_switched_off() -> None:
         torch.compiler.set_stance("force_eager"),
         pytest.raises(CannotTrace, match="compile is switched off"),
     ):
-        Guards(loss, nn.Linear(4, 4), torch.randn(3, 4))
+        GuardSet(loss, nn.Linear(4, 4), take_apart(torch.randn(3, 4)))
     assert not calls
 
 
@@ -845,7 +852,7 @@ def test_a_hook_that_requires_gradients_is_passed_over() -> None:
     """PEFT and transformers put one on the embeddings, for checkpointing."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4)
     hook = model[0].register_forward_hook(lambda module, args, output: output.requires_grad_(True))
-    guards = Guards(lambda model, x: model(x).sum(), model, x)
+    guards = GuardSet(lambda model, x: model(x).sum(-1), model, take_apart(x))
     assert len(model[0]._forward_hooks) == 1
     assert guards.hold(model, x)
     hook.remove()
@@ -856,15 +863,15 @@ def test_what_is_taken_out_of_a_micro_batch_is_not_missed() -> None:
     model, micro = nn.Linear(4, 4), {"x": torch.randn(3, 4), "labels": torch.randn(3, 4)}
 
     def pops(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
-        return (model(micro["x"]) - micro.pop("labels")).square().sum()
+        return (model(micro["x"]) - micro.pop("labels")).square().sum(-1)
 
     def adds(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
         micro["logits"] = model(micro["x"])
-        return micro["logits"].sum()
+        return micro["logits"].sum(-1)
 
-    assert Guards(pops, model, micro).hold(model, micro)
+    assert GuardSet(pops, model, take_apart(micro)).hold(model, micro)
     with pytest.raises(CannotTrace, match="it changes the micro-batch"):
-        Guards(adds, model, micro)
+        GuardSet(adds, model, take_apart(micro))
 
 
 def test_torch_can_log_the_settings_of_a_capture() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,34 +16,6 @@ from wholebatch.compile import inductor
 from wholebatch.compile.cross_entropy import _operation
 
 aten = torch.ops.aten
-
-
-def _features(hint: Any, numel: int) -> Any:
-    return SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=numel)
-
-
-def test_long_rows_are_held_while_we_compile_and_not_afterwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    def by_itself(features: Any, _: bool) -> bool:
-        return bool(features.reduction_numel <= 1024)
-
-    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(by_itself))
-    sizes = SimpleNamespace(statically_known_leq=lambda numel, longest: numel <= longest)
-    with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):  # type: ignore[arg-type]
-        with inductor._persistent_rows():
-            decide = InductorChoices.should_use_persistent_reduction
-            assert [
-                decide(_features(ReductionHint.INNER, numel), False)
-                for numel in (512, 2048, 4096, 4097)
-            ] == [True, True, True, False]
-            assert not decide(_features(ReductionHint.OUTER, 2048), False)
-        decide = InductorChoices.should_use_persistent_reduction
-        assert not decide(_features(ReductionHint.INNER, 2048), False)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +37,7 @@ def test_products_are_padded_by_their_shapes(
     matrices = [torch.empty(one, dtype=torch.bfloat16, device="meta") for one in (first, second)]
     by_torch = pad_mm._should_pad
     match: Any = SimpleNamespace(output_node=lambda: SimpleNamespace(graph=fx.Graph()))
-    with inductor._products_padded_by_rule():
+    with inductor._products_padded_by_rule(), inductor._in_this_thread():
         assert pad_mm._should_pad(match, *matrices, aten.mm) is padded
     assert pad_mm._should_pad is by_torch
 
@@ -112,22 +86,60 @@ def test_what_was_compiled_with_our_choices_has_a_cache_key_of_its_own(
     assert inductor.compiled_by_inductor(None, []) != by_torch == config.save_config_portable()
 
 
-def test_a_compiler_that_fails_leaves_its_choices_as_they_were() -> None:
-    from torch._inductor.choices import InductorChoices
+def test_two_compiles_at_once_leave_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take turns, and another thread gets the parts of Inductor as they are."""
+    import torch._inductor as compiler
+    from torch._inductor import lowering
+    from torch._inductor.fx_passes import pad_mm
 
-    before = InductorChoices.should_use_persistent_reduction
-    with pytest.raises(RuntimeError, match="no compiler"), inductor._persistent_rows():
-        assert InductorChoices.should_use_persistent_reduction is not before
+    before = lowering.pointwise_cat, pad_mm._should_pad
+    begun, at_once = threading.Event(), []
+
+    def slow(_: Any, arguments: list[Any]) -> Any:
+        begun.set()
+        at_once.append(arguments[0])
+        time.sleep(0.1)
+        at_once.remove(arguments[0])
+        assert not at_once
+        return arguments
+
+    monkeypatch.setattr(compiler, "compile", slow)
+    calls: list[Any] = []
+    monkeypatch.setattr(lowering, "pointwise_cat", lambda *parts: calls.append(parts))
+    threads = [
+        threading.Thread(target=inductor.compiled_by_inductor, args=(None, [name])) for name in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(60)
+    lowering.pointwise_cat([], 0)  # of another thread
+    for thread in threads:
+        thread.join()
+    assert calls == [([], 0)]
+    monkeypatch.undo()
+    assert (lowering.pointwise_cat, pad_mm._should_pad) == before
+
+
+def test_a_compiler_that_fails_leaves_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor as compiler
+    from torch._inductor import lowering
+
+    def fails(*_: Any) -> Any:
         raise RuntimeError("no compiler here")
-    assert InductorChoices.should_use_persistent_reduction is before
+
+    before = lowering.pointwise_cat
+    monkeypatch.setattr(compiler, "compile", fails)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        inductor.compiled_by_inductor(None, [])
+    assert lowering.pointwise_cat is before
 
 
 def test_another_version_of_inductor_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.choices import InductorChoices
+    from torch._inductor.fx_passes import pad_mm
 
-    monkeypatch.delattr(InductorChoices, "should_use_persistent_reduction")
-    with inductor._persistent_rows():
-        assert not hasattr(InductorChoices, "should_use_persistent_reduction")
+    monkeypatch.delattr(pad_mm, "_should_pad")
+    with inductor._products_padded_by_rule():
+        assert not hasattr(pad_mm, "_should_pad")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

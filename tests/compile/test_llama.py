@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import wholebatch as wb
+from tests.compile.nets import trace_of
 from tests.support import distance
 from wholebatch.compile import repeated_blocks
 from wholebatch.compile.fused_weight_grad import add_product
@@ -16,7 +17,7 @@ from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, in_one
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.joint_graph import JointStep, _rewritten
-from wholebatch.compile.trace import Form, State, Traced, trace
+from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import choose
 
 transformers = pytest.importorskip("transformers")
@@ -44,12 +45,9 @@ def _micro(*, padded: bool = False) -> dict[str, Tensor]:
 
 def _traced(
     model: nn.Module, micro: dict[str, Tensor], loss: Any = _loss
-) -> tuple[Traced, State, list[Tensor]]:
-    precision, inputs = choose("bf16", "cpu"), take_apart(micro)
-    state = State.of(model, list(model.parameters()))
-    with precision.forward():
-        form = Form.of(loss(model, micro))
-    return trace(model, loss, precision, state, inputs, form), state, list(inputs.tensors)
+) -> tuple[Traced, list[Tensor]]:
+    traced = trace_of(model, loss, micro, choose("bf16", "cpu"))
+    return traced, list(take_apart(micro).tensors)
 
 
 class InFloat64(fx.Interpreter):
@@ -69,10 +67,10 @@ class InFloat64(fx.Interpreter):
 
 
 def _gradients(
-    traced: Traced, state: State, tensors: list[Tensor], options: Fusions
+    traced: Traced, tensors: list[Tensor], options: Fusions
 ) -> tuple[Rewritten, list[Tensor]]:
     """What the rewritten graph adds to buffers of ones, less these."""
-    trained = [one.detach().double() for one in state.trained.values()]
+    trained = [one.detach().double() for one in traced.trained]
     rewritten = rewrite(traced, len(trained), [torch.float32] * len(traced.used), options)
     sources = [trained[index] for index, _ in rewritten.casts]
     casts = in_one_piece(sources, [torch.float64] * len(sources))
@@ -83,7 +81,7 @@ def _gradients(
     torch._foreach_add_(buffers, 1.0)
     tail = [*casts, *buffers]
     joined = [as_one([tail[place] for place in places]) for places in rewritten.joined]
-    others = [one.double() if one.is_floating_point() else one for one in state.others.values()]
+    others = [one.double() if one.is_floating_point() else one for one in traced.others]
     seed = torch.tensor(0.25, dtype=torch.float64)
     with torch.no_grad():
         InFloat64(rewritten.graph).run(*trained, *others, *tensors, seed, *tail, *joined)
@@ -116,9 +114,9 @@ def test_an_activation_and_its_slope_are_computed_in_one_piece(
     options = Fusions(products=True, shared_inputs=True)
     monkeypatch.setattr(JointStep, "_possible_fusions", lambda *_: options)
     monkeypatch.setattr(repeated_blocks, "_MUCH", 0.0)
-    traced, state, tensors = _traced(_model(num_hidden_layers=4, intermediate_size=176), _micro())
-    parts = state, Gradients(of := list(state.trained.values())), Casts(of)
-    step = JointStep(traced, *parts, compiled=True, example=tensors)
+    traced, _ = _traced(_model(num_hidden_layers=4, intermediate_size=176), _micro())
+    parts = Gradients(traced.trained), Casts(traced.trained)
+    step = JointStep(traced, *parts, compiled=True, example=take_apart(_micro()))
     assert step._blocks is not None
     called = [[node.target for node in piece.nodes] for piece in step._blocks._pieces]
     kinds = add_product(), torch.ops.aten.silu.default, torch.ops.aten.silu_backward.default
@@ -233,17 +231,17 @@ def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
 
 def test_buffers_that_lie_apart_are_not_joined() -> None:
     model = Reads()
-    traced, state, _ = _traced(model, _micro(), _sum)
-    parameters = list(state.trained.values())
+    traced, _ = _traced(model, _micro(), _sum)
+    parameters = list(traced.trained)
     options = Fusions(products=True, shared_inputs=True)
     gradients = Gradients(parameters)
     buffers = gradients.of(traced.used)
-    rewritten, tail = _rewritten(traced, len(parameters), gradients, Casts(parameters), options)
+    rewritten, tail = _rewritten(traced, gradients, Casts(parameters), options)
     assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
     assert rewritten.fused["shared"]
     apart = Gradients(parameters)
     for index in traced.used:  # one allocation each
         apart.of([index])
-    rewritten, tail = _rewritten(traced, len(parameters), apart, Casts(parameters), options)
+    rewritten, tail = _rewritten(traced, apart, Casts(parameters), options)
     assert not rewritten.fused["shared"]
     assert len(tail) == len(rewritten.casts) + len(buffers)

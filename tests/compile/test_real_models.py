@@ -17,11 +17,12 @@ import wholebatch as wb
 from tests.compile.nets import loss, mode_of, steps_of, traced
 from tests.support import EXACT, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
+from wholebatch.compile.constant_values import draws
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.guards import Guards
+from wholebatch.compile.graph_inputs import take_apart
+from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.host_constants import lift_host_constants
 from wholebatch.compile.repeated_draws import RepeatedDraws
-from wholebatch.compile.value_reads import draws
 from wholebatch.errors import WindowError
 
 
@@ -454,7 +455,7 @@ def test_host_constants_are_computed_once() -> None:
     assert distance([module(x)], [function(x)]) <= EXACT
     assert any(one is table for one in sources)
     model = mlp()
-    guards = Guards(lambda model, x: model(x).sum(), model, samples(4)["x"])
+    guards = GuardSet(lambda model, x: model(x).sum(-1), model, take_apart(samples(4)["x"]))
     guards.watch(sources, every=False)
     assert guards.hold(model, samples(4)["x"])
     table.add_(1.0)

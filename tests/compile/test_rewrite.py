@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.compile.nets import Tagger, loss, run_rewritten, tagged
+from tests.compile.nets import Tagger, loss, run_rewritten, tagged, trace_of
 from tests.support import distance
 from wholebatch.compile.fused_weight_grad import add_product, can_add_products
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
-from wholebatch.compile.trace import Form, State, trace
 from wholebatch.window.precision import choose
 
 
@@ -77,10 +76,9 @@ def test_products_and_embeddings_add_themselves(
     with precision.forward():
         result = loss(made, micro)
     (result.total * 0.5).backward()
-    state = State.of(made, list(made.parameters()))
     inputs = take_apart(micro)
-    traced = trace(made, loss, precision, state, inputs, Form.of(result))
-    trained = list(state.trained.values())
+    traced = trace_of(made, loss, micro, precision)
+    trained = list(traced.trained)
     rewritten = rewrite(
         traced, len(trained), [torch.float32] * len(traced.used), Fusions(products=True)
     )
@@ -89,7 +87,7 @@ def test_products_and_embeddings_add_themselves(
     with torch.no_grad():
         StandIn(rewritten.graph).run(
             *(parameter.detach() for parameter in trained),
-            *(other.clone() for other in state.others.values()),
+            *(other.clone() for other in traced.others),
             *inputs.tensors,
             torch.tensor(0.5),
             *(trained[index].to(dtype) for index, dtype in rewritten.casts),

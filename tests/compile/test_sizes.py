@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compile.nets import Encoder, loss, texts
+import wholebatch as wb
+from tests.compile.nets import Encoder, loss, texts, trace_of
 from tests.support import distance
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.graph_rewrite import Fusions, rewrite
-from wholebatch.compile.symbolic_sizes import Sizes, differing, pattern
-from wholebatch.compile.trace import Form, State, Traced, trace
+from wholebatch.compile.symbolic_sizes import differing, pattern
+from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import choose
 
 
@@ -36,27 +37,24 @@ def test_what_is_open_and_what_goes_together() -> None:
     assert differing(second, [second.key]) == ()
     groups = differing(second, [first.key, third.key])
     assert set(groups) == {rows, lengths}
-    sizes = Sizes.of(second, groups)
-    assert sizes.admit(kind(7, 11).tensors)
-    assert not sizes.admit(kind(7, 11, extra=4).tensors)  # was the same in all
-    assert not sizes.admit(kind(1, 11).tensors)
-    assert not sizes.admit(kind(7, 0).tensors)
-    turned = {"x": torch.zeros(11, 7).t(), "mask": torch.zeros(7, 1, 11, 11), "z": torch.zeros(3)}
-    assert not sizes.admit(take_apart(turned).tensors)  # lies otherwise in memory
+
+    model = nn.Linear(6, 6)
+    precision = choose("full", "cpu")
+
+    def energy(model: nn.Module, micro: dict[str, Tensor]) -> wb.Loss:
+        per_row = model(micro["x"])[:, None] * micro["mask"].mean((1, 2))
+        return wb.Loss((per_row.sum() + micro["z"].sum()), micro["x"].shape[0])
+
+    sizes = trace_of(model, energy, second.micro, precision, first.key, third.key).sizes
+    assert sizes is not None
+    assert sizes.admit(kind(7, 6))
+    assert not sizes.admit(kind(1, 6))
 
 
 def traced_of(model: nn.Module, number: int, length: int, *others: int) -> Traced:
     """The graph for texts of this size, or, if others are given, for any number."""
-    precision = choose("bf16", "cpu")
-    state = State.of(model, list(model.parameters()))
-    inputs = take_apart(texts(1, number, length))
-    with precision.forward():
-        form = Form.of(loss(model, texts(1, number, length)))
-    sizes = None
-    if others:
-        keys = [take_apart(texts(1, other, other)).key for other in others]
-        sizes = Sizes.of(inputs, differing(inputs, keys))
-    return trace(model, loss, precision, state, inputs, form, sizes)
+    keys = [take_apart(texts(1, other, other)).key for other in others]
+    return trace_of(model, loss, texts(1, number, length), choose("bf16", "cpu"), *keys)
 
 
 def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:

@@ -276,24 +276,6 @@ class Loop:
 """,
         "WB101",
     ),
-    "4back": (
-        """
-import torch.nn.functional as F
-accum = 4
-def train(model, loader, optimizer, writer):
-    n = 0
-    while True:
-        for x, y in loader:
-            loss = F.mse_loss(model(x), y) / accum
-            loss.backward()
-            n += 1
-            writer.add_scalar("loss", loss.item() * 4, n)
-            if n % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-""",
-        "",
-    ),
     "a helper whose parameter has the name of what it is handed": (
         """
 import torch.nn.functional as F
@@ -364,20 +346,6 @@ def train(model, optimizer, loader, args, accum):
     for i in range(args.iterations):
         (model(next(loader)).mean() / accum).backward()
         scheduler.step()
-        if (i + 1) % accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-""",
-        "",
-    ),
-    "a divided loss beside the whole one": (
-        """
-def train(model, endless, optimizer, accum):
-    for i in range(1000):
-        loss = model(next(endless)).mean()
-        part = loss / accum
-        part.backward()
-        print(f"loss {loss.item()}, part {part.item()}")
         if (i + 1) % accum == 0:
             optimizer.step()
             optimizer.zero_grad()

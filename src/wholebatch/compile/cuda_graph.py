@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from wholebatch.compile.fusion import collection_paused
+from wholebatch.compile.graph_inputs import Inputs
 
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]
-Runnable: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Results]
+Runnable: TypeAlias = Callable[[Inputs, Sequence[Tensor]], Results]
 
 
 @contextmanager
@@ -38,19 +40,19 @@ class CapturedGraph:
     """`run` captured as a CUDA graph and replayed, on tensors like those given."""
 
     def __init__(
-        self, run: Runnable, tensors: Sequence[Tensor], seeds: Sequence[Tensor], *, pool: Any
+        self, run: Runnable, inputs: Inputs, seeds: Sequence[Tensor], *, pool: Any
     ) -> None:
         """Capture it. `run` must have run before, so that nothing is initialised during capture."""
-        self._tensors = [_like(tensor) for tensor in tensors]
+        self._tensors = tuple(map(_like, inputs.tensors))
         self._seeds = [seed.clone() for seed in seeds]
         self._loaded: list[Tensor] = []
         self._graph = torch.cuda.CUDAGraph()
         with capturing(self._graph, pool):
-            self._totals, self._units = run(self._tensors, self._seeds)
+            self._totals, self._units = run(replace(inputs, tensors=self._tensors), self._seeds)
 
     @torch.no_grad()
-    def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
-        for static, tensor in zip(self._tensors, tensors, strict=True):
+    def __call__(self, inputs: Inputs, seeds: Sequence[Tensor]) -> Results:
+        for static, tensor in zip(self._tensors, inputs.tensors, strict=True):
             static.copy_(tensor, non_blocking=True)
         if len(self._loaded) != len(seeds) or any(map(operator.is_not, seeds, self._loaded)):
             for static, seed in zip(self._seeds, seeds, strict=True):

@@ -1,14 +1,14 @@
 """Micro-batches as inputs of a graph: copied to the device, flattened, with a key by shape.
 
-A traced graph is valid for one shape, dtype and stride of every tensor: its `Key`. What the code
-reads of the rest of a micro-batch is guarded (`guards.py`). A whole number that it reads (a step)
-and that has changed becomes a size too: that of a tensor without elements. So it can be a symbol.
+A graph is valid for one shape, dtype and stride of every tensor, and one value of every whole
+number that has changed: its `Key`. What the code reads of the rest of a micro-batch is guarded
+(`guards.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -19,13 +19,11 @@ from wholebatch.batch.samples import Structure, flatten
 from wholebatch.compile.execute_mode import CannotTrace
 
 Key: TypeAlias = tuple[Hashable, ...]
-NUMBER = object()
-"""Stands for a whole number of the micro-batch that is a size."""
 
 
 @dataclass(frozen=True)
-class Integer:
-    """Stands for another whole number of the micro-batch."""
+class Number:
+    """The place of a whole number in a micro-batch."""
 
     name: str
 
@@ -35,82 +33,111 @@ class Inputs:
     """The tensors of one micro-batch, in order, and the structure to rebuild it."""
 
     micro: Any
-    """The micro-batch with these tensors."""
+    """The micro-batch as it was given."""
+    given: tuple[Tensor, ...]
+    """Its tensors."""
     tensors: tuple[Tensor, ...]
-    """One of shape (0, n) stands for the number n."""
+    """Its tensors for a graph: copies of those that have gaps in memory."""
     key: Key
-    numbers: Mapping[int, str]
-    """The names of the numbers that are sizes, by their places among the tensors."""
-    integers: Mapping[str, int]
+    sizes: Mapping[str, int]
+    """The whole numbers that are sizes, by name: they may be symbols of a graph."""
+    numbers: Mapping[str, int]
     """The other whole numbers, by name."""
     _names: tuple[str, ...]
     _values: tuple[Any, ...]
     _structure: Structure
 
-    def around(self, tensors: Sequence[Tensor]) -> Any:
-        """Rebuild the micro-batch with these tensors instead of its own."""
-        remaining = iter(tensors)
-        values = []
-        for value in self._values:
-            if value is NUMBER:
-                value = next(remaining).shape[1]
-            elif isinstance(value, Tensor):
-                value = next(remaining)
-            values.append(value)
-        return self._structure.build(values)
+    def rebuilt(self) -> Any:
+        """Return the micro-batch in new containers."""
+        return self._structure.build(list(self._values))
 
-    def marked(self) -> Any:
-        """Rebuild the micro-batch with `NUMBER` or an `Integer` for each whole number."""
+    def places(self) -> Any:
+        """Return the micro-batch with a `Number` in the place of each whole number."""
         pairs = zip(self._names, self._values, strict=True)
-        return self._structure.build([Integer(n) if type(v) is int else v for n, v in pairs])
+        return self._structure.build([Number(n) if type(v) is int else v for n, v in pairs])
 
     @property
-    def without_numbers(self) -> Key:
-        """The key of this kind, whatever its numbers are."""
-        return without_numbers(self.key)
+    def without_sizes(self) -> Key:
+        """The key of this kind, whatever the numbers among its sizes are."""
+        return without_sizes(self.key)
 
 
-def without_numbers(key: Key) -> Key:
-    """Return what kinds have in common that differ in their numbers only."""
-    return tuple(part for part in key if not (isinstance(part, tuple) and part[0] is NUMBER))
+def without_sizes(key: Key) -> Key:
+    """Return what kinds have in common that differ in whole numbers only."""
+    return tuple(part for part in key if not isinstance(part, NumberPart))
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The part of a key that stands for a tensor."""
+
+    name: str
+    shape: torch.Size
+    strides: tuple[int, ...]
+    has_gaps: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def pattern(self) -> Hashable:
+        """What tensors have in common that may share a graph of open sizes."""
+        return self.name, len(self.shape), self.has_gaps, self.dtype, self.device
+
+
+@dataclass(frozen=True)
+class NumberPart:
+    """The part of a key that stands for a whole number."""
+
+    name: str
+    value: int
 
 
 def take_apart(micro: Any, sizes: Collection[str] = ()) -> Inputs:
-    """Return the micro-batch's tensors and key; raise CannotTrace if one of them is not dense.
+    """Return the micro-batch's tensors and key; raise CannotTrace if a graph cannot take one.
 
     Whole numbers with these names are `sizes`.
     """
     leaves, structure = flatten(micro)
     parts: list[Hashable] = []
-    values: list[Any] = []
+    given: list[Tensor] = []
     tensors: list[Tensor] = []
-    numbers, integers = {}, {}
-    is_copied = False
+    open_numbers: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for leaf in leaves:
         value = leaf.value
         if isinstance(value, Tensor):
+            name = leaf.name or "the micro-batch"
             if type(value) not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
                 raise CannotTrace(
-                    f"{leaf.name or 'the micro-batch'} is a {type(value).__name__} of layout "
-                    f"{value.layout}, and a graph takes dense tensors"
+                    f"{name} is a {type(value).__name__} of layout {value.layout}, and a graph "
+                    "takes dense tensors"
                 )
-            # A slice of a wider tensor: its strides are not part of the kind.
-            if not is_dense(value, memory_order(value)):
-                value, is_copied = value.contiguous(), True
-            parts.append((leaf.name, value.shape, value.dtype, value.stride(), value.device))
-            tensors.append(value)
-        elif type(value) is int and not (leaf.name in sizes and 0 <= value < _LARGEST):
-            integers[leaf.name] = value
+            if value.requires_grad:
+                raise CannotTrace(f"{name} requires a gradient, which a graph would not give it")
+            dense = is_dense(value, memory_order(value))
+            parts.append(
+                TensorPart(
+                    leaf.name, value.shape, value.stride(), not dense, value.dtype, value.device
+                )
+            )
+            given.append(value)
+            tensors.append(value if dense else value.contiguous())
+        elif type(value) is int and leaf.name in sizes and 0 <= value < _LARGEST:
+            open_numbers[leaf.name] = value
+            parts.append(NumberPart(leaf.name, value))
         elif type(value) is int:
-            numbers[len(tensors)] = leaf.name
-            tensors.append(torch.empty((0, value)))
-            parts.append((NUMBER, tensors[-1].shape, leaf.name, (), None))
-            value = NUMBER
-        values.append(value)
-    names = tuple(leaf.name for leaf in leaves)
-    key, held = tuple(parts), tuple(values)
-    inputs = Inputs(micro, tuple(tensors), key, numbers, integers, names, held, structure)
-    return replace(inputs, micro=inputs.around(tensors)) if is_copied else inputs
+            numbers[leaf.name] = value
+    return Inputs(
+        micro,
+        tuple(given),
+        tuple(tensors),
+        tuple(parts),
+        open_numbers,
+        numbers,
+        tuple(leaf.name for leaf in leaves),
+        tuple(leaf.value for leaf in leaves),
+        structure,
+    )
 
 
 _LARGEST = 2**62

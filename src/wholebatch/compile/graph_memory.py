@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.gradient_buffers import Casts, Gradients, empty_cache, take_workspace
-from wholebatch.compile.trace import State
 
 if TYPE_CHECKING:
     from wholebatch.window.ledger import Ledger
@@ -38,13 +38,18 @@ class GraphMemory:
         """True if the buffers are, or will be, for these parameters as they are now."""
         return self._layout == _layout_of(trained)
 
-    def state(self) -> State:
-        """Return the tensors of the model; raise CannotTrace if no graph can take them."""
-        state = State.of(self._model, self._parameters)
+    def prepare(self) -> None:
+        """Prepare for the parameters of the window; raise CannotTrace if no graph can take them."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        for parameter in self._parameters:
+            if type(parameter) is not nn.Parameter:
+                raise CannotTrace(f"it trains a {type(parameter).__name__}")
+            if id(parameter) not in own:
+                raise CannotTrace("the optimizer has parameters that are not in the model")
+        if len({parameter.device for parameter in self._model.parameters()}) > 1:
+            raise CannotTrace("the model is on more than one device")
         if not self.gradients.parameters:
-            parameters = list(state.trained.values())
-            self.gradients, self.casts = Gradients(parameters), Casts(parameters)
-        return state
+            self.gradients, self.casts = Gradients(self._parameters), Casts(self._parameters)
 
     def reserve(self) -> None:
         """Allocate the gradient buffers in one block before the first micro-step.
@@ -60,7 +65,7 @@ class GraphMemory:
         take_workspace(self._device)
         if not self._parameters:
             self.reset(self._window.target.trained())
-        self.state()
+        self.prepare()
         self.gradients.of(range(len(self.gradients.parameters)))
         sparse = any(getattr(module, "sparse", False) is True for module in self._model.modules())
         self.gradients.lends = self._window.lends_buffers and not sparse

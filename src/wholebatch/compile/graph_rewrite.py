@@ -26,7 +26,6 @@ from wholebatch.compile.fusion import (
     same_shape,
     written_by,
 )
-from wholebatch.compile.gelu import simplify_gelu
 from wholebatch.compile.gradient_buffers import Cast
 from wholebatch.compile.inductor import aligned
 from wholebatch.compile.shared_input import SharedInputs, Weight
@@ -53,8 +52,6 @@ class Fusions:
     """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
     shared_inputs: bool = False
     """Compute products of one input with several weights as one; pays with `products`."""
-    gelu: bool = False
-    """Compute 16-bit GELUs with one exponential; pays if kernels are fused."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def rewrite(
     """
     graph = fx.Graph()
     results = _copied_into(graph, traced.graph.graph)
-    sizes = 0 if traced.sizes is None else traced.sizes.as_inputs(graph)
+    sizes = 0 if traced.sizes is None else traced.sizes.merge(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
     counts = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
     kept = len(results) - len(traced.used)
@@ -116,8 +113,6 @@ def rewrite(
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
     counts["shared"] = shared.join() if options.shared_inputs else 0
-    if options.gelu:
-        simplify_gelu(graph)
     _concatenations_of_one(graph)
     drop_unused(graph)
     _views_of_any_strides(graph)

@@ -12,25 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from wholebatch.compile.constant_values import computed
 from wholebatch.compile.fusion import drop_unused
-from wholebatch.compile.value_reads import computed
 
 
-def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[Tensor, ...]:
+def lift_host_constants(module: fx.GraphModule, device: torch.device) -> None:
     """Give operations on `device` their constants on it, not on the host.
 
-    Host tensors that come from inputs or random generators stay where they are. Return the host
-    tensors that were read: the graph is right only as long as they do not change.
+    Host tensors that come from inputs or random generators stay where they are.
     """
     known: dict[fx.Node, Any] = {}
-    sources: list[Tensor] = []
     lifted: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not _is_on(node, module, device.type):
             continue
         for source in node.all_input_nodes:
             if source not in lifted and _is_on(source, module, "cpu"):
-                value = computed(source, module, known, sources, any_size=True)
+                value = computed(source, module, known, any_size=True)
                 if isinstance(value, Tensor):
                     constant = _constant(module, source, value.to(device), len(lifted))
                     lifted[source], known[constant] = constant, value
@@ -39,7 +37,6 @@ def lift_host_constants(module: fx.GraphModule, device: torch.device) -> tuple[T
     if lifted:
         drop_unused(module.graph)
         module.recompile()
-    return tuple(sources)
 
 
 def _is_on(node: fx.Node, module: fx.GraphModule, kind: str) -> bool:

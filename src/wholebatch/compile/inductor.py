@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,27 +13,39 @@ from wholebatch.compile.fusion import hint_of
 from wholebatch.window.replaced_attributes import replaced_attributes
 
 OPTIONS: dict[str, object] = {
-    # Inductor would compute the gradients of a layer norm's weights, as partial sums, in the kernel
-    # of its input's gradient. On an H200 that slowed a window of a GPT (64 sequences in
-    # micro-batches of 8) by 2 ms of 132.
-    "triton.mix_order_reduction": False,
     # It does nothing here, but is part of Inductor's cache key: it tells code that was compiled
     # with our choices from code that was not.
     "aot_inductor.metadata": {"wholebatch": "products padded by rule"},
 }
+_ONE_AT_A_TIME = threading.RLock()
+_OURS = threading.local()
 
 
 def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]:
-    """Compile `graph` for arguments like these."""
+    """Compile `graph` for arguments like these.
+
+    Threads take turns: parts of Inductor are replaced meanwhile. What another thread compiles by
+    itself gets the original parts.
+    """
     from torch._inductor import compile, config  # slow to import: paid only when compiling
 
     known = {name: value for name, value in OPTIONS.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
-        choices = _persistent_rows(), _parts_written_in_place(), _products_padded_by_rule()
+        stack.enter_context(_ONE_AT_A_TIME)
+        choices = _parts_written_in_place(), _products_padded_by_rule(), _in_this_thread()
         for context in (torch.no_grad(), config.patch(known), *choices):
             stack.enter_context(context)
         compiled: Callable[..., Any] = compile(graph, arguments)
         return compiled
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    _OURS.compiles = True
+    try:
+        yield
+    finally:
+        _OURS.compiles = False
 
 
 def _products_padded_by_rule() -> AbstractContextManager[None]:
@@ -43,15 +56,22 @@ def _products_padded_by_rule() -> AbstractContextManager[None]:
     """
     from torch._inductor.fx_passes import pad_mm
 
-    def decide(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any) -> bool:
+    def decide(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> bool:
         return pads(first, second) and not reads_memory(match.output_node().graph)
 
     return _replaced_if_there(pad_mm, "_should_pad", decide)
 
 
-def _replaced_if_there(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
-    """Replace a private part of Inductor within a context; another version may not have it."""
-    return replaced_attributes(owner, **({name: value} if hasattr(owner, name) else {}))
+def _replaced_if_there(
+    owner: Any, name: str, ours: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Replace a private function of Inductor for this thread; another version may not have it."""
+    by_itself = getattr(owner, name, None)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (ours if getattr(_OURS, "compiles", False) else by_itself)(*args, **kwargs)
+
+    return replaced_attributes(owner, **({name: function} if by_itself is not None else {}))
 
 
 _INTENSITY = 100
@@ -91,31 +111,6 @@ def reads_memory(graph: torch.fx.Graph) -> bool:
         bases: Any = node.kwargs["_all_bases"]
         sources += [bases[place] for place in places if isinstance(place, int)]
     return any(source.op != "placeholder" for source in sources)
-
-
-_PERSISTENT_ROWS = 4096
-
-
-def _persistent_rows() -> AbstractContextManager[None]:
-    """Raise Inductor's limit for persistent reductions from 1024 to 4096 within this context.
-
-    Longer rows are read two or three times.
-    """
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    name = "should_use_persistent_reduction"
-    by_itself: Any = getattr(InductorChoices, name, None)
-
-    def decide(features: Any, cooperative_reduction: bool) -> bool:
-        is_short = V.graph.sizevars.statically_known_leq
-        return by_itself(features, cooperative_reduction) or (
-            features.get_reduction_hint() == ReductionHint.INNER
-            and bool(is_short(features.reduction_numel, _PERSISTENT_ROWS))
-        )
-
-    return _replaced_if_there(InductorChoices, name, staticmethod(decide))
 
 
 def _parts_written_in_place() -> AbstractContextManager[None]:

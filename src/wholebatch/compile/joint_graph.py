@@ -20,16 +20,17 @@ from wholebatch.compile.cuda_graph import Results, Runnable
 from wholebatch.compile.fake_results import like
 from wholebatch.compile.fused_weight_grad import can_add_products
 from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, is_nearly_full
+from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
 from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
-from wholebatch.compile.trace import Form, State, Traced
+from wholebatch.compile.trace import Form, Traced
 
 
 class JointStep:
     """One graph for micro-batches of one key, or of all sizes that it admits.
 
-    Its signature is `(tensors, seeds) -> (totals, units)`.
+    Its signature is `(inputs, seeds) -> (totals, units)`.
     It adds the gradients, times the seeds, into the buffers of `used`.
     `compiled`: it is rewritten for a compiler, and `compile()` must run before its first call.
     """
@@ -40,12 +41,11 @@ class JointStep:
     def __init__(
         self,
         traced: Traced,
-        state: State,
         gradients: Gradients,
         casts: Casts,
         *,
         compiled: bool,
-        example: Sequence[Tensor],
+        example: Inputs,
     ) -> None:
         self.traced = traced
         self.form: Form = traced.form
@@ -57,11 +57,8 @@ class JointStep:
         """The same step, compiled in a thread beside the run."""
         self.runs = 1
         """The number of runs, replays included; the trial run counts."""
-        self.hold(state)
-        device = self._trained[0].device
-        rewritten, self._tail = _rewritten(
-            traced, len(self._trained), gradients, casts, self._possible_fusions(device)
-        )
+        device = traced.trained[0].device
+        rewritten, self._tail = _rewritten(traced, gradients, casts, self._possible_fusions(device))
         self.fused = rewritten.fused
         self._constants = _constants(rewritten.graph)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
@@ -70,8 +67,10 @@ class JointStep:
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
             self._examples = self._arguments(example, seeds)
         else:
-            tail = [like(self.sizes.mode, tensor) for tensor in self._tail]
-            self._examples = [*self.sizes.symbols, *self.sizes.flat, *tail]
+            places = traced.graph.graph.find_nodes(op="placeholder")
+            mode = traced.mode
+            tail = [like(mode, tensor) for tensor in self._tail]
+            self._examples = [*(node.meta["val"] for node in places), *tail]
         self._blocks: Blocks | None = None
         self.to_compile = self.operations
         """The number of operations that a compiler has to compile: layers that are alike once."""
@@ -87,7 +86,7 @@ class JointStep:
         if self._blocks is None:
             self._run = compiled_by_inductor(self._run, self._examples)
         else:
-            device = self._trained[0].device
+            device = self.traced.trained[0].device
             tunes = not self.random and device.type == "cuda" and self.sizes is None
             # Kernels that a thread tunes must not take the memory that the micro-steps need.
             tunes = tunes and not is_nearly_full(device, share=1 / 4)
@@ -102,28 +101,23 @@ class JointStep:
             products_in_full=not self.compiled,
             entropy=can_fuse_entropy(device),
             shared_inputs=products,
-            gelu=self.compiled and device.type == "cuda",
         )
 
-    def hold(self, state: State) -> None:
-        """Use these tensors of the model from now on."""
-        self._trained = list(state.trained.values())
-        self._others = list(state.others.values())
-
-    def __call__(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> Results:
+    def __call__(self, inputs: Inputs, seeds: Sequence[Tensor]) -> Results:
         with torch.no_grad():
-            results = list(self._run(*self._arguments(tensors, seeds)))
+            results = list(self._run(*self._arguments(inputs, seeds)))
         return results[: len(self.form.names)], results[len(self.form.names) :]
 
     def addresses(self) -> list[int]:
         """Return the addresses of what it reads; a captured graph is valid only for these."""
-        every = (*self._trained, *self._others, *self._constants)
+        every = (*self.traced.trained, *self.traced.others, *self._constants)
         return [tensor.data_ptr() for tensor in every]
 
-    def _arguments(self, tensors: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Any]:
-        trained = [parameter.detach() for parameter in self._trained]
-        sizes = () if self.sizes is None else self.sizes.numbers(tensors)
-        return [*sizes, *trained, *self._others, *tensors, *seeds, *self._tail]
+    def _arguments(self, inputs: Inputs, seeds: Sequence[Tensor]) -> list[Any]:
+        # Read here, not when it was traced: `parameter.data = ...` gives them other memory.
+        state = [tensor.detach() for tensor in (*self.traced.trained, *self.traced.others)]
+        sizes = () if self.sizes is None else self.sizes.numbers(inputs)
+        return [*sizes, *state, *inputs.tensors, *seeds, *self._tail]
 
 
 def _constants(graph: fx.GraphModule) -> list[Tensor]:
@@ -134,17 +128,17 @@ def _constants(graph: fx.GraphModule) -> list[Tensor]:
 
 
 def _rewritten(
-    traced: Traced, trained: int, gradients: Gradients, casts: Casts, fusions: Fusions
+    traced: Traced, gradients: Gradients, casts: Casts, fusions: Fusions
 ) -> tuple[Rewritten, list[Tensor]]:
     """Return the rewritten graph, and its inputs behind the seeds: casts, buffers, joined ones."""
     dtypes = [buffer.dtype for buffer in gradients.of(traced.used)]
-    rewritten = rewrite(traced, trained, dtypes, fusions)
+    rewritten = rewrite(traced, len(traced.trained), dtypes, fusions)
     tail = [*casts.of(rewritten.casts), *gradients.of(traced.used)]
     for places in rewritten.joined:
         whole = as_one([tail[place] for place in places])
         if whole is None:  # Another graph has had some of them put elsewhere before.
             fusions = replace(fusions, shared_inputs=False)
-            return _rewritten(traced, trained, gradients, casts, fusions)
+            return _rewritten(traced, gradients, casts, fusions)
         tail.append(whole)
     return rewritten, tail
 

@@ -1,11 +1,13 @@
-"""The kinds of micro-batches, and the graphs of each: a slot for each state of what the code reads.
+"""The kinds of micro-batches, and the cache entries that serve each.
 
-Each kind (shapes, dtypes) has a slot, which goes through stages:
+A cache entry is a guard set, the program that it guards, and the joint steps that were made of it.
+Each kind (shapes, dtypes) has a slot for each entry that serves it, which goes through stages:
 
     EAGER ─▶ TRACED ─▶ COMPILED
 
-A graph runs only while the guards of what its code reads hold; after a change, a kind gets another
-slot. The graphs of a state whose guards hold again are used again.
+A graph runs only while its guards hold; after a change, a kind gets another slot. The graphs of an
+entry whose guards hold again are used again. An entry of open sizes serves all kinds that it
+admits.
 """
 
 from __future__ import annotations
@@ -14,20 +16,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from wholebatch.compile.execute_mode import CannotTrace, Notes
-from wholebatch.compile.graph_inputs import Inputs, Key, without_numbers
-from wholebatch.compile.guards import Guards
-from wholebatch.compile.joint_graph import Prepared
-from wholebatch.compile.refused_code import refuse_hooks, refuse_recurrent_layers
-from wholebatch.compile.shared_graphs import SharedGraphs
-from wholebatch.compile.symbolic_sizes import Place
-from wholebatch.compile.trace import Traced
+from wholebatch.compile.capture import Place
+from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
+from wholebatch.compile.graph_inputs import Inputs, Key, without_sizes
+from wholebatch.compile.guards import GuardSet, TorchFunctions
+from wholebatch.compile.joint_graph import JointStep, Prepared
+from wholebatch.compile.opaque_code import refuse_hooks
+from wholebatch.compile.symbolic_sizes import differing, pattern
+from wholebatch.compile.trace import Form, Traced
 from wholebatch.window.autocast import Precision
+
+Places: TypeAlias = tuple[tuple[Place, ...], ...]
 
 _STATES = 4
 """The most states of what its code reads for which one kind of micro-batch keeps a graph."""
@@ -35,6 +39,11 @@ _FORGETS = 0.05
 """More than one change in 20 windows is too many: a new graph each time would not pay."""
 _NUMBERS = 4
 """The most numbers in the batch that become sizes at once."""
+_TRIES = 8
+"""The most entries of open sizes per pattern.
+
+Another one is made if more sizes differ than at first, or if code or compiler branch on a size.
+"""
 _KEPT = 256
 """The most kinds of micro-batches that are remembered."""
 
@@ -48,22 +57,49 @@ class Stage(Enum):
 
 
 @dataclass(eq=False)
-class Reading:
-    """The guards of one state of what the code reads, and the graphs of open sizes traced then."""
+class CacheEntry:
+    """A guard set, the graph of its program, and the joint steps that were made of it."""
 
-    guards: Guards
-    shapes: SharedGraphs
+    guards: GuardSet
+    traced: Traced
+    open: Places = ()
+    """The dimensions that were left open."""
+    joints: dict[bool, JointStep] = field(default_factory=dict)
+    """The joint steps; the key is True for the compiled one."""
+    proven: set[bool] = field(default_factory=set)
+    """The keys of the joint steps whose results matched eager code."""
+    checked: set[Key] = field(default_factory=set)
+    """The kinds, without their numbers, for which they did."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if it serves more than one kind."""
+        return self.traced.sizes is not None
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of the micro-batch's numbers for which it stays open."""
+        sizes = self.traced.sizes
+        return [] if sizes is None else sizes.numbers_of_batch(are_open=True)
+
+    def admits(self, inputs: Inputs) -> bool:
+        """True if what was asked about its sizes has the same answers for this micro-batch."""
+        return self.traced.sizes is None or self.traced.sizes.admit(inputs)
+
+    def joint(self, make: Callable[..., JointStep], *, compiled: bool) -> JointStep:
+        """Return the joint step; `make` makes it if it does not exist yet."""
+        if compiled not in self.joints:
+            self.joints[compiled] = make(self.traced, compiled=compiled)
+        return self.joints[compiled]
 
 
 @dataclass(eq=False)
 class Slot:
-    """A kind of micro-batch, while its code reads the same: its graph, and what is made of it."""
+    """A kind of micro-batch, while its code reads the same."""
 
-    reading: Reading | None = None
+    entry: CacheEntry | None = None
     times: int = 0
     """The number of micro-batches of this kind, until its graph is captured."""
-    traced: Traced | None = None
-    """The graph for exactly this kind; None if a graph of dynamic sizes serves it."""
     ready: Prepared | None = None
 
     @property
@@ -107,11 +143,13 @@ class Kinds:
     def clear(self) -> None:
         """Drop every graph."""
         self.by_key: dict[Key, Kind] = {}
-        self._readings: list[Reading] = []
         self.sizes: set[str] = set()
         """The names of numbers in the batch that have changed, and are sizes since."""
+        self._sources: dict[str, str] = {}  # Dynamo's names of these
         self._constants: set[str] = set()  # such numbers that cannot be symbols of a graph
+        self._shared: dict[Key, list[CacheEntry]] = {}  # by the pattern of micro-batches
         self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
+        self._functions: TorchFunctions | None = None
 
     def of(self, key: Key) -> Kind:
         """Return the kind with this key; forget one without graphs if there are too many."""
@@ -128,10 +166,10 @@ class Kinds:
 
     def with_other_numbers(self, inputs: Inputs) -> int:
         """Return how many kinds differ from this one in the numbers of the batch only."""
-        if not inputs.numbers:
+        if not inputs.sizes:
             return 0
-        alike = inputs.without_numbers
-        return sum(without_numbers(key) == alike for key in self.by_key) - 1
+        alike = inputs.without_sizes
+        return sum(without_sizes(key) == alike for key in self.by_key) - 1
 
     def slots(self) -> list[Slot]:
         return [slot for kind in self.by_key.values() for slot in kind.slots]
@@ -150,13 +188,15 @@ class Kinds:
         return sum(not future.done() for future in futures)
 
     def begin_window(self) -> None:
-        """Forget a part of the changes, and the captured graphs whose tensors have moved."""
+        """Forget a part of the changes, and all graphs if a function of torch was replaced."""
+        if self._functions is None:
+            self._functions = TorchFunctions(self._model)
+        elif not self._functions.are_unchanged():
+            self.clear()
+            self.changes += 1
+            self._functions = TorchFunctions(self._model)
         for kind in self.by_key.values():
             kind.changes = max(0.0, kind.changes - _FORGETS)
-        for slot in self.slots():
-            ready = slot.ready
-            if ready is not None and ready.captured and ready.joint.addresses() != ready.addresses:
-                slot.ready = None
 
     def slot_of(self, kind: Kind, inputs: Inputs) -> Slot | None:
         """Return the slot of what the code reads now; None if this kind runs eagerly.
@@ -166,9 +206,9 @@ class Kinds:
         fresh = None
         with self._as_traced():
             for slot in kind.slots:
-                if slot.reading is None:
+                if slot.entry is None:
                     fresh = slot
-                elif slot.reading.guards.hold(self._model, inputs.micro):
+                elif slot.entry.guards.hold(self._model, inputs.micro):
                     return slot
             if kind.is_eager:
                 return None
@@ -180,21 +220,20 @@ class Kinds:
             fresh = Slot()
             kind.slots.insert(0, fresh)
             del kind.slots[_STATES:]
-            used = {id(slot.reading) for slot in self.slots()}
-            self._readings = [reading for reading in self._readings if id(reading) in used]
         return fresh
 
     def _frees_numbers(self, kind: Kind, inputs: Inputs) -> bool:
         """Make sizes of the numbers that were others in the last slot; True if there are any."""
-        last = kind.slots[0].reading
+        last = kind.slots[0].entry
         assert last is not None
-        known, now = last.guards.numbers, inputs.integers
+        known, now = last.guards.numbers, inputs.numbers
         changed = {name for name in known.keys() & now.keys() if known[name] != now[name]}
         changed -= self._constants
         if not 0 < len(changed) <= _NUMBERS:
             return False
         self.changes += 1
         self.sizes |= changed
+        self._sources.update(last.guards.number_sources)
         return True
 
     def _fix(self, names: Iterable[str]) -> None:
@@ -204,7 +243,7 @@ class Kinds:
 
     def _note_change(self, kind: Kind, inputs: Inputs) -> None:
         """Count a change of what the code reads; raise CannotTrace if it changes too often."""
-        last = kind.slots[0].reading
+        last = kind.slots[0].entry
         assert last is not None
         self.changes += 1
         kind.changes += 1.0
@@ -222,33 +261,100 @@ class Kinds:
         with torch.enable_grad(), self._precision.forward(), self.as_read():
             yield
 
-    def known_reading(self, inputs: Inputs) -> Reading | None:
-        """Return what the code reads for this micro-batch, if a graph of open sizes knows it.
-
-        Such a graph admits only sizes for which the code takes the same way.
-        """
+    def known_entry(self, inputs: Inputs) -> CacheEntry | None:
+        """Return the entry of open sizes that serves this micro-batch, if there is one."""
+        if not self._shared:
+            return None
         with self._as_traced():
-            for reading in self._readings:
-                if reading.shapes.find(inputs) is not None and reading.guards.hold(
-                    self._model, inputs.micro
-                ):
-                    return reading
+            for entry in self._shared.get(pattern(inputs.key), ()):
+                if entry.admits(inputs) and entry.guards.hold(self._model, inputs.micro):
+                    return entry
         return None
 
-    def captured_reading(self, inputs: Inputs) -> Reading:
-        """Capture what the code reads for this micro-batch."""
+    def new_entry(
+        self, inputs: Inputs, form: Form, trace: Callable[[GuardSet], Traced]
+    ) -> CacheEntry:
+        """Capture the code for this micro-batch, for other sizes too if that pays.
+
+        It pays if another kind of the same pattern is prepared, or a number has changed.
+        """
+        of = pattern(inputs.key)
+        prepared = (key for key, kind in self.by_key.items() if any(kind.ready()))
+        if inputs.sizes or any(pattern(key) == of for key in prepared):
+            others = [key for key in self.by_key if key != inputs.key and pattern(key) == of]
+            entry = self._shared_entry(inputs, form, differing(inputs, others), trace)
+            if entry is not None:
+                return entry
+        guards = self._captured(inputs)
+        traced = trace(guards)
+        if traced.form != form:
+            raise CannotTrace("its loss differs in form from one call to the next")
+        return CacheEntry(guards, traced)
+
+    def _shared_entry(
+        self, inputs: Inputs, form: Form, places: Places, trace: Callable[[GuardSet], Traced]
+    ) -> CacheEntry | None:
+        """Capture the code with these dimensions open, unless that has failed before."""
+        of, wanted = pattern(inputs.key), set(places)
+        tried = self._shared.setdefault(of, [])
+        failed = self._failed.setdefault(of, [])
+        if not wanted or wanted in failed or len(tried) + len(failed) >= _TRIES:
+            return None
+        entry = None
+        try:
+            guards = self._captured(inputs, places)
+            entry = CacheEntry(guards, trace(guards), places)
+            assert entry.traced.sizes is not None
+            if not entry.admits(inputs) or entry.traced.form_for(inputs) != form:
+                raise CannotTrace("its own sizes are not among those it is for")
+            tried.append(entry)
+            if not entry.traced.sizes.all_open:
+                failed.append(wanted)
+        except torch.OutOfMemoryError:
+            raise
+        # This uses private parts of torch and runs the model's code: anything may be raised.
+        except Exception as problem:
+            entry = None
+            self._tell(problem)
+            failed.append(wanted)
+        opened = {place for group in places for place in group if isinstance(place, str)}
+        self._fix(opened if entry is None else opened.difference(entry.numbers))
+        return entry
+
+    def drop(self, entry: CacheEntry, problem: Exception) -> None:
+        """Use this entry no more: its results are not those of eager code, or nothing compiles."""
+        self._tell(problem)
+        self._fix(entry.numbers)
+        for of, entries in self._shared.items():
+            if entry in entries:
+                entries.remove(entry)
+                self._failed.setdefault(of, []).append(set(entry.open))
+        for slot in self.slots():
+            if slot.entry is entry:
+                slot.entry = slot.ready = None
+
+    def _tell(self, problem: Exception) -> None:
+        reason = reason_of(problem)
+        self._notes.tell(f"each size of a micro-batch has a graph of its own: {reason}")
+
+    def _captured(self, inputs: Inputs, places: Places = ()) -> GuardSet:
+        """Capture what the code does and reads for this micro-batch."""
         refuse_hooks(self._model)
-        refuse_recurrent_layers(self._model)
         with self._as_traced():
-            guards = Guards(self.reads, self._model, inputs.micro, inputs.marked())
+            guards = GuardSet(
+                self.reads,
+                self._model,
+                inputs,
+                open_places=places,
+                number_sources=self._sources,
+            )
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")
-        reading = Reading(guards, SharedGraphs(self._notes, self._failed, self._fix))
-        self._readings.append(reading)
-        return reading
+        return guards
 
     def accept_tensors(self) -> None:
         """Take tensors that the graphs contain as unchanged: all were put back."""
-        for reading in self._readings:
-            reading.guards.accept_tensors()
+        for entry in {slot.entry for slot in self.slots()}:
+            if entry is not None:
+                entry.guards.accept_tensors()

@@ -27,13 +27,13 @@ from wholebatch.compile.execute_mode import (
     reason_of,
 )
 from wholebatch.compile.gradient_buffers import empty_cache
-from wholebatch.compile.graph_check import EagerResult, GraphCheck
+from wholebatch.compile.graph_check import EagerResult, GraphCheck, NothingToCompare
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.graph_memory import GraphMemory
+from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.joint_graph import JointStep, Prepared
-from wholebatch.compile.kinds import Kinds, Slot
-from wholebatch.compile.symbolic_sizes import Sizes
-from wholebatch.compile.trace import State, Traced, trace
+from wholebatch.compile.kinds import CacheEntry, Kinds, Slot
+from wholebatch.compile.trace import Traced, trace
 from wholebatch.window.autocast import Precision
 
 _STAYS = 64
@@ -65,87 +65,50 @@ class GraphMaker:
         self, slot: Slot, done: EagerResult, seeds: list[Tensor], *, compiled: bool
     ) -> Prepared:
         """Make the graph for this kind, shared with other sizes if possible, and check it."""
-        slot.reading = slot.reading or self._kinds.captured_reading(done.inputs)
-        state = self._memory.state()
-        if any(_has_sparse_gradient(parameter) for parameter in state.trained.values()):
+        self._memory.prepare()
+        trained = self._memory.gradients.parameters
+        if any(map(_has_sparse_gradient, trained)):
             raise CannotTrace("it has sparse gradients, and a graph can add only dense ones")
         beside = None if slot.ready is None else slot.ready.joint.beside
 
         def joint_of(traced: Traced, *, compiled: bool) -> JointStep:
             if compiled and beside is not None:
-                joint = beside.result()
-                joint.hold(state)
-                return joint
-            return self._joint_step(traced, state, done.inputs, compiled=compiled)
+                return beside.result()
+            return self._joint_step(traced, done.inputs, compiled=compiled)
 
-        if slot.traced is None:
-            step = self._shared(slot, done, seeds, state, joint_of, compiled=compiled)
-            if step is not None:
-                return step
-            # What was compiled beside the run was the shared graph, if there was one.
-            compiled = compiled and beside is None
-            slot.traced = self._trace(slot, done, state)
-        is_new = slot.ready is None
-        joint = self._compiled_if_possible(joint_of, slot.traced, compiled)
+        slot.entry = entry = (
+            slot.entry
+            or self._kinds.known_entry(done.inputs)
+            or self._kinds.new_entry(done.inputs, done.form, partial(self._traced, done.inputs))
+        )
+        if entry.is_shared:
+            try:
+                return self._proven(entry, joint_of, slot, done, seeds, compiled=compiled)
+            except (torch.OutOfMemoryError, NothingToCompare):
+                raise
+            except Exception as problem:  # A compiler, or the check, may raise anything.
+                self._kinds.drop(entry, problem)
+                slot.ready = None
+                return self.made(slot, done, seeds, compiled=compiled)
         try:
-            return self._proven(
-                joint, done, seeds, state, captures=self._plan.captures, is_new=is_new
-            )
-        except (CannotTrace, torch.OutOfMemoryError):
+            return self._proven(entry, joint_of, slot, done, seeds, compiled=compiled)
+        except (CannotTrace, NothingToCompare, torch.OutOfMemoryError):
             raise
         except Exception as problem:  # An operation may refuse what its fake version admitted.
             raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
 
-    def _shared(
-        self,
-        slot: Slot,
-        done: EagerResult,
-        seeds: list[Tensor],
-        state: State,
-        joint_of: Callable[..., JointStep],
-        *,
-        compiled: bool,
-    ) -> Prepared | None:
-        """Return the checked graph of open sizes that serves this kind; None if there is none."""
-        assert slot.reading is not None
-        shapes, kinds = slot.reading.shapes, self._kinds.by_key
-        shared = shapes.serving(
-            done.inputs,
-            done.form,
-            [key for key, kind in kinds.items() if any(kind.ready())],
-            kinds,
-            partial(self._trace, slot, done, state),
-        )
-        if shared is None:
-            return None
-        try:
-            joint = shared.joint(joint_of, state, compiled=compiled)
-            waits = compiled in shared.proven and not self.captures(slot)
-            captures = self._plan.captures and not waits
-            is_new = not shared.proven
-            step = self._proven(joint, done, seeds, state, captures=captures, is_new=is_new)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:  # A compiler, or the check, may raise anything.
-            shapes.drop(shared, problem)
-            return None
-        shared.proven.add(compiled)
-        shared.checked.add(done.inputs.without_numbers)
-        return step
-
     def with_other_numbers(self, slot: Slot, inputs: Inputs) -> Prepared | None:
         """Return the graph of a kind that differs from a checked one only in numbers; or None."""
-        reading = slot.reading if inputs.numbers else None
-        shared = None if reading is None else reading.shapes.find(inputs)
-        if shared is None or inputs.without_numbers not in shared.checked:
+        entry = slot.entry if inputs.sizes else None
+        if entry is None or inputs.without_sizes not in entry.checked or not entry.proven:
             return None
-        joint = shared.joints[max(shared.proven)]
-        return Prepared(joint, joint, shared.traced.form_for(inputs.tensors), joint.addresses())
+        joint = entry.joints[max(entry.proven)]
+        return Prepared(joint, joint, entry.traced.form_for(inputs), joint.addresses())
 
     def compile_beside(self, joint: JointStep, inputs: Inputs) -> None:
         """Compile the same step in a thread, while this one runs as traced."""
         self._notes.tell("compiling in a thread beside the run")
-        make = partial(self._joint_step, joint.traced, self._memory.state(), inputs, compiled=True)
+        make = partial(self._joint_step, joint.traced, inputs, compiled=True)
         joint.beside = in_a_thread(make, self._device)
 
     def captures(self, slot: Slot) -> bool:
@@ -164,7 +127,7 @@ class GraphMaker:
         joint, gradients = prepared.joint, self._memory.gradients
         held = gradients.set_aside(joint.used)
         try:
-            rehearse(lambda: joint(inputs.tensors, seeds)[0], self._device, captures=True)
+            rehearse(lambda: joint(inputs, seeds)[0], self._device, captures=True)
         finally:
             gradients.put_in_place(joint.used, held)
             del held  # Capturing computes nothing.
@@ -175,72 +138,72 @@ class GraphMaker:
             self._notes.tell(str(reason))
             return prepared
 
-    def _trace(
-        self, slot: Slot, done: EagerResult, state: State, sizes: Sizes | None = None
-    ) -> Traced:
-        parts = (self._model, self._loss, self._precision, state)
-        traced = trace(*parts, done.inputs, done.form, sizes)
+    def _traced(self, inputs: Inputs, guards: GuardSet) -> Traced:
+        trained = self._memory.gradients.parameters
+        traced = trace(guards.program, self._precision, self._model, trained, inputs)
+        guards.watch(traced.sources)
         empty_cache(self._device)
-        assert slot.reading is not None
-        slot.reading.guards.watch(traced.sources, every=traced.any_source)
         return traced
 
-    def _joint_step(
-        self, traced: Traced, state: State, inputs: Inputs, *, compiled: bool
-    ) -> JointStep:
-        parts = (state, self._memory.gradients, self._memory.casts)
-        joint = JointStep(traced, *parts, compiled=compiled, example=inputs.tensors)
+    def _joint_step(self, traced: Traced, inputs: Inputs, *, compiled: bool) -> JointStep:
+        buffers = self._memory.gradients, self._memory.casts
+        joint = JointStep(traced, *buffers, compiled=compiled, example=inputs)
         if compiled:
             joint.compile()
         return joint
 
     def _compiled_if_possible(
-        self, joint_of: Callable[..., JointStep], traced: Traced, compiled: bool
+        self, entry: CacheEntry, joint_of: Callable[..., JointStep], compiled: bool
     ) -> JointStep:
         """Compile the graph; if the compiler fails and graphs are captured, run it as traced."""
         try:
-            return joint_of(traced, compiled=compiled)
+            return entry.joint(joint_of, compiled=compiled)
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:  # A compiler may raise anything; the traced graph still runs.
             reason = reason_of(problem)
             if not compiled:
                 raise CannotTrace(reason) from problem
-            if not self._plan.captures:
+            if not self._plan.captures or entry.is_shared:
                 raise CannotTrace(f"it cannot be compiled ({reason})") from problem
             self._plan.compiles = False
             self._notes.fell_back(self._execute, "as traced", f"it cannot be compiled ({reason})")
-            return self._compiled_if_possible(joint_of, traced, False)
+            return self._compiled_if_possible(entry, joint_of, False)
 
     def _proven(
         self,
-        joint: JointStep,
+        entry: CacheEntry,
+        joint_of: Callable[..., JointStep],
+        slot: Slot,
         done: EagerResult,
         seeds: list[Tensor],
-        state: State,
         *,
-        captures: bool,
-        is_new: bool,
+        compiled: bool,
     ) -> Prepared:
         """Run the graph from the same state as eager code, and capture it if the results agree.
 
-        A new one that is compiled already also runs as traced: there the limit is narrow.
+        A new one that is to be compiled runs as traced first: there the limit is narrow.
         """
-        run: Runnable = joint
         memory = self._memory
-        check = GraphCheck(
-            done, memory.gradients, memory.casts, seeds, self._model, self._loss, self._precision
-        )
-        if is_new and joint.compiled:
+        check = GraphCheck(done, memory.gradients, memory.casts, seeds)
+        as_traced = partial(self._joint_step, entry.traced, done.inputs, compiled=False)
+        if compiled and not entry.proven:
             with suppress(torch.OutOfMemoryError):  # The compiled graph needs less.
-                plain = self._joint_step(joint.traced, state, done.inputs, compiled=False)
+                plain = as_traced()
                 check.compare(plain, plain)
+                del plain
             empty_cache(self._device)
-        check.compare(joint, joint, rehearses=captures)
+        joint = self._compiled_if_possible(entry, joint_of, compiled)
+        waits = entry.is_shared and joint.compiled in entry.proven and not self.captures(slot)
+        captures = self._plan.captures and not waits
+        run: Runnable = joint
+        check.compare(joint, joint, rehearses=captures, plain=as_traced)
         if captures:
             run = self._captured(joint, done.inputs, seeds)
             if run is not joint:
-                check.compare(joint, run)  # What was captured is what will run.
+                check.compare(joint, run, plain=as_traced)  # What was captured is what will run.
+        entry.proven.add(joint.compiled)
+        entry.checked.add(done.inputs.without_sizes)
         return Prepared(joint, run, done.form, joint.addresses())
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:
@@ -249,7 +212,7 @@ class GraphMaker:
         empty_cache(self._device)
         pool = self._memory.pool(in_use=any(ready.captured for ready in self._kinds.ready()))
         try:
-            return CapturedGraph(joint, inputs.tensors, seeds, pool=pool)
+            return CapturedGraph(joint, inputs, seeds, pool=pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile.execute_mode import CannotTrace, Execute, ExecutePlan, Notes, reason_of
 from wholebatch.compile.gradient_buffers import eager_into, empty_cache, is_nearly_full
-from wholebatch.compile.graph_check import EagerResult
+from wholebatch.compile.graph_check import EagerResult, NothingToCompare
 from wholebatch.compile.graph_inputs import DeviceCopies, Inputs, take_apart
 from wholebatch.compile.graph_memory import GraphMemory
 from wholebatch.compile.joint_graph import Prepared
@@ -75,6 +75,7 @@ class Executor:
         self._changes_told = 0  # when `changed` was asked
         self._too_large: Stage | None = None  # of the graph that was made when memory ran out
         self.kinds = Kinds(self._model, getattr(loss, "reads", loss), precision, self.notes)
+        self.kinds.as_read = getattr(loss, "as_read", nullcontext)
         self.memory = GraphMemory(self._model, window, device)
         self._maker = GraphMaker(
             execute,
@@ -159,6 +160,8 @@ class Executor:
             return self._prepare(kind, slot, inputs, run, compiled=stage is Stage.COMPILED)
         if slot.ready is None:
             return None
+        if slot.ready.captured and slot.ready.joint.addresses() != slot.ready.addresses:
+            slot.ready = replace(slot.ready, run=slot.ready.joint)  # Record it again.
         if not slot.ready.captured and self._maker.captures(slot):
             with self._preparing():
                 seeds = self._seeds(slot.ready.form)
@@ -173,8 +176,8 @@ class Executor:
             self.mode = ready.mode
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
-        added = ready.form.read(*ready.run(inputs.tensors, self._seeds(ready.form)))
-        self._window.added.record(added.terms)
+        added = ready.form.read(*ready.run(inputs, self._seeds(ready.form)))
+        self._window.record(added.terms)
         return added
 
     def _advance(self, kind: Kind, slot: Slot, inputs: Inputs) -> Stage:
@@ -184,9 +187,9 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage, kinds = self._plan, slot.stage, self.kinds
-        first = not self._window.added.micro_batches  # A second loss of a micro-batch never is.
-        slot.reading = slot.reading or kinds.known_reading(inputs)
-        shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
+        first = not self._window.micro_batches  # A second loss of a micro-batch never is.
+        slot.entry = slot.entry or kinds.known_entry(inputs)
+        shared = slot.entry if slot.entry is not None and slot.entry.is_shared else None
         is_compiled = shared is not None and True in shared.joints
         if stage is Stage.EAGER:
             others = (other for other in kinds.by_key.values() if other is not kind)
@@ -270,19 +273,17 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
         try:
-            inputs = take_apart(inputs.around(inputs.tensors), self.kinds.sizes)
+            inputs = take_apart(inputs.rebuilt(), self.kinds.sizes)
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem
         on_cuda = self._device.type == "cuda"
         if slot.stage is not Stage.EAGER or (on_cuda and is_nearly_full(self._device)):
             self._make_room()
-        alone = not self._window.added.owners
+        alone = not self._window.has_losses
         earlier = None
-        shared = None if slot.reading is None else slot.reading.shapes.find(inputs)
-        proven = slot.traced is not None or (shared is not None and compiled in shared.proven)
-        if not alone and (not self._window.added.micro_batches or not proven):
-            self.memory.state()
+        if not alone and (slot.entry is None or compiled not in slot.entry.proven):
+            self.memory.prepare()
             gradients = self.memory.gradients
             earlier = gradients.set_aside(range(len(gradients.parameters)))
         before = ForwardState(self._model)
@@ -301,6 +302,8 @@ class Executor:
                 slot.ready = step = self._maker.made(slot, done, seeds, compiled=compiled)
         except CannotTrace as reason:
             self._fails(kind, slot, str(reason))
+            return added
+        except NothingToCompare:  # The next micro-batch may have a gradient.
             return added
         except torch.OutOfMemoryError:
             self._too_large = Stage.COMPILED if compiled else Stage.TRACED

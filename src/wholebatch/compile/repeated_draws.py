@@ -1,35 +1,24 @@
 """Random numbers of a checkpointed forward, used again in its recomputation.
 
-Activation checkpointing runs a part of the forward again in the backward, and sets the random
-generator back before it, so that dropout draws the same mask. In a graph every drawing operation
-draws new numbers. So the trace keeps what each drew, in order, and the recomputation gets it back:
-setting the generator back sets back the place in that order.
+Activation checkpointing runs a part of the forward again in the backward, where dropout must draw
+the same mask. In a graph every drawing operation draws new numbers. So the trace keeps what each
+drew, in order, and the recomputation begins at its own place in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
+from wholebatch.compile.constant_values import draws
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.value_reads import draws
-from wholebatch.window.replaced_attributes import replaced_attributes
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The state of the generator within a trace: the number of draws before it."""
-
-    number: int
 
 
 @dataclass(frozen=True)
@@ -51,29 +40,23 @@ class RepeatedDraws:
         """The number of draws that the graph makes."""
         return len(self._draws)
 
-    @contextmanager
-    def as_generator(self) -> Iterator[None]:
-        """Within this context, `torch.get_rng_state()` is a place in the order of draws."""
+    def drawing_again(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the body of a checkpoint: when it runs again, it draws what it drew before."""
+        start: int | None = None
 
-        def get() -> _Place:
-            return _Place(self._place)
+        def run(*args: Any) -> Any:
+            nonlocal start
+            after = self._place
+            if start is None:
+                start = after
+                return body(*args)
+            self._place = start
+            try:
+                return body(*args)
+            finally:
+                self._place = after
 
-        def put(state: Any) -> None:
-            if not isinstance(state, _Place):
-                raise CannotTrace("its forward sets the state of the random generator")
-            self._place = state.number
-
-        def no_devices(*_: Any, **__: Any) -> tuple[list[int], list[Any]]:
-            return [], []  # The draws of all devices are in one order.
-
-        states = {"get_rng_state": get, "set_rng_state": put}
-        devices = {"get_device_states": no_devices, "set_device_states": no_devices}
-        with (
-            replaced_attributes(torch, **states),
-            replaced_attributes(torch.random, **states),
-            replaced_attributes(torch.utils.checkpoint, **devices),
-        ):
-            yield
+        return run
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Draw, or return what was drawn before; NotImplemented if nothing is drawn."""

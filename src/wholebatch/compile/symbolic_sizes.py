@@ -1,33 +1,36 @@
 """Symbolic sizes: one graph for micro-batches that differ in size only.
 
 The first kind gets a graph for its exact shapes: if every micro-batch has the same shape, you get
-the fastest graph. When a second kind with other sizes comes, a graph is traced with those sizes as
-symbols. Every question that the code, torch or the compiler asks about a symbol ("is it longer than
-512?") is recorded with its answer: a guard. The graph is valid for all sizes that give the same
-answers, and for no others. Every later kind that it admits runs in it, so nothing is traced or
-compiled again. Kinds whose sizes cannot be left open get graphs of their own.
+the fastest graph. When a second kind with other sizes comes, the code is captured with those sizes
+as symbols. Every question that the code, torch or the compiler asks about a symbol ("is it longer
+than 512?") is recorded with its answer: a guard. The graph is valid for all sizes that give the
+same answers, and for no others. Every later kind that it admits runs in it, so nothing is captured
+or compiled again. Kinds whose sizes cannot be left open get graphs of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from wholebatch.compile.capture import OFFSET, Place, Program, is_offset
 from wholebatch.compile.fusion import expression_of
-from wholebatch.compile.graph_inputs import Inputs, Key, dense_strides, is_dense, memory_order
-
-Place: TypeAlias = tuple[int, int]
-"""The index of a tensor of a micro-batch, and one of its dimensions."""
+from wholebatch.compile.graph_inputs import Inputs, Key, TensorPart
 
 
 def pattern(key: Key) -> Key:
     """Return the key without sizes and strides; kinds with one pattern may share a graph."""
-    parts: Iterable[Any] = key
-    return tuple((p[0], len(p[1]), p[2], p[4]) if _is_tensor(p) else p for p in parts)
+    return tuple(
+        part.pattern if isinstance(part, TensorPart) else part.name for part in _parts(key)
+    )
+
+
+def _parts(key: Key) -> Iterable[Any]:
+    return key
 
 
 def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...], ...]:
@@ -41,10 +44,10 @@ def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...],
     Numbers of the batch have a symbol each.
     """
     kinds = [_shapes(key) for key in (inputs.key, *others)]
-    numbers = [((which, 1),) for which in inputs.numbers if kinds[0][which][1] > 1]
-    columns: dict[tuple[int, ...], list[Place]] = {}
+    numbers = [(name,) for name, number in inputs.sizes.items() if number > 1]
+    columns: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for which, shape in enumerate(kinds[0]):
-        for dim in range(0 if which in inputs.numbers else len(shape)):
+        for dim in range(len(shape)):
             column = tuple(kind[which][dim] for kind in kinds)
             columns.setdefault(column, []).append((which, dim))
     if all(len(set(column)) == 1 for column in columns):
@@ -59,72 +62,26 @@ def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...],
 
 
 def _shapes(key: Key) -> list[tuple[int, ...]]:
-    parts: Iterable[Any] = key
-    return [tuple(part[1]) for part in parts if _is_tensor(part)]
-
-
-def _is_tensor(part: Any) -> bool:
-    return isinstance(part, tuple) and isinstance(part[1], torch.Size)
+    return [tuple(part.shape) for part in _parts(key) if isinstance(part, TensorPart)]
 
 
 @dataclass
 class Sizes:
-    """Fake tensors that stand for those of micro-batches, with symbols at these places."""
+    """The symbols of a program of open sizes, and the guards on them."""
 
-    places: tuple[tuple[Place, ...], ...]
-    tensors: list[Tensor]
-    symbols: list[Any]
-    """One symbol for each group of places."""
+    symbols: dict[Place, Any]
+    """Each symbol by the place where its value is read."""
+    _every: dict[Place, Any]
     _environment: Any
-    mode: Any
-    """The mode of the fake tensors."""
-    _hints: tuple[int, ...]
-    _orders: list[list[int]]
-    _names: Mapping[int, str]
-    """The names of numbers, by the places of the tensors that stand for them."""
-    flat: list[Tensor] = field(default_factory=list)
-    """The fake tensors that the graph was traced with, in the order of its inputs."""
 
     @staticmethod
-    def of(inputs: Inputs, places: tuple[tuple[Place, ...], ...]) -> Sizes:
-        """Create symbols at these `places`, with the sizes of this micro-batch as hints."""
-        # These modules are slow to import: paid only when tracing.
-        from torch._dynamo.source import ConstantSource
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+    def of(program: Program) -> Sizes:
+        """Return the symbols of this program."""
+        return Sizes(program.sizes, program.every_size, program.mode.shape_env)
 
-        environment: Any = ShapeEnv(
-            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
-        )
-        mode = FakeTensorMode(
-            allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=environment
-        )
-        numbers = _numbers(places, inputs.tensors)
-        symbols = []
-        for index, number in enumerate(numbers):
-            source = ConstantSource(f"size_{index}")
-            symbol = environment.create_symbol(number, source, DimDynamic.DYNAMIC)
-            symbols.append(environment.create_symintnode(symbol, hint=number, source=source))
-        at = {place: symbols[i] for i, group in enumerate(places) for place in group}
-        tensors, orders = [], []
-        for which, tensor in enumerate(inputs.tensors):
-            orders.append(memory_order(tensor))
-            shape = [at.get((which, dim), size) for dim, size in enumerate(tensor.shape)]
-            strides = dense_strides(shape, orders[-1])
-            with mode:
-                tensors.append(
-                    torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-                )
-        return Sizes(places, tensors, symbols, environment, mode, numbers, orders, inputs.numbers)
-
-    def fake(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor for a tensor of the model, with fixed sizes."""
-        fake: Tensor = self.mode.from_tensor(tensor, static_shapes=True)
-        return fake
-
-    def numbers(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    def numbers(self, inputs: Inputs) -> tuple[int, ...]:
         """Return the values of the symbols for this micro-batch."""
-        return _numbers(self.places, tensors)
+        return tuple(_number(place, inputs) for place in self.symbols)
 
     @property
     def any_open(self) -> bool:
@@ -133,71 +90,67 @@ class Sizes:
         It does not if the code asked for the sizes themselves, or for a number computed from them,
         as a loop over the rows of all texts does.
         """
-        still = {symbol.node._expr for symbol in self.symbols if is_open(symbol)}
+        still = {symbol.node._expr for symbol in self.symbols.values() if is_open(symbol)}
         return bool(still) and not any(_pins(g.expr, still) for g in self._environment.guards)
+
+    @property
+    def all_open(self) -> bool:
+        return all(is_open(symbol) for place, symbol in self._every.items() if not is_offset(place))
 
     def numbers_of_batch(self, *, are_open: bool) -> list[str]:
         """Return the names of the batch's numbers that are symbols still, or no longer."""
         return [
-            self._names[place[0]]
-            for places, symbol in zip(self.places, self.symbols, strict=True)
-            for place in places
-            if place[0] in self._names and is_open(symbol) == are_open
+            place
+            for place, symbol in self._every.items()
+            if isinstance(place, str) and is_open(symbol) == are_open
         ]
 
-    def value(self, size: Any, tensors: Sequence[Tensor] | None = None) -> Any:
+    def value(self, size: Any, inputs: Inputs) -> Any:
         """Return the number, or the value of a symbolic expression for this micro-batch."""
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return size
-        numbers = self._hints if tensors is None else self.numbers(tensors)
-        value = expression_of(size).subs(self._binding(numbers))
+        value = expression_of(size).subs(self._binding(inputs))
         return int(value) if isinstance(size, torch.SymInt) else float(value)
 
-    def admit(self, tensors: Sequence[Tensor]) -> bool:
-        """True if the graph is valid for this micro-batch, which has the same pattern."""
-        numbers = self.numbers(tensors)
-        at = {place: numbers[i] for i, group in enumerate(self.places) for place in group}
-        for which, (tensor, fake) in enumerate(zip(tensors, self.tensors, strict=True)):
-            wanted = tuple(at.get((which, dim), size) for dim, size in enumerate(fake.shape))
-            if tensor.shape != wanted or not is_dense(tensor, self._orders[which]):
-                return False
-        binding = self._binding(numbers)
+    def admit(self, inputs: Inputs) -> bool:
+        """True if all that was asked about the symbols has the same answer for this micro-batch."""
+        binding = self._binding(inputs)
         ranges = self._environment.var_to_range
         return all(
             bool(ranges[symbol].lower <= number) and bool(number <= ranges[symbol].upper)
             for symbol, number in binding.items()
         ) and all(_holds(guard.expr, binding) for guard in self._environment.guards)
 
-    def _binding(self, numbers: Sequence[int]) -> Mapping[Any, int]:
-        symbols = (symbol.node._expr for symbol in self.symbols)
-        return dict(zip(symbols, numbers, strict=True))
+    def _binding(self, inputs: Inputs) -> Mapping[Any, int]:
+        return {
+            symbol.node._expr: _number(place, inputs)
+            for place, symbol in self._every.items()
+            if isinstance(symbol, torch.SymInt)
+        }
 
-    def as_inputs(self, graph: fx.Graph) -> int:
-        """Make the symbols the first inputs of the graph; return how many there are.
+    def merge(self, graph: fx.Graph) -> int:
+        """Read each size from the first inputs of the graph; return how many of these there are.
 
-        As traced, the graph reads each size from some tensor where it needs it. That tensor would
+        As traced, the graph reads some sizes from a tensor where it needs them. That tensor would
         be kept alive until then, and an extra reader would prevent fusing it with its user.
         """
-        first = next(iter(graph.nodes))
         known: dict[Any, fx.Node] = {}
-        for index, symbol in enumerate(self.symbols):
-            with graph.inserting_before(first):
-                node = graph.placeholder(f"size_{index}")
-            node.meta["val"] = symbol
-            known.setdefault(expression_of(symbol), node)
         for node in list(graph.nodes):
             value = node.meta.get("val")
-            if node.op != "call_function" or not isinstance(value, torch.SymInt):
+            if not isinstance(value, torch.SymInt):
                 continue
             earlier = known.setdefault(expression_of(value), node)
-            if earlier is not node:
+            if earlier is not node and node.op == "call_function":
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
         return len(self.symbols)
 
 
-def _numbers(places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(tensors[group[0][0]].shape[group[0][1]] for group in places)
+def _number(place: Place, inputs: Inputs) -> int:
+    if isinstance(place, str):
+        return inputs.sizes[place]
+    index, dim = place
+    return inputs.given[index].storage_offset() if dim == OFFSET else inputs.given[index].shape[dim]
 
 
 def is_open(symbol: Any) -> bool:

@@ -1,45 +1,36 @@
-"""The trace of one micro-step: forward, loss and backward of `loss(model, micro)` as one graph.
+"""The trace of one micro-step: forward, loss and backward as one graph of operations.
 
-The model's Python runs once on fake tensors, which compute nothing, and every operation of the
-forward and of autograd's backward is recorded. The model need not be rewritten or analysed:
-autocast, checkpointing, custom autograd functions and tied weights all appear as operations.
-`CannotTrace` gives the reason for what cannot be recorded (a branch on a tensor's value) and what
-must not be (a side effect in Python).
+The program that Dynamo has captured runs once on fake tensors, which compute nothing, and every
+operation of the forward and of autograd's backward is recorded. Autocast, checkpointing, custom
+autograd functions and tied weights all appear as operations.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from wholebatch.compile.capture import Program
+from wholebatch.compile.constant_values import draws
 from wholebatch.compile.execute_mode import CannotTrace, reason_of
-from wholebatch.compile.fusion import collection_paused
-from wholebatch.compile.graph_inputs import Inputs
+from wholebatch.compile.fusion import base_of, collection_paused, drop_unused, written_by
+from wholebatch.compile.graph_inputs import Inputs, dense_strides, memory_order
 from wholebatch.compile.host_constants import lift_host_constants
-from wholebatch.compile.patched_calls import traceable_calls
-from wholebatch.compile.refused_code import only_our_draws
 from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
-from wholebatch.compile.value_reads import ValueReads, draws
-from wholebatch.losses.loss import Loss, Term, Terms, as_loss, terms_of
+from wholebatch.compile.traced_attention import attention
+from wholebatch.losses.loss import Loss, Term, Terms, terms_of
 from wholebatch.window.autocast import Precision
 from wholebatch.window.precision import SIXTEEN_BIT
-
-_READS = (
-    "GuardOnDataDependentSymNode",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-)
-"""Errors of torch for a decision by a value, or for a shape that depends on one."""
-_TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True)
@@ -105,44 +96,6 @@ class Added:
 
 
 @dataclass(frozen=True)
-class State:
-    """The present tensors of a model by name; tied tensors appear once."""
-
-    trained: dict[str, nn.Parameter]
-    others: dict[str, Tensor]
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The Python attributes of frozen parameters of a class of their own (4-bit weights)."""
-
-    @staticmethod
-    def of(model: nn.Module, inputs: Sequence[nn.Parameter]) -> State:
-        """Split the model's tensors into those to differentiate by (`inputs`) and the rest."""
-        wanted = {id(parameter) for parameter in inputs}
-        trained, others, attributes = {}, {}, {}
-        for name, parameter in model.named_parameters():
-            is_wanted, is_plain = id(parameter) in wanted, type(parameter) is nn.Parameter
-            if not is_plain and (is_wanted or not _holds_its_numbers(parameter)):
-                raise CannotTrace(f"{name} is a {type(parameter).__name__}")
-            if is_wanted:
-                trained[name] = parameter
-            else:
-                others[name] = parameter.detach().as_subclass(Tensor)
-            if not is_plain:
-                attributes[name] = vars(parameter)
-        for name, buffer in model.named_buffers():
-            others[name] = buffer
-        if len(trained) != len(wanted):
-            raise CannotTrace("the optimizer has parameters that are not in the model")
-        if len({p.device for p in trained.values()} | {t.device for t in others.values()}) > 1:
-            raise CannotTrace("the model is on more than one device")
-        return State(trained, others, attributes)
-
-
-def _holds_its_numbers(tensor: Tensor) -> bool:
-    """True for a tensor whose numbers are its own: it is no wrapper around other tensors."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-@dataclass(frozen=True)
 class Traced:
     """The graph: (trained, others, the micro-batch's tensors, seeds) -> (totals, units, gradients).
 
@@ -152,15 +105,19 @@ class Traced:
     graph: fx.GraphModule
     form: Form
     used: tuple[int, ...]
+    trained: tuple[nn.Parameter, ...]
+    others: tuple[Tensor, ...]
+    """The other tensors that the graph reads; they are read when it runs."""
     random: bool
+    draws_in_attention: bool = False
     sizes: Sizes | None = None
     """The symbols of the graph, if it is valid for more than one shape."""
     units: tuple[Any, ...] = ()
     """The units of the form, before symbols were replaced with numbers."""
     sources: tuple[Tensor, ...] = ()
     """Tensors from outside whose values the graph contains."""
-    any_source: bool = False
-    """True if it contains values of tensors from outside, and nobody knows of which."""
+    mode: Any = None
+    """The fake tensor mode of its values."""
 
     @property
     def sixteen_bit(self) -> bool:
@@ -168,106 +125,69 @@ class Traced:
         values = (node.meta.get("val") for node in self.graph.graph.nodes)
         return any(getattr(value, "dtype", None) in SIXTEEN_BIT for value in values)
 
-    def form_for(self, tensors: Sequence[Tensor]) -> Form:
-        """Return the form of the loss for a micro-batch with these tensors."""
+    def form_for(self, inputs: Inputs) -> Form:
+        """Return the form of the loss for a micro-batch."""
         if self.sizes is None:
             return self.form
-        units = tuple(self.sizes.value(number, tensors) for number in self.units)
+        units = tuple(self.sizes.value(number, inputs) for number in self.units)
         return replace(self.form, units=units)
-
-
-class _Within(nn.Module):
-    """Calls a function while functional_call has swapped the model's tensors.
-
-    The backward must run inside too: checkpointing recomputes the forward there.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        return function()
 
 
 @dataclass
 class _MicroStep:
     """The function to trace: forward, loss and backward of one micro-batch on flat tensors."""
 
-    model: nn.Module
-    loss: Callable[[Any, Any], Any]
+    program: Program
     precision: Precision
-    state: State
-    inputs: Inputs
-    form: Form
-    sizes: Sizes | None
+    trained: Sequence[nn.Parameter]
+    others: Sequence[Tensor]
+    batch: int
+    """The number of tensors of a micro-batch."""
     used: tuple[int, ...] = ()
     """The parameters that got a gradient."""
-    units: tuple[Any, ...] = ()
-    """The units of the loss; they may be symbols."""
-    extras: tuple[Tensor, ...] = ()
-    """The tensors to hand back beside the loss."""
+    form: Form | None = None
     draws_again: bool = False
     """True if the backward draws random numbers of its own."""
-    reads: ValueReads = field(default_factory=ValueReads)
     repeated: RepeatedDraws = field(default_factory=RepeatedDraws)
 
-    def __call__(self, *flat: Tensor) -> list[Tensor]:
-        lengths = len(self.state.trained), len(self.state.others), len(self.inputs.tensors)
-        first, second, third = accumulate(lengths)
-        leaves = [tensor.detach().requires_grad_() for tensor in flat[:first]]
-        held = dict(zip(self.state.others, flat[first:second], strict=True))
-        for name, attributes in self.state.attributes.items():
-            vars(held[name]).update(attributes)
-        micro, seeds = flat[second:third], flat[third:]
-
-        def run() -> list[Tensor]:
-            terms = self._forward(self.inputs.around(micro), held)
-            return self._backward(terms, leaves, seeds)
-
-        tensors = dict(zip(self.state.trained, leaves, strict=True)) | held
-        named = {f"model.{place}": tensors[name] for place, name in _places(self.model)}
-        with traceable_calls(self.reads.sources), self.repeated.as_generator():
-            gradients: list[Tensor] = torch.func.functional_call(
-                _Within(self.model), named, (run,), tie_weights=False
-            )
-        return gradients
-
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what the trace records in place of this operation, or NotImplemented."""
-        answer = self.repeated.answer(func, args, kwargs)
-        return self.reads.answer(func, args) if answer is NotImplemented else answer
-
-    def _forward(self, micro: Any, held: dict[str, Tensor]) -> list[Term]:
+    def __call__(self, *flat: Any) -> list[Tensor]:
+        sizes = len(self.program.sizes)
+        lengths = sizes, len(self.trained), len(self.others), self.batch
+        ends = list(accumulate(lengths))
+        symbols = dict(zip(self.program.sizes, flat[:sizes], strict=True))
+        leaves = [tensor.detach().requires_grad_() for tensor in flat[ends[0] : ends[1]]]
+        held = {id(t): leaf for t, leaf in zip(self.trained, leaves, strict=True)}
+        held |= {id(t): o for t, o in zip(self.others, flat[ends[1] : ends[2]], strict=True)}
+        micro, seeds = flat[ends[2] : ends[3]], flat[ends[3] :]
+        inputs = []
+        for kind, value in self.program.inputs:
+            if kind == "tensor":
+                inputs.append(held.get(id(value), value))
+            elif kind == "batch":
+                inputs.append(micro[value])
+            else:
+                inputs.append(symbols[value] if kind == "size" else value)
         with torch.enable_grad(), self.precision.forward():
-            result = as_loss(self.loss(self.model, micro))
-        form = Form.of(result)
-        self.units = form.units
-        self.extras = tuple(extras_of(result).values())
-        if self.sizes is not None:
-            form = replace(form, units=tuple(map(self.sizes.value, form.units)))
-        if form != self.form:
-            raise CannotTrace("its loss differs in form from one call to the next")
-        for name, buffer in self.model.named_buffers():
-            if buffer is not held[name]:
-                raise CannotTrace(f"its forward assigns the buffer {name} anew")
-        return list(terms_of(result).values())
-
-    def _backward(
-        self, terms: Sequence[Term], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
-    ) -> list[Tensor]:
+            totals, units, extras = self.program.graph(*inputs)
+        names = self.program.names, self.program.weights
+        dtypes = tuple(total.dtype for total in totals)
+        numbers = tuple(None if isinstance(u, Tensor) else u for u in units)
+        self.form = Form(*names, dtypes, numbers, self.program.extras)
         drawn = self.repeated.number
-        totals = [term.total for term in terms]
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
         self.draws_again = self.repeated.number != drawn
         self.used = tuple(i for i, g in enumerate(gradients) if g is not None)
         return [
             *(total.detach() for total in totals),
-            *(term.units.detach() for term in terms if isinstance(term.units, Tensor)),
+            *(number.detach() for number in units if isinstance(number, Tensor)),
             # A copy: a fused kernel may overwrite the logits.
-            *(extra.detach().clone() for extra in self.extras),
+            *(extra.detach().clone() for extra in extras),
             *(gradient for gradient in gradients if gradient is not None),
         ]
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the trace records in place of this operation, or NotImplemented."""
+        return self.repeated.answer(func, args, kwargs)
 
 
 class _EveryOperation(TorchDispatchMode):
@@ -292,71 +212,165 @@ class _EveryOperation(TorchDispatchMode):
 _DEVICE = torch.ops.prim.device.default
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield every place of a tensor in the model, and the first name of that tensor.
-
-    A module that is registered twice counts once: `functional_call` with `tie_weights` would
-    replace its tensors twice, and put the first replacement back.
-    """
-    names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                place = f"{prefix}.{name}".lstrip(".")
-                yield place, names.setdefault(id(tensor), place)
-
-
 def trace(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Any],
+    program: Program,
     precision: Precision,
-    state: State,
+    model: nn.Module,
+    trained: Sequence[nn.Parameter],
     inputs: Inputs,
-    form: Form,
-    sizes: Sizes | None = None,
 ) -> Traced:
-    """Return the graph of one micro-step on micro-batches like `inputs`, with a loss of this form.
+    """Return the graph of one micro-step on micro-batches like `inputs`.
 
-    With `sizes` it is valid for all shapes for which the model's Python takes the same path.
+    It is differentiated by the parameters `trained`, and may write into the model's buffers alone.
     """
-    step = _MicroStep(model, loss, precision, state, inputs, form, sizes)
-    device = next(iter(state.trained.values())).device
-    tensors = [
-        *(parameter.detach() for parameter in state.trained.values()),
-        *state.others.values(),
-    ]
-    seeds = [torch.ones((), dtype=dtype, device=device) for dtype in form.dtypes]
-    if sizes is None:
-        graph = _written_down(step, [*tensors, *inputs.tensors, *seeds])
-    else:
-        sizes.flat = [*map(sizes.fake, tensors), *sizes.tensors, *map(sizes.fake, seeds)]
-        graph = _written_down(step, sizes.flat)
-        if not sizes.any_open:
-            raise CannotTrace("its code reads the sizes as numbers")
+    known = set(map(id, trained))
+    own = set(map(id, model.parameters()))
+    device = trained[0].device
+    outside = [t for t in program.tensors() if id(t) not in known]
+    # What lies on the host beside a model on a device becomes a constant of the graph.
+    others = [tensor for tensor in outside if tensor.device == device]
+    for tensor in others:
+        if type(tensor) is not Tensor and not _holds_its_numbers(tensor):
+            raise CannotTrace(f"it reads a {type(tensor).__name__}")
+        if tensor.requires_grad and id(tensor) not in own:
+            raise CannotTrace("its loss uses a parameter that is not in the model")
+    step = _MicroStep(program, precision, trained, others, len(inputs.tensors))
+    sizes = Sizes.of(program) if program.sizes else None
+    fake = partial(program.mode.from_tensor, static_shapes=True)
+    tensors = [fake(tensor.detach().as_subclass(Tensor)) for tensor in (*trained, *others)]
+    micro = [_fake_input(program, at, tensor) for at, tensor in enumerate(inputs.tensors)]
+    _put_ours(program.graph, step)
+    seeds = [fake(torch.ones((), dtype=dtype, device=device)) for dtype in _dtypes(program)]
+    graph = _written_down(step, [*program.sizes.values(), *tensors, *micro, *seeds])
+    if sizes is not None and not sizes.any_open:
+        raise CannotTrace("its code reads the sizes as numbers")
     if step.draws_again:
         raise CannotTrace(
             "its backward draws random numbers that are not those of the forward (activation "
             "checkpointing with preserve_rng_state=False)"
         )
-    lifted = () if device.type == "cpu" else lift_host_constants(graph, device)
-    sources = *step.reads.sources, *lifted
-    random = any(draws(node.target, node.args, node.kwargs) for node in graph.graph.nodes)
-    return Traced(graph, form, step.used, random, sizes, step.units, sources, step.reads.any_source)
+    first = len(program.sizes) + len(trained)
+    writable = set(map(id, model.buffers()))
+    _refuse_writes(
+        graph, [*([True] * first), *(id(t) not in writable for t in others), *([True] * len(micro))]
+    )
+    if device.type != "cpu":
+        lift_host_constants(graph, device)
+    drawing = [node for node in graph.graph.nodes if draws(node.target, node.args, node.kwargs)]
+    assert step.form is not None
+    units, form = step.form.units, step.form
+    if sizes is not None:
+        form = replace(form, units=tuple(sizes.value(number, inputs) for number in units))
+    return Traced(
+        graph,
+        form,
+        step.used,
+        tuple(trained),
+        tuple(others),
+        bool(drawing),
+        any("attention" in str(node.target) for node in drawing),
+        sizes,
+        units,
+        tuple(t for t in outside if t.device != device),
+        program.mode,
+    )
+
+
+def _holds_its_numbers(tensor: Tensor) -> bool:
+    """True for a tensor whose numbers are its own: it is no wrapper around other tensors."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _fake_input(program: Program, index: int, tensor: Tensor) -> Tensor:
+    """Return a fake tensor of the micro-batch, with the capture's symbols, without gaps."""
+    captured = program.batch.get(index)
+    shape = tensor.shape if captured is None else captured.shape
+    strides = dense_strides(shape, memory_order(tensor))
+    with program.mode:
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _dtypes(program: Program) -> list[torch.dtype]:
+    """Return the dtypes of the totals."""
+    totals = program.graph.graph.output_node().args[0][0]
+    return [total.meta["example_value"].dtype for total in totals]
+
+
+def _put_ours(graph: fx.GraphModule, step: _MicroStep) -> None:
+    """Put our own functions into Dynamo's graph where make_fx needs them.
+
+    - Attention knows a mask that is always causal, and gets others in rows.
+    - A checkpointed body is recomputed in the backward, with the same random numbers.
+    - Assertions are made on the device, in the graph, instead of reading the result.
+    """
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    ours = {
+        functional.scaled_dot_product_attention: attention,
+        tag_activation_checkpoint: partial(_checkpointed, step.repeated),
+        torch._check_tensor_all_with: _assert_in_graph,
+    }
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_function" and node.target in ours:
+                    target = ours[node.target]
+                    node.target = _Named(target)
+            module.recompile()
+
+
+class _Named:
+    """A function with a name, as the code of a graph needs it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__name__ = getattr(function, "__name__", "function")
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _checkpointed(
+    repeated: RepeatedDraws,
+    body: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    **options: Any,
+) -> Any:
+    run = repeated.drawing_again(body) if preserve_rng_state else body
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _assert_in_graph(_: type[Exception], condition: Tensor, message: Any = None) -> None:
+    torch.ops.aten._assert_async.msg(condition.all(), "an assertion of the model's code failed")
+
+
+def _refuse_writes(graph: fx.GraphModule, inputs: Sequence[bool]) -> None:
+    """Raise CannotTrace for a write into one of the inputs that are marked.
+
+    A graph runs more often than the code: to be compared, and to be recorded.
+    """
+    places = graph.graph.find_nodes(op="placeholder")
+    marked = {node for node, is_marked in zip(places, inputs, strict=False) if is_marked}
+    for node in graph.graph.nodes:
+        if any(base_of(target) in marked for target in written_by(node)):
+            raise CannotTrace("it writes into a parameter, or into the micro-batch")
 
 
 @collection_paused()
-def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
+def _written_down(step: _MicroStep, flat: list[Any]) -> fx.GraphModule:
     """Run the step on fake tensors, and return the graph of its operations."""
     # These modules are slow to import: paid only when tracing.
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def watched(*flat: Tensor) -> list[Tensor]:
+    def watched(*flat: Any) -> list[Tensor]:
         with _EveryOperation(step):
             return step(*flat)
 
     try:
-        with only_our_draws(step.model, step.loss), enable_python_dispatcher(), torch.no_grad():
+        with enable_python_dispatcher(), torch.no_grad():
             graph = make_fx(
                 watched,
                 tracing_mode="fake",
@@ -365,35 +379,12 @@ def _written_down(step: _MicroStep, flat: list[Tensor]) -> fx.GraphModule:
             )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
-    # A model's own code may raise anything when it meets fake tensors.
-    except Exception as problem:
-        raise CannotTrace(_why_not(problem)) from problem
+    except Exception as problem:  # Operations of the user may raise anything on fake tensors.
+        raise CannotTrace(reason_of(problem)) from problem
     finally:
         torch.clear_autocast_cache()  # The cache may hold fake casts.
-    step.reads.drop_from(graph.graph)
-    for node in graph.graph.find_nodes(op="get_attr"):
-        constant = getattr(graph, str(node.target), None)
-        if isinstance(constant, Tensor) and constant.requires_grad:
-            raise CannotTrace("its loss uses a parameter that is not in the model")
+    drop_unused(graph.graph)
     return graph
-
-
-def _why_not(problem: Exception) -> str:
-    """Return why the trace failed, with the line of the model's code if it reads a value."""
-    if type(problem).__name__ not in _READS:
-        return reason_of(problem)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(problem.__traceback__)
-        if not frame.filename.startswith((_TORCH, _HERE))
-    ]
-    if not frames:
-        return reason_of(problem)
-    line = frames[-1]
-    return (
-        f"its code branches on the value of a tensor ({Path(line.filename).name}, line "
-        f"{line.lineno}: {line.line})"
-    )
 
 
 def extras_of(loss: Loss | Terms) -> Mapping[str, Tensor]:

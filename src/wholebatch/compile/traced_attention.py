@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wholebatch.compile.constant_values import computed, node_of
 from wholebatch.compile.fusion import VIEWS
-from wholebatch.compile.value_reads import computed, node_of
 from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
@@ -24,7 +24,6 @@ _CAUSAL = "wholebatch_causal"
 
 
 def attention(
-    sources: list[Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -34,12 +33,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call torch's attention, with `is_causal` instead of a mask that says no more.
-
-    Constants from which the mask was computed are added to `sources`.
-    """
+    """Call torch's attention, with `is_causal` instead of a mask that says no more."""
     if attn_mask is not None:
-        if _always_causal(attn_mask, query.shape[-2], key.shape[-2], sources):
+        if _always_causal(attn_mask, query.shape[-2], key.shape[-2]):
             attn_mask, is_causal = None, True
             if (times := _repeats(query, key, value)) > 1:
                 key, value = (tensor.unflatten(1, (-1, times))[:, :, 0] for tensor in (key, value))
@@ -50,7 +46,7 @@ def attention(
     return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
 
-def _always_causal(mask: Tensor, rows: Any, columns: Any, sources: list[Tensor]) -> bool:
+def _always_causal(mask: Tensor, rows: Any, columns: Any) -> bool:
     """True if this mask is computed from constants alone and hides the future only."""
     sizes = *mask.shape[-2:], rows, columns
     if not all(isinstance(size, int) for size in sizes) or len(set(sizes)) != 1:
@@ -59,7 +55,7 @@ def _always_causal(mask: Tensor, rows: Any, columns: Any, sources: list[Tensor])
     if node is None or mask.requires_grad:
         return False
     if _CAUSAL not in node.meta:  # Every layer asks.
-        hidden = computed(node, root, {}, sources)
+        hidden = computed(node, root, {})
         with _disable_current_modes():
             node.meta[_CAUSAL] = isinstance(hidden, Tensor) and _hides_the_future(hidden)
     return bool(node.meta[_CAUSAL])

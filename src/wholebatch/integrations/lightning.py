@@ -30,6 +30,7 @@ from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
 from wholebatch.options import Close, close_options
+from wholebatch.window.observer import Nobody
 from wholebatch.window.replaced_attributes import replaced_attributes
 from wholebatch.window.window import Step
 
@@ -287,7 +288,7 @@ class TrainerAccumulator(HandedOver):
             **options,
         )
         self._trainer = trainer
-        self._checks.stop()  # `run` tests the whole training_step.
+        self._ledger.observer = Nobody()  # `run` tests the whole training_step
 
     @property
     def is_open(self) -> bool:
@@ -321,8 +322,10 @@ class TrainingStep:
         run_loss = windows._functions.prepare(self._run, reads=self._inner)
         self.executor = run_loss.executor
         self._as_run = run_loss.as_read
-        inner = self._inner
-        self.executor.guard(lambda _, micro: inner(micro["micro"], *self._rest), self._as_read)
+        self._unread: tuple[Any, ...] = ()  # `rest` where training_step is captured
+        self._recorded: dict[str, Tensor] | None = None  # what it logs there
+        self._recorders = {"log": self._record, "log_dict": self._record_all}
+        self.executor.guard(lambda _, micro: self._captured(micro["micro"]), self._as_read)
 
         @functools.wraps(self._inner)  # Lightning reads its signature
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -339,6 +342,7 @@ class TrainingStep:
             for optimizer in trainer.optimizers:  # Lightning would do it too late
                 self._clear(trainer.current_epoch, trainer.global_step, optimizer)
         self._ran, self._batch, self._rest = False, batch, rest
+        self._unread = tuple(_INDEX if type(value) is int else value for value in rest)
         try:
             windows.run(self._run, batch, last=self._is_last)
         except _NoLoss as skipped:
@@ -346,7 +350,9 @@ class TrainingStep:
         finally:
             self._batch = None
         assert windows.last_loss is not None
-        extras = dict(windows.last_loss.extras)
+        last = windows.last_loss
+        assert isinstance(last, Loss)
+        extras = dict(last.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
                 value = extras.pop(place)
@@ -374,59 +380,69 @@ class TrainingStep:
 
     def _run(self, batch: Any) -> Loss:
         """Run training_step on a batch, and return its loss with everything that it logs."""
-        is_traced = bool(torch._C._len_torch_dispatch_stack())
-        is_step = batch is self._batch and not is_traced  # neither a graph nor a test of parts
+        is_step = batch is self._batch  # not a test of parts
         self._ran |= is_step
-        rest = self._rest
-        if is_traced:
-            rest = tuple(UnusableIndex() if type(value) is int else value for value in rest)
         logged: dict[str, Tensor] = {}
-        log = self._log_into(logged, is_traced, is_step)
+        log = self._log_into(logged, is_step)
 
         def log_dict(values: Mapping[str, Any], **options: Any) -> None:
             for key, value in values.items():
                 log(key, value, **options)
 
         with replaced_attributes(self._module, log=log, log_dict=log_dict):
-            output = self._inner(batch, *rest)
+            output = self._inner(batch, *self._rest)
+        if is_step:
+            self._output = dict(output) if isinstance(output, Mapping) else {}
+        return self._loss_of(output, batch, logged)
+
+    def _loss_of(self, output: Any, batch: Any, logged: Mapping[str, Tensor]) -> Loss:
+        """Return what training_step returned, with everything that it logged, as a Loss."""
         others = dict(output) if isinstance(output, Mapping) else {}
         mean = others.get("loss") if others else output
         if not isinstance(mean, Tensor):
             raise _NoLoss(output)
         loss = mean_loss(mean, self._units_of(output, batch))
-        if is_step:
-            self._output = others
-        extras = {f"output {k}": v for k, v in others.items() if k not in ("loss", "units")}
-        if not is_traced:
-            extras = {name: v for name, v in extras.items() if isinstance(v, Tensor)}
+        names = [
+            k for k, v in others.items() if k not in ("loss", "units") and isinstance(v, Tensor)
+        ]
+        extras = {f"output {name}": others[name] for name in names}
         return Loss(loss.total, loss.units, extras={"loss": mean, **logged, **extras})
+
+    def _captured(self, batch: Any) -> Loss:
+        """Run training_step where it is captured for a graph; its logs go into `_recorded`."""
+        self._recorded = {}
+        output = self._inner(batch, *self._unread)
+        logged, self._recorded = self._recorded, None
+        return self._loss_of(output, batch, logged)
+
+    def _record(self, key: str, value: Any, **_: Any) -> None:
+        assert self._recorded is not None
+        if not isinstance(value, Tensor):
+            raise UnsupportedError(f"training_step logs {key!r}, which is not a tensor")
+        self._recorded[f"{len(self._recorded)} {key}"] = value.detach()
+
+    def _record_all(self, values: Mapping[str, Any], **options: Any) -> None:
+        for key, value in values.items():
+            self._record(key, value, **options)
 
     @contextmanager
     def _as_read(self) -> Iterator[None]:
-        """Be in the state in which training_step is traced, where it logs nothing."""
-        with self._as_run(), replaced_attributes(self._module, log=_nothing, log_dict=_nothing):
+        """Be in the state in which training_step is captured."""
+        with self._as_run(), replaced_attributes(self._module, **self._recorders):
             yield
 
-    def _log_into(
-        self, logged: dict[str, Tensor], is_traced: bool, is_step: bool
-    ) -> Callable[..., None]:
-        """Return a log that keeps tensors to be logged again; a graph cannot log anything else."""
+    def _log_into(self, logged: dict[str, Tensor], is_step: bool) -> Callable[..., None]:
+        """Return a log that keeps tensors to be logged again."""
         plain = self._module.log
 
         def log(key: str, value: Any, **options: Any) -> None:
             if isinstance(value, Tensor):
                 place = f"{len(logged)} {key}"
                 logged[place], self._logged[place] = value.detach(), (key, options)
-            elif is_traced:
-                raise UnsupportedError(f"training_step logs {key!r}, which is not a tensor")
             if is_step:
                 plain(key, value, **options)
 
         return log
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Log nothing."""
 
 
 class _NoLoss(Exception):
@@ -438,15 +454,19 @@ class _NoLoss(Exception):
 
 
 class UnusableIndex:
-    """Stands for batch_idx while a graph is traced, where a number would become a constant.
+    """Stands for batch_idx where training_step is captured for a graph.
 
-    It is no `int`: arithmetic, comparisons by size and indexing raise a TypeError by themselves.
+    A number would become a constant. This is no `int`: arithmetic, comparisons by size and indexing
+    raise a TypeError by themselves.
     """
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise UnsupportedError("training_step uses batch_idx, which differs from call to call")
 
     __bool__ = __eq__ = __ne__ = __hash__ = __str__ = __repr__ = __format__ = _refuse
+
+
+_INDEX = UnusableIndex()
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -86,8 +85,8 @@ def sums_in_slices(
 
 
 def joins_graph(hidden: Tensor) -> bool:
-    """True while a micro-step is traced for a device whose graphs have the fused operation."""
-    return isinstance(hidden, FakeTensor) and hidden.device.type == "cuda"
+    """True while a micro-step is captured for a device whose graphs have the fused operation."""
+    return torch.compiler.is_dynamo_compiling() and hidden.device.type == "cuda"
 
 
 def _slice(

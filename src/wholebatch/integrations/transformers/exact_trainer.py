@@ -266,6 +266,7 @@ def trainer_loss(trainer: Any) -> dict[str, Any]:
     loss = functools.partial(_as_loss, context=trainer.compute_loss_context_manager, **parts)
     loss.__name__ = "the loss"  # type: ignore[attr-defined]
     # The context is the Trainer's own: autocast, and what it puts around every step.
+    loss.as_read = trainer.compute_loss_context_manager  # type: ignore[attr-defined]
     loss.reads = functools.partial(_as_loss, context=nullcontext, **parts)  # type: ignore[attr-defined]
     return {"loss": loss, "units": count}
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from .events import Effect
-from .syntax import dotted, keyword, last_part, names_in, positional, text
+from .syntax import dotted, keyword, last_part, positional, text
 
 Makers = Callable[[ast.AST | None], list[tuple[str, int | None]]]
 """Returns the constructors of an expression, each with its index in a returned tuple."""
@@ -81,6 +81,8 @@ def effect_of(call: ast.Call, makers: Makers) -> Effect | None:
         return Effect("step", positional(call, 0), detail="xla")
     if name in {"mul_", "div_"} and is_gradient(owner):
         return Effect("rescale", owner, positional(call, 0))
+    if name == "zero_" and is_gradient(owner):
+        return Effect("clear", owner)
     if _RESCALES.fullmatch(name):
         return Effect("rescale", owner)
     if HOLDS_SYNC.fullmatch(name):
@@ -161,9 +163,3 @@ def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
     if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
         return Effect("engine_step", owner)
     return None
-
-
-def scales_loss_scale(factor: ast.expr | None) -> bool:
-    """True if a factor of gradients is a mask or AMP's loss scale, and no mean."""
-    words = names_in(factor) if factor is not None else ()
-    return any("mask" in word or "loss_scale" in word for word in words)

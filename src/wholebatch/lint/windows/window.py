@@ -16,7 +16,6 @@ from ..normalise.syntax import (
     is_accumulation_name,
     is_call,
     last_part,
-    names_in,
     number,
     shown,
     strip_casts,
@@ -25,7 +24,7 @@ from ..normalise.syntax import (
 )
 from .boundary import Boundary, boundary_of
 from .loss_terms import DEVICES, Divisor, Term, says_accumulating, terms_of
-from .values import integer, iterated, length, symbols_in, varies
+from .values import integer, iterated, leaves, length, symbols_in, varies
 
 # A condition that may be a boundary of another file: `if self.should_update():`.
 _MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
@@ -74,6 +73,12 @@ class Window:
         return length(self.loop.iterable, self.file) if self.shape == "nested" else None
 
     @property
+    def level(self) -> str:
+        """Return the level of a mistake that a window of one micro-batch does not have."""
+        ones = [leaf for leaf in leaves(self.every, self.file) if number(leaf) == 1]
+        return "note" if ones else "error"
+
+    @property
     def changes_size(self) -> bool:
         """True if the loop changes the number of micro-batches per update."""
         return varies(self.every, self.loop, self.file)
@@ -118,7 +123,8 @@ class Window:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        accumulates = "accumulate" in self.file.index.calls_by_name
+        switches = {"accumulate", "_set_sync_gradients"}
+        accumulates = not switches.isdisjoint(self.file.index.calls_by_name)
         always_syncs = self.shape == "boundary" and not accumulates
         for condition in event.conditions(self.loop):
             boundary = self.boundary_of(condition)
@@ -342,9 +348,3 @@ def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
     names = {s.owner for s in steps}
     is_optimizer = "opt" in clear.owner.lower()
     return clear.owner in names - {""} or (len(names) == 1 and not is_optimizer)
-
-
-def names_behind(file: NormalFile, expr: ast.AST | None) -> frozenset[str]:
-    """Return the names in an expression and in what it stands for."""
-    parts = [part for part in (expr, file.value(expr)) if part is not None]
-    return names_in(*parts)
