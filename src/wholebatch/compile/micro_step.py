@@ -181,7 +181,7 @@ class Executor:
         if ready.captured and ready.joint.addresses() != ready.addresses:
             ready = slot.ready = replace(ready, run=ready.joint)
         if not ready.captured and self._maker.captures(slot):
-            with self._preparing():
+            with self._preparing("recording a micro-step"):
                 ready = slot.ready = self._maker.captured(ready, inputs, self._seeds(ready.form))
         return ready
 
@@ -237,8 +237,8 @@ class Executor:
 
     @property
     def progress(self) -> str | None:
-        """The work that goes on beside the run, for a progress line."""
-        return "compiling beside the run" if self.kinds.compiling() else None
+        """What the run waits for, or what goes on beside it, for a progress line."""
+        return self.notes.work or ("compiling beside the run" if self.kinds.compiling() else None)
 
     # ---------------------------------------------------------------- prepare
 
@@ -278,7 +278,7 @@ class Executor:
         self.memory.settle()  # What is allocated from here on stays: keep it out of the gaps.
         began = time.perf_counter()
         try:
-            with self._preparing():
+            with self._preparing(f"{'compiling' if compiled else 'tracing'} a micro-step"):
                 seeds = self._seeds(done.form)
                 slot.ready = step = self._maker.made(slot, done, seeds, compiled=compiled)
         except CannotTrace as reason:
@@ -298,12 +298,13 @@ class Executor:
         return added
 
     @contextmanager
-    def _preparing(self) -> Iterator[None]:
+    def _preparing(self, what: str) -> Iterator[None]:
         """Put back what trial runs within this context change, and free their memory."""
         before = ForwardState(self._model)
         began = time.perf_counter()
         try:
-            yield
+            with self.notes.working(what):
+                yield
         finally:
             before.restore()
             self.kinds.accept_tensors()
