@@ -221,16 +221,23 @@ def _grouped(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     return original
 
 
+def _can_use_grouped(*arguments: Any) -> bool:
+    """Take the grouped product in captured code, too: transformers would take a loop instead."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return bool(_ORIGINALS["_can_use_grouped_mm"](*arguments))
+
+
 def _weight_of(module: Any) -> Any:
     """Return the weight of a layer that DoRA of PEFT wraps, which is not quantised."""
     if torch.compiler.is_dynamo_compiling():
         return module.weight
-    return _OF_DORA["dequantize_module_weight"](module)
+    return _ORIGINALS["dequantize_module_weight"](module)
 
 
 def _clear(layer: Any) -> Any:
     """Clear no cache of DoRA's: it is empty in training."""
-    return None if torch.compiler.is_dynamo_compiling() else _OF_DORA["_cache_clear"](layer)
+    return None if torch.compiler.is_dynamo_compiling() else _ORIGINALS["_cache_clear"](layer)
 
 
 def _metadata(name: str) -> Any:
@@ -247,19 +254,13 @@ _CHECKS: Any = torch._check_tensor_all
 _CHECKS_WITH: Any = torch._check_tensor_all_with
 _GROUPED_MM: Any = getattr(functional, "grouped_mm", None)
 _METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
-_OF_DORA: dict[str, Any] = {}
-REPLACEMENTS = (
-    _rand,
-    _apply,
-    _check_all,
-    _check_all_with,
-    _grouped,
-    _weight_of,
-    _clear,
-    _metadata,
-    _version,
+_ORIGINALS: dict[str, Any] = {}
+_FUNCTIONS = (
+    *(_rand, _apply, _check_all, _check_all_with, _grouped),
+    *(_can_use_grouped, _weight_of, _clear, _metadata, _version),
 )
-"""The functions that stand in for others during a capture: no guard may be about them."""
+REPLACEMENTS = (*_FUNCTIONS, *(function.__code__ for function in _FUNCTIONS))
+"""What stands in for functions of others during a capture: no guard may be about it."""
 _SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
 
 
@@ -279,17 +280,23 @@ def can_follow_more() -> Iterator[None]:
     checks = {"_check_tensor_all": _check_all, "_check_tensor_all_with": _check_all_with}
     of_torch: dict[str, Any] = {"rand": _rand, **checks}
     grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped}
+    experts = sys.modules.get("transformers.integrations.moe")
+    choices = {}
+    if grouped and hasattr(experts, "_can_use_grouped_mm"):
+        _ORIGINALS["_can_use_grouped_mm"] = experts._can_use_grouped_mm
+        choices = {"_can_use_grouped_mm": _can_use_grouped}
     dora = sys.modules.get("peft.tuners.lora.dora")
     layer = getattr(dora, "DoraLinearLayer", None)
     weights, caches = {}, {}
     if dora is not None and layer is not None:
-        _OF_DORA["dequantize_module_weight"] = dora.dequantize_module_weight
-        _OF_DORA["_cache_clear"] = layer._cache_clear
+        _ORIGINALS["dequantize_module_weight"] = dora.dequantize_module_weight
+        _ORIGINALS["_cache_clear"] = layer._cache_clear
         weights, caches = {"dequantize_module_weight": _weight_of}, {"_cache_clear": _clear}
     with (
         replaced_attributes(torch, **of_torch),
         replaced_attributes(functional, **grouped),
         replaced_attributes(nn.Module, _apply=_apply),
+        replaced_attributes(experts or _Uniform, **choices),
         replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
         replaced_attributes(dora or _Uniform, **weights),
         replaced_attributes(layer or _Uniform, **caches),
