@@ -96,16 +96,18 @@ bench: $(VENV)/.dev-all ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 
-compare: $(VENV)/.dev-all ## hold every integration beside its library's own accumulation; writes docs/comparison.md
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py
+compare: $(VENV)/.dev-all ## measure if public trainers' updates depend on the split; writes docs/split-dependence.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/split_dependence.py
 
 kills: $(VENV)/.dev ## kill `train` 20 times at random moments, on one process and on two ranks: the same bits
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/kills.py
 
-# How long `make programs` runs, and where its random numbers start.
+# How long `make programs` runs, and where its random numbers start. WAY=plain: loops without
+# wholebatch, for lint and verify.
 SECONDS ?= 600
-programs: $(VENV)/.dev ## write training programs, run them, hold them against plain torch (SECONDS=600 SEED=n)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+WAY ?= wholebatch
+programs: $(VENV)/.dev-all ## write training programs, run them, hold them against plain torch (SECONDS=600 SEED=n WAY=plain)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs --way $(WAY) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 # The GPU targets install nothing: they run with the torch and the pytest that the machine has.
 gpu-test: ## run the tests that need CUDA (PYTHON=python3; GPU_JOBS=8 with pytest-xdist)

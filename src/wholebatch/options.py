@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeAlias
+from inspect import signature
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -40,6 +42,9 @@ class Close:
         zero_units: The same for a window without units.
         scaler: Your own GradScaler.
         ema: An object with `update_parameters(model)`, called once per update.
+        on_open: A function without arguments, called once per window before its first forward: it
+            may write into the weights or set the rate. With `Accumulator` it needs `over`,
+            `window` or `run`, since a plain loop calls the model itself.
         sync: "hold" reduces gradients once per window, "every" in each backward. "gathered" (FSDP2)
             also gathers the parameters once per window. "auto" is what the engine needs; for FSDP2
             in WholeBatch the first of "gathered", "hold" and "every" for which there is room.
@@ -52,25 +57,41 @@ class Close:
     zero_units: Policy = "raise"
     scaler: torch.amp.GradScaler | None = None
     ema: Ema | None = None
+    on_open: Callable[[], object] | None = None
     sync: SyncMode = "auto"
 
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def without_precision(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a constructor of a loop's windows: `precision=` says where the autocast goes."""
+def known_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a constructor, or a function whose first argument is none of its options.
 
-    @wraps(init)
-    def checked(*args: P.args, **options: P.kwargs) -> None:
-        if "precision" in options:
-            raise OptionError(
-                f"precision={options['precision']!r}: your loop runs the forward: put it and the "
-                "loss under torch.autocast(device, torch.bfloat16); WholeBatch has precision="
-            )
-        init(*args, **options)
+    An option that it does not have is answered with what was meant.
 
-    return checked
+    `elsewhere` says of options of other entry points what to do instead.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        names = [*signature(function).parameters][1:]
+        is_constructor = function.__name__ == "__init__"
+
+        @wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> R:
+            for name, value in options.items():
+                if name in names:
+                    continue
+                close = get_close_matches(name, names, n=1)
+                meant = f"did you mean {close[0]}=?" if close else f"the options are {names}"
+                whose = type(args[0]).__name__ if is_constructor else function.__name__
+                begin = f"{whose}({name}={repr(value)[:40]})"
+                raise OptionError(f"{begin}: {elsewhere.get(name, f'no such option: {meant}')}")
+            return function(*args, **options)
+
+        return checked
+
+    return decorated
 
 
 def as_close(close: object) -> Close:

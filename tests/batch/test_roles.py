@@ -171,3 +171,36 @@ def test_one_row_before_many_is_asked_about() -> None:
     assert (
         len(split({"ids": torch.ones(1, 9), "y": torch.ones(1, 9), "ends": torch.ones(4)}, 2)) == 1
     )
+
+
+def test_class_weights_with_as_many_rows_as_the_batch_are_named() -> None:
+    """The loss works on the samples together and fails on a part of them: then the hint is true."""
+    model = nn.Linear(5, 6).double()
+    batch = {**samples(6), "weights": torch.rand(6, dtype=torch.float64)}
+
+    def loss(model: Any, batch: Any) -> wb.Loss:
+        return wb.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weights"])
+
+    with pytest.raises(wb.errors.UnsupportedError, match=r"such as 'weights'\), name it"):
+        wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=4).step(batch)
+    by = wb.samples(4, static="weights")
+    assert_same_updates(model, [batch], loss, micro_batch=by)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: float(m(b["x"]).sum()), "returned float: .*without .item"),
+        (lambda m, b: m(b["x"]).sum(), "bare scalar"),
+        (lambda m, b: m(b["names"]), "must be Tensor, not list"),
+        (lambda b, m: m(b["x"]).sum(), "not subscriptable|cannot be interpreted"),
+    ],
+)
+def test_an_error_of_the_loss_itself_is_not_preceded_by_another(
+    loss: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2)
+    with pytest.raises(Exception, match=message):
+        train.step(samples(6, names=list("abcdef")))
+    assert not caplog.records

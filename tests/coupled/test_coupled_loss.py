@@ -98,6 +98,17 @@ def test_verify_proves_it_on_ones_own_model() -> None:
     assert verdict.micro_batches == 4
 
 
+def test_a_loss_may_take_the_model() -> None:
+    def of_all(model: Clip, all: Any) -> wb.Loss:
+        return LOSSES["clip"](model, all)
+
+    model = Clip()
+    whole = Whole(model, loss=mean_of("clip"))
+    whole.step(batch())
+    wb.WholeBatch(model, sgd(model), loss=wb.Coupled(encode, of_all), micro_batch=4).step(batch())
+    whole.assert_same(model)
+
+
 def test_plain_accumulation_of_the_same_loss_is_far_off() -> None:
     model = Clip()
     whole = Whole(model, loss=mean_of("clip"))

@@ -73,19 +73,6 @@ SILENT = {
             optimizer.step()
             optimizer.zero_grad()
     """,
-    "a loss that is multiplied back where the number is above 1": """
-        for i in range(total):
-            loss = F.cross_entropy(model(x), y)
-            if accum > 1:
-                loss = loss / accum
-            loss.backward()
-            if (i + 1) % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            if accum > 1:
-                loss = loss * accum
-            print(loss.item())
-    """,
     "a schedule that a condition of another file steps": """
         for i in range(total):
             (F.cross_entropy(model(x), y) / accum).backward()

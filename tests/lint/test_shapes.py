@@ -276,24 +276,6 @@ class Loop:
 """,
         "WB101",
     ),
-    "4back": (
-        """
-import torch.nn.functional as F
-accum = 4
-def train(model, loader, optimizer, writer):
-    n = 0
-    while True:
-        for x, y in loader:
-            loss = F.mse_loss(model(x), y) / accum
-            loss.backward()
-            n += 1
-            writer.add_scalar("loss", loss.item() * 4, n)
-            if n % accum == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-""",
-        "",
-    ),
     "a helper whose parameter has the name of what it is handed": (
         """
 import torch.nn.functional as F
@@ -370,20 +352,6 @@ def train(model, optimizer, loader, args, accum):
 """,
         "",
     ),
-    "a divided loss beside the whole one": (
-        """
-def train(model, endless, optimizer, accum):
-    for i in range(1000):
-        loss = model(next(endless)).mean()
-        part = loss / accum
-        part.backward()
-        print(f"loss {loss.item()}, part {part.item()}")
-        if (i + 1) % accum == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-""",
-        "",
-    ),
 }
 
 
@@ -414,22 +382,6 @@ MASKED = """
 )
 def test_an_ignored_label_counts_if_the_data_at_hand_have_it(labels: str, found: bool) -> None:
     assert ("WB103" in codes(MASKED.replace("{labels}", labels))) is found
-
-
-@pytest.mark.parametrize("indent", ["", "    "])
-def test_an_engine_that_steps_once_per_window_does_not_count_it(indent: str) -> None:
-    found = codes(f"""
-        import deepspeed
-
-        def train(model, batches, cfg):
-            engine, _, _, _ = deepspeed.initialize(model=model, config=cfg.deepspeed)
-            while True:
-                for _ in range(cfg.gradient_accumulation_steps):
-                    loss = engine(next(batches)).mean() / cfg.gradient_accumulation_steps
-                    engine.backward(loss)
-                {indent}engine.step()
-    """)
-    assert ("WB102" in found) is (indent != "")
 
 
 @pytest.mark.parametrize(

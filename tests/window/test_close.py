@@ -295,3 +295,24 @@ def test_a_gradient_hook_runs_once_on_the_whole_gradient() -> None:
     assert len(calls) == 6
     model(batch["x"]).sum().backward()  # outside of a window the hooks are back
     assert len(calls) == 12
+
+
+@pytest.mark.parametrize("which", ["all", "second"])
+def test_an_average_of_several_models_is_of_all_that_it_was_made_of(which: str) -> None:
+    models = [nn.Linear(5, 4).double(), nn.Linear(4, 3).double()]
+    averaged = nn.ModuleList(models) if which == "all" else models[1]
+    ema, reference = (torch.optim.swa_utils.AveragedModel(averaged) for _ in range(2))
+
+    def loss(models: Any, micro: Any) -> wb.Loss:
+        return wb.cross_entropy(models[1](models[0](micro["x"])), micro["y"])
+
+    train = wb.WholeBatch(
+        models, sgd(nn.ModuleList(models)), loss=loss, micro_batch=4, close=wb.Close(ema=ema)
+    )
+    for _ in range(3):
+        train.step(samples(10))
+        reference.update_parameters(averaged)
+    assert distance(ema.parameters(), reference.parameters()) == 0.0
+    other = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    with pytest.raises(wb.errors.OptionError, match=r"AveragedModel\(nn.ModuleList\(models\)\)"):
+        wb.Accumulator(models, sgd(nn.ModuleList(models)), steps=2, close=wb.Close(ema=other))

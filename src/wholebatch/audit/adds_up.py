@@ -133,7 +133,8 @@ def _compared(samples: ChosenSamples, name: str) -> AdditivityResult:
     except Exception as problem:
         if _run_now(samples):
             raise  # not because they are fewer
-        return AdditivityResult((_unrunnable(samples, name, problem),))
+        found = unrunnable(samples.model, samples.layout, len(rows), name, problem)
+        return AdditivityResult((found,))
     if samples.reads_outputs:
         # Another output may have had as many rows as one run has samples.
         common = set.intersection(*(set(run.terms) for run in (whole, first, second, again)))
@@ -349,13 +350,14 @@ def _untested(samples: ChosenSamples, name: str) -> AuditFinding:
     return AuditFinding(_LOSS, name, "untested", _listed(text, [ignored, coupled, _GROUPS]))
 
 
-def _unrunnable(samples: ChosenSamples, name: str, problem: Exception) -> AuditFinding:
+def unrunnable(
+    model: nn.Module, layout: Layout, count: int, name: str, problem: Exception
+) -> AuditFinding:
     """Return the finding of a loss that runs on some samples, and not on a part of them."""
-    count = len(samples.rows)
     # A tensor that was split and has one dimension may be class weights.
     leaves = [
         leaf.name
-        for leaf in samples.layout.leaves
+        for leaf in layout.leaves
         if leaf.batched
         and isinstance(leaf.value, Tensor)
         and leaf.name
@@ -371,7 +373,7 @@ def _unrunnable(samples: ChosenSamples, name: str, problem: Exception) -> AuditF
     coupled = (
         "A loss that needs several samples at once compares them: give wb.Coupled(encode, loss)"
     )
-    cures = [static, coupled, _GROUPS, *suspects(samples.model)]
+    cures = [static, coupled, _GROUPS, *suspects(model)]
     return AuditFinding(_LOSS, name, "unrunnable", _listed(text, cures))
 
 

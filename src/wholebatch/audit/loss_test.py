@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from wholebatch.audit.adds_up import (
     adds_up_in_groups,
     check_adds_up,
     free_memory_of_test,
+    unrunnable,
 )
 from wholebatch.audit.check import silenced
 from wholebatch.audit.finding import OF_STATE, UNTESTED, AuditFinding, Findings, refuse
@@ -158,13 +160,15 @@ class LossTest:
         except Exception as error:  # most often the loss's own, and the step will raise it
             free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
             result = AdditivityResult(conclusive=False)
-            few = layout.take(spread_rows(layout.size, count))
-            if self._shares_forwards:
+            every = layout.take(slice(None))
+            runs = partial(self._runs, run, is_loss=not outputs)
+            if self._shares_forwards or runs(micros[0] if micros else every):
+                if not self._shares_forwards and runs(layout.take(spread_rows(layout.size, count))):
+                    raise  # it does not come again
                 self._tell(f"{count} samples could not be run ({error!r})")
-            elif self._runs(run, micros[0] if micros else layout.take(slice(None))):
-                if self._runs(run, few):  # it does not come again
-                    raise
-                self._tell(f"{count} samples could not be run ({error!r})")
+            elif runs(every):
+                found = unrunnable(self._model, layout, layout.size, name, error)
+                result = AdditivityResult((found,), conclusive=False)
         findings = [f for f in result.findings if not self._is_of_groups(f, run, micros)]
         if not micros:
             findings = self._without_doubtful(findings)
@@ -209,12 +213,14 @@ class LossTest:
                 )
         return certain
 
-    def _runs(self, run: Callable[[Any], Any], micro: Any) -> bool:
-        """True if a micro-batch runs, and returns a loss; if not, the step will raise its error."""
+    def _runs(self, run: Callable[[Any], Any], micro: Any, *, is_loss: bool) -> bool:
+        """True if a micro-batch runs, and returns what it must; if not, the step will raise."""
         try:
             generators = own_generators(self._model, run)
             with torch.no_grad(), ForwardState(self._model, generators=generators):
-                as_loss(run(micro))
+                result = run(micro)
+                if is_loss:
+                    as_loss(result)
         except Exception:
             return False
         return True

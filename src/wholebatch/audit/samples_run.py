@@ -25,8 +25,7 @@ from wholebatch.coupled.normalisation_layers import (
     fixed_statistics,
     uses_batch_statistics,
 )
-from wholebatch.errors import LossError
-from wholebatch.losses.loss import OfTheBatch, as_loss, is_nothing, terms_of
+from wholebatch.losses.loss import as_loss, is_nothing, refuse_in_parts, terms_of
 from wholebatch.window.autograd_graph import graph_nodes, version_of
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import SIXTEEN_BIT
@@ -358,8 +357,7 @@ def _loss_terms(result: Any) -> dict[str, tuple[SampledTerm, Tensor]]:
     if isinstance(result, Tensor) and result.dim() and result.is_floating_point():
         size = float(result.detach().abs().sum())
     loss = as_loss(result)
-    if isinstance(loss, OfTheBatch):
-        raise LossError("a loss of the whole batch")  # the step refuses it in parts
+    refuse_in_parts(loss)
     terms = {}
     for name, term in terms_of(loss).items():
         total = float(term.total.detach())

@@ -156,7 +156,7 @@ class Executor:
         if slot.ready is None and is_open:
             slot.ready = self._maker.with_other_numbers(slot, inputs)
         situation = self.kinds.situation(
-            kind, slot, inputs, is_open=is_open, first=not self._window.added.micro_batches
+            kind, slot, inputs, is_open=is_open, first=not self._window.micro_batches
         )
         decision = decide.decide(situation, self._plan)
         if isinstance(decision, decide.Eager):
@@ -194,7 +194,7 @@ class Executor:
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
         added = ready.form.read(*ready.run(inputs, self._seeds(ready.form)))
-        self._window.added.record(added.terms)
+        self._window.record(added.terms)
         return added
 
     def _seeds(self, form: Form) -> list[Tensor]:
@@ -261,7 +261,7 @@ class Executor:
         on_cuda = self._device.type == "cuda"
         if slot.stage is not Stage.EAGER or (on_cuda and is_nearly_full(self._device)):
             self._make_room()
-        alone = not self._window.added.owners
+        alone = not self._window.has_losses
         earlier = None
         if not alone and (slot.entry is None or compiled not in slot.entry.proven):
             self.memory.prepare()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor
@@ -34,13 +35,13 @@ class Coupled:
     `encode` runs twice on every micro-batch, with the same random numbers. Parameters that only
     `loss` uses (a temperature) get their gradient too.
 
-    Before the first split window, the rows of `encode` are compared with those of half the samples.
+    Before the first split window, the rows of `encode` are compared with those of fewer samples.
 
     Args:
         encode: A function `encode(model, micro)` that returns the representations of a
             micro-batch and what else the loss needs: a tensor, or a dict, tuple or list of tensors.
-        loss: A function of the same structure, with every tensor concatenated over the whole
-            batch. It returns a `Loss`.
+        loss: A function `loss(all)` of the same structure, with every tensor concatenated over the
+            whole batch, or `loss(model, all)`. It returns a `Loss`.
         tolerance: The largest relative difference between both runs of `encode`.
         keep: The number of last micro-batches that are encoded only once; their graphs are kept.
         addends: A function `addends(model, micro)`, where `encode` returns sums over the
@@ -48,7 +49,7 @@ class Coupled:
     """
 
     encode: Callable[[Any, Any], Any]
-    loss: Callable[[Any], Loss | Terms | Tensor]
+    loss: Callable[..., Loss | Terms | Tensor]
     tolerance: float | None = None
     keep: int = 1
     addends: Callable[[Any, Any], Loss | Terms] | None = None
@@ -67,4 +68,18 @@ class Coupled:
 
     def __call__(self, model: Any, batch: Any) -> Loss | Terms | Tensor:
         """Return the loss of an undivided batch, with the graphs of all its samples."""
-        return self.loss(self.encode(model, batch))
+        return self.of_all(model, self.encode(model, batch))
+
+    def of_all(self, model: Any, representations: Any) -> Loss | Terms | Tensor:
+        """Return the loss of the representations of a whole batch."""
+        return (
+            self.loss(model, representations) if self._takes_model() else self.loss(representations)
+        )
+
+    def _takes_model(self) -> bool:
+        try:
+            parameters = signature(self.loss).parameters.values()
+        except (TypeError, ValueError):  # a function of C without a signature
+            return False
+        kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        return sum(p.kind in kinds and p.default is Parameter.empty for p in parameters) == 2

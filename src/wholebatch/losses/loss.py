@@ -182,6 +182,8 @@ class Loss:
                     "or a wb.Loss, or (wb.Loss, weight)"
                 )
             weight = term[2] if len(term) == 3 else 1.0
+            if isinstance(weight, Tensor) and weight.dim() == 0 and not weight.requires_grad:
+                weight = float(weight)
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
             whole = isinstance(loss, OfTheBatch)
@@ -208,9 +210,11 @@ def as_loss(result: object) -> Loss | Terms:
     kind = type(result).__name__
     if isinstance(result, tuple):
         kind = f"({', '.join(type(each).__name__ for each in result)})"
+    item = " (without .item() or float(): a number has no gradient)"
     raise LossError(
         f"the loss function returned {kind}: must be wb.Loss(total, units), wb.mean_loss(mean, "
         "units), wb.Loss.terms({...}) or a tensor of per-unit losses"
+        f"{item if isinstance(result, Real) else ''}"
     )
 
 
@@ -358,6 +362,7 @@ def cross_entropy(
         raise LossError(
             f"{shapes}{'' if dim is None else f', dim={dim}'}: must be [..., classes] and [...], "
             "or [n, classes, ...] and [n, ...]; or both of one shape, with probabilities as labels"
+            f"{_next_token(shape, labels.shape)}"
         )
     total = functional.cross_entropy(
         wide(logits),
@@ -374,6 +379,12 @@ def cross_entropy(
         return Loss(total, counted.sum())
     places = labels.masked_fill(~counted, 0)  # where() would copy its 0 from the host, and wait
     return Loss(total, (wide(weight)[places] * counted).sum())
+
+
+def _next_token(logits: torch.Size, labels: torch.Size) -> str:
+    """Return what to do with labels that are one token longer than the logits."""
+    is_longer = len(logits) == 3 and len(labels) == 2 and labels[1] == logits[1] + 1
+    return ". For the next token, give labels[:, 1:]" if is_longer else ""
 
 
 def refuse_in_parts(loss: object) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from wholebatch.audit.sum_or_mean import sum_or_mean
 from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.verification.evidence import Ledger
+from wholebatch.verification.given_as_mean import sum_or_mean
 
 Rates = tuple[float, ...]
 
@@ -27,7 +27,7 @@ class LedgerWindow:
         self._window = window
         self._rates: dict[int, Rates] = {}
         self._reductions: list[list[Reduction]] = []
-        self.doubt = ""
+        self._changed, self._carries = "", False
         if window.current.known is None:  # else it may be announced long before its first backward
             self._note_rates()
 
@@ -38,18 +38,19 @@ class LedgerWindow:
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches that it has now."""
-        return len(self._window.added.owners) if self.is_open else 0
+        return len(self._window.all_micro_batches) if self.is_open else 0
 
     @property
     def parameters(self) -> set[int]:
         return {id(parameter) for parameter in self._window.current.inputs}
 
-    def note_backward(self, totals: Any, doubt: Callable[[bool], str]) -> None:
-        """Note the totals of a backward; `doubt(is_first)` tells what has moved since the last."""
+    def note_backward(self, totals: Any, changed: Callable[[bool], str], *, carries: bool) -> None:
+        """Note the totals of a backward; `changed(is_first)` tells what has since the last."""
         if not self._rates:
             self._note_rates()
         listed = [totals] if isinstance(totals, torch.Tensor) else list(totals)
-        self.doubt = self.doubt or doubt(not self._reductions)
+        self._changed = self._changed or changed(not self._reductions)
+        self._carries |= carries
         self._reductions.append(last_reductions(listed[0]) if len(listed) == 1 else [])
 
     def _note_rates(self) -> None:
@@ -61,15 +62,18 @@ class LedgerWindow:
 
     def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
         """Return the ledger of a window that is complete."""
-        record = self._window.added
-        columns = [[float(count) for count in column] for column in record.units.values()]
+        micro_batches = self._window.all_micro_batches
+        names = {name: None for micro in micro_batches for name in micro.units}
+        columns = [[float(m.units[n]) for m in micro_batches if n in m.units] for n in names]
         before = self._rates.get(id(optimizer))
         units = max(columns, key=sum, default=[])
         are_seen = len(columns) == 1 and len(units) == len(self._reductions)
         totals = zip(self._reductions, units, strict=are_seen)
         return Ledger(
             units=tuple(units),
-            are_units_given=record.are_units_given,
+            are_units_given=self._window.are_units_given,
             has_means=are_seen and all(sum_or_mean(*total, is_mean=False) for total in totals),
             schedule_moved=before is not None and before != rates_of(optimizer),
+            carries=self._carries,
+            changed=self._changed,
         )

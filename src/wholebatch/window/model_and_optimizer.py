@@ -49,6 +49,8 @@ class Target:
     sixteen_bit: SixteenBit
     steps: bool = True
     """False with optimizer=None: the gradients are left to the user, who steps."""
+    averaged: nn.Module | None = None
+    """The module that the average `ema` is of."""
     sync: Sync = field(default_factory=Local)
 
     @property
@@ -186,6 +188,7 @@ def build_target(
             f"ema={type(ema).__name__}: must have update_parameters(model), as "
             "torch.optim.swa_utils.AveragedModel has"
         )
+    averaged = None if ema is None else _averaged(ema, models)
     sync.check(
         precision=precision,
         scaler=scaler,
@@ -204,10 +207,29 @@ def build_target(
         scale=_loss_scale(precision, scaler, device),
         sixteen_bit=SixteenBit(() if sync.owns_step else optimizers),
         steps=optimizer is not None,
+        averaged=averaged,
         sync=sync,
     )
     target.refuse_hooks(target.trained())
     return target
+
+
+def _averaged(ema: Ema, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the module that an average is of: all models, or the one whose parameters it has."""
+    if len(models) == 1:
+        return models[0]
+    whole = nn.ModuleList(models)
+    own = getattr(ema, "module", None)
+    if not isinstance(own, nn.Module):
+        return whole
+    shapes = [parameter.shape for parameter in own.parameters()]
+    for candidate in (whole, *models):
+        if [parameter.shape for parameter in candidate.parameters()] == shapes:
+            return candidate
+    raise OptionError(
+        f"ema= averages {len(shapes)} parameters that are neither those of all {len(models)} "
+        "models nor those of one of them: AveragedModel(nn.ModuleList(models))"
+    )
 
 
 def stand_in(models: Sequence[nn.Module]) -> torch.optim.Optimizer:

@@ -14,8 +14,17 @@ from random import Random
 
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import MISTAKES
+from tests.programs.plain.pairs import LEAK
 from tests.programs.plain.tasks import TASKS
-from tests.programs.plain.text import CLEARS, COUNTS, NOISE, OPTIMIZERS, SCHEDULERS, script
+from tests.programs.plain.text import (
+    CLEARS,
+    COUNTS,
+    NEVER_REDUCED,
+    NOISE,
+    OPTIMIZERS,
+    SCHEDULERS,
+    script,
+)
 
 STYLES = {
     "steps": ("inline", "assign", "in place", "times", "in the mean", "gradients"),
@@ -46,8 +55,14 @@ def draw(random: Random) -> Loop:
     """Return a loop; half of them have a mistake, each mistake as often as any other."""
     planted = random.choice([*MISTAKES]) if random.random() < 0.5 else "none"
     is_coupled = planted == "none" and random.random() < 0.1
+    is_pair = (planted in IN_PAIRS and not is_coupled and random.random() < 0.1) or planted == LEAK
+    is_ranked = planted in ON_RANKS and not (is_coupled or is_pair) and random.random() < 0.05
     while True:
         loop = _any(random)
+        if is_ranked:
+            loop = replace(loop, ranks=2, library="torch", shuffle=False, missing=0)
+        if is_pair:
+            loop = replace(loop, **PAIR, noise=())
         if loop.of.is_right == is_coupled:
             continue
         if planted != "none":
@@ -57,6 +72,13 @@ def draw(random: Random) -> Loop:
             loop = replace(changed, mistake=planted)
         if is_written(loop):
             return loop
+
+
+IN_PAIRS = ("none", "not divided", "never cleared", "cleared per micro-batch", LEAK)
+IN_PAIRS += ("tail dropped", "tail leaked", "step per micro-batch", "nominal count", "off by one")
+"""The mistakes that a loop with two optimizers can have."""
+PAIR = {"task": "pair", "library": "torch", "weight": "", "scheduler": "none", "clip": "none"}
+PAIR |= {"amp": "none", "average": "none", "clears": "optimizer.zero_grad()"}
 
 
 def _any(random: Random) -> Loop:
@@ -88,6 +110,7 @@ def _any(random: Random) -> Loop:
         batch=random.choice(("tuple", "tuple", "dict", "list")),
         shuffle=random.random() < 0.4,
         noise=tuple(name for name in NOISE if random.random() < 0.2),
+        holds=random.random() < 0.5,
         seed=random.randrange(1000),
     )
 
@@ -116,8 +139,49 @@ def is_written(loop: Loop) -> bool:
             task.is_right or loop.mistake == "none",
             loop.library != "accelerate" or loop.amp == "none",
             _in_library(loop),
+            loop.ranks == 1 or _is_on_ranks(loop),
+            loop.task != "pair" or _is_pair(loop),
+            loop.mistake != LEAK or loop.task == "pair",
             _shows(loop),
         )
+    )
+
+
+def _is_on_ranks(loop: Loop) -> bool:
+    """True if the loop can run under DistributedDataParallel."""
+    has_boundary = loop.shape in ("modulo", "from one", "while", "counter")
+    return (
+        loop.library == "torch"
+        and loop.divide in ("steps", "own count", "units")
+        and (loop.divide != "units" or loop.shape in ("islice", "split"))
+        and (has_boundary or not loop.holds)
+        and loop.task
+        not in ("pair", "carried", "normed", "contrastive", "inside", "inside, padded")
+        and loop.missing == 0
+        and not loop.shuffle
+        and loop.average != "torch"
+        and loop.amp != "scaler"
+        and loop.clears != "model.zero_grad()"
+        and "evaluate" not in loop.noise
+        and loop.mistake in ON_RANKS
+    )
+
+
+ON_RANKS = ("none", "not divided", "nominal count", "cleared per micro-batch", NEVER_REDUCED)
+ON_RANKS += ("units of one rank", "world size forgotten", "divided twice")
+"""The mistakes that a loop on several ranks can have."""
+
+
+def _is_pair(loop: Loop) -> bool:
+    """True if two optimizers can be in the loop."""
+    plain = (loop.library, loop.weight, loop.scheduler, loop.clip, loop.amp, loop.average)
+    return (
+        plain == ("torch", "", "none", "none", "none", "none")
+        and loop.divide in ("steps", "own count")
+        and loop.style in ("inline", "assign")
+        and loop.clears == "optimizer.zero_grad()"
+        and not loop.noise
+        and loop.mistake in IN_PAIRS
     )
 
 

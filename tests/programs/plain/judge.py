@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import BESIDE, MISTAKES
@@ -52,8 +57,8 @@ def judge(loop: Loop) -> Judgement:
     """Write the loop down, and ask the three judges."""
     text = script(loop)
     right = _in_fork(lambda: undivided(loop))
-    steps = _in_fork(lambda: _recorded(text))
-    watched = _in_fork(lambda: _watched(text))
+    steps = _on_ranks(loop.ranks, lambda: _recorded(text))
+    watched = _on_ranks(loop.ranks, lambda: _watched(text))
     for judged, name in ((right, "oracle"), (steps, "loop"), (watched, "verify")):
         if isinstance(judged, str):
             return Judgement(loop, None, f"{name} broken: {_last_line(judged)}", judged)
@@ -103,6 +108,28 @@ def linted(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     errors = dict.fromkeys(f.code for f in findings if f.level not in NO_ERROR)
     notes = dict.fromkeys(f.code for f in findings if f.level in NO_ERROR)
     return tuple(errors), tuple(notes)
+
+
+def _on_ranks(ranks: int, function: Callable[[], Any]) -> Any:
+    """Return the function's result on rank 0, which meets the other ranks over gloo."""
+    if ranks == 1:
+        return _in_fork(function)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def on(rank: int) -> Any:
+        meet = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in meet.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        result = function()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return result
+
+    with ThreadPoolExecutor(ranks) as threads:
+        results = [*threads.map(lambda rank: _in_fork(lambda: on(rank)), range(ranks))]
+    return next((result for result in results if isinstance(result, str)), results[0])
 
 
 def _in_fork(function: Callable[[], Any]) -> Any:

@@ -50,6 +50,10 @@ class Loop:
     shuffle: bool = False
     noise: tuple[str, ...] = ()
     """Lines that change nothing."""
+    ranks: int = 1
+    """Processes under DistributedDataParallel; each has every `ranks`-th sample."""
+    holds: bool = True
+    """True if only the last backward of a window reduces."""
     mistake: str = "none"
     seed: int = 0
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tests.programs.plain.loop import Loop
+from tests.programs.plain.pairs import LEAK
+from tests.programs.plain.text import NEVER_REDUCED
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,16 @@ def _per_step(loop: Loop) -> Loop | None:
     return loop if loop.shape != "while" else None
 
 
+def _ranked(loop: Loop) -> Loop | None:
+    return replace(loop, ranks=2)
+
+
+def _ranked_units(loop: Loop) -> Loop | None:
+    if loop.divide != "units":
+        return None
+    return replace(loop, ranks=2, task=("tokens", "shifted", "class weights")[loop.seed % 3])
+
+
 MISTAKES: dict[str, Mistake] = {
     "not divided": Mistake(_divided_by_steps, ("not-divided",), ("WB101",)),
     "divided twice": Mistake(
@@ -139,7 +151,11 @@ MISTAKES: dict[str, Mistake] = {
     "backward at the boundary": Mistake(_with_boundary, ("only-the-last",), ("WB118",)),
     "decayed per micro-batch": Mistake(_anywhere, ("moved-in-the-window",), ()),
     "a carry between micro-batches": Mistake(_carried, (), ()),
+    LEAK: Mistake(lambda loop: replace(loop, task="pair"), (), ()),
     "a detached loss": Mistake(_detached, ("only-the-last",), ()),
+    NEVER_REDUCED: Mistake(_ranked, ("unsynchronised-ranks",), ("WB111",)),
+    "units of one rank": Mistake(_ranked_units, ("mean-of-means", "other-units"), ()),
+    "world size forgotten": Mistake(_ranked_units, ("world-size-forgotten", "divided-twice"), ()),
     "counted twice": Mistake(_anywhere, ("counted-twice", "not-divided"), ()),
 }
 BESIDE = ("average per micro-batch",)

@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 )
 
 from tests.programs.plain.loop import Loop
-from tests.programs.plain.text import SCHEDULERS, Text, imports
+from tests.programs.plain.pairs import undivided_pair
+from tests.programs.plain.text import SCHEDULERS, imports, text_of
 
 Steps = list[tuple[Tensor, Tensor]]
 """The gradients that each step has seen, and the weights after it."""
@@ -29,11 +30,20 @@ def undivided(loop: Loop) -> Steps:
     """Return the steps of the undivided batches."""
     torch.set_default_dtype(torch.float64)
     scope: dict[str, Any] = {}
-    exec(imports(loop) + Text(loop).setup(), scope)
+    text = text_of(loop)
+    setup = text.setup().split("\n")
+    exec(imports(loop) + "\n".join(line for line in setup if "dist." not in line), scope)
+    if loop.ranks == 1:
+        exec(text.dealt(), scope)
+    windows = _of_all_ranks(loop, scope)
+    if loop.task == "pair":
+        with Recorder() as recorder:
+            undivided_pair(loop, scope, windows)
+        return recorder.steps
     model, optimizer = scope["model"], scope["optimizer"]
     model.train()
     steps: Steps = []
-    for x, y in _windows(loop, scope["loader"]):
+    for x, y in windows:
         scope.update(x=x, y=y)
         exec("\n".join(loop.of.forward), scope)
         mean = eval(loop.of.mean, scope) * float(eval(loop.weight or "1", scope))
@@ -49,6 +59,22 @@ def undivided(loop: Loop) -> Steps:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.9
     return steps
+
+
+def _of_all_ranks(loop: Loop, scope: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return the undivided batch of every window: that of all ranks."""
+    if loop.ranks == 1:
+        return _windows(loop, scope["loader"])
+    dealt = "\n".join(text_of(loop).dealt().split("\n")[:-1])  # without the wrapper
+    rows = []
+    for rank in range(loop.ranks):
+        own = {**scope, "rank": rank, "world": loop.ranks}
+        exec(dealt, own)
+        rows.append(_windows(loop, own["loader"]))
+    return [
+        (torch.cat([x for x, _ in row]), torch.cat([y for _, y in row]))
+        for row in zip(*rows, strict=True)
+    ]
 
 
 def _windows(loop: Loop, loader: Any) -> list[tuple[Tensor, Tensor]]:
@@ -115,8 +141,8 @@ class Recorder:
 
 def difference(right: Steps, steps: Steps) -> str:
     """Return the first difference in words; empty if rounding explains all."""
-    for number, (expected, seen) in enumerate(zip(right, steps, strict=False)):
-        for name, wanted, got in zip(("gradient", "weights"), expected, seen, strict=True):
+    for number, (expected, actual) in enumerate(zip(right, steps, strict=False)):
+        for name, wanted, got in zip(("gradient", "weights"), expected, actual, strict=True):
             distance = float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
             if not distance <= EXACT:
                 return f"the {name} of window {number} is {distance:.1e} off"

@@ -180,6 +180,13 @@ TASKS: dict[str, Task] = {
         is_uneven=True,
     ),
     "carried": _task(_CARRIED, _CLASSES, _CE, forward=("logits, carry = model(x)",)),
+    # Two models, a generator and a discriminator: `pairs.py` writes their loop.
+    "pair": Task(
+        "generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))\n"
+        "discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))",
+        "inputs = torch.randn({n}, 6)\ntargets = torch.randn({n}, 4)",
+        "",
+    ),
     "normed": _task(_NORMED, _CLASSES, _CE, is_right=False),
     "contrastive": Task(
         _MLP.format(out=8),

@@ -61,6 +61,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 """
+NEVER_REDUCED = "gradients that are never reduced"
 _LIBRARIES = {
     "accelerate": "from accelerate import Accelerator\n",
     "fabric": "from lightning.fabric import Fabric\n",
@@ -91,7 +92,11 @@ trainer = L.Trainer(
 trainer.fit(Lit(model), loader)"""
 _SHARED = (
     "model",
+    "generator",
+    "discriminator",
     "optimizer",
+    "optimizer_d",
+    "optimizer_g",
     "scheduler",
     "scaler",
     "average",
@@ -134,17 +139,16 @@ class Text:
     def setup(self) -> str:
         """Return the model, the data and what trains it."""
         loop, task = self.loop, self.loop.of
-        trained = "model.parameters()"
         lines = [
             f"torch.manual_seed({loop.seed})",
             COUNTS[loop.count].format(k=loop.steps),
             task.model,
             task.before,
-            "optimizer = " + OPTIMIZERS[loop.optimizer].format(trained, trained),
+            *self.optimizers(),
         ]
         if loop.scheduler in SCHEDULERS:
-            made = SCHEDULERS[loop.scheduler].format(updates=self.updates)
-            lines.append(f"scheduler = {made}")
+            call = SCHEDULERS[loop.scheduler].format(updates=self.updates)
+            lines.append(f"scheduler = {call}")
         if loop.amp.startswith("scaler"):
             enabled = "enabled=False" if loop.amp == "scaler off" else "init_scale=1024.0"
             lines.append(f'scaler = torch.amp.GradScaler("cpu", {enabled})')
@@ -152,8 +156,28 @@ class Text:
             lines.append("average = copy.deepcopy(model)")
         if loop.average == "torch":
             lines.append("average = torch.optim.swa_utils.AveragedModel(model)")
-        lines += [task.data.format(n=loop.samples), *self._loader(), *self._library()]
-        return "\n".join(filter(None, lines))
+        lines += [task.data.format(n=loop.samples * loop.ranks)]
+        begin = [
+            'dist.init_process_group("gloo")',
+            "rank, world = dist.get_rank(), dist.get_world_size()",
+        ]
+        return "\n".join(filter(None, [*(begin if loop.ranks > 1 else []), *lines]))
+
+    def dealt(self) -> str:
+        """Return the lines after the set-up: the loader of this rank, and what wraps the model."""
+        lines = []
+        if self.loop.ranks > 1:
+            lines += ["inputs, targets = inputs[rank::world], targets[rank::world]"]
+        return "\n".join([*lines, *self._loader(), *self._wrapped()])
+
+    def _wrapped(self) -> list[str]:
+        if self.loop.ranks > 1:
+            return ["model = DistributedDataParallel(model)"]
+        return self._library()
+
+    def optimizers(self) -> list[str]:
+        trained = "model.parameters()"
+        return ["optimizer = " + OPTIMIZERS[self.loop.optimizer].format(trained, trained)]
 
     def _library(self) -> list[str]:
         """Return the lines that hand model, optimizer and data to the library."""
@@ -266,6 +290,16 @@ class Text:
         bare = loss[1:-1] if loss.startswith("(") and loss.endswith(")") else loss
         return f"{owner}({bare}{', ' * bool(options)}{options})"
 
+    def _held(self, loss: list[str], backward: list[str], boundary: str) -> list[str]:
+        """Return loss and backward, without a reduction where more of the window comes."""
+        if self.is_planted("backward at the boundary"):
+            backward = [f"if {boundary}:", *_in(backward)]
+        if self.loop.ranks == 1 or not (self.loop.holds or self.is_planted(NEVER_REDUCED)):
+            return [*loss, *backward]
+        hold = f"with contextlib.nullcontext() if {boundary} else model.no_sync():"
+        hold = "with model.no_sync():" if self.is_planted(NEVER_REDUCED) else hold
+        return [hold, *_in([*loss, *backward])]
+
     def _units(self) -> str:
         task = self.loop.of
         return task.padded if self.is_planted("other units") else task.units
@@ -276,10 +310,8 @@ class Text:
         lines = [*self.clear()] if self.is_planted("cleared per micro-batch") else []
         if loop.batch == "dict":
             lines += ['x, y = batch["x"], batch["y"]']
-        backward = self.backward()
-        if self.is_planted("backward at the boundary"):
-            backward = [f"if {boundary}:", *(indent(line, "    ") for line in backward)]
-        lines += [*self.loss(), *backward, *self._noise("inner")]
+        backward = self._held(self.loss(), self.backward(), boundary)
+        lines += [*backward, *self._noise("inner")]
         if self.is_planted("clip per micro-batch"):
             lines += self.clip()
         if self.is_planted("decayed per micro-batch"):
@@ -369,7 +401,7 @@ class Text:
     def training(self) -> str:
         """Return the loop."""
         loop = self.loop
-        before = ["model.train()"]
+        before = ["model.train()"] if self.loop.task != "pair" else []
         before += ["running = 0.0"] if "log" in loop.noise else []
         before += ["seen = 0"] if loop.divide == "counted" else []
         before += ["together = torch.zeros(())"] if self.is_planted("a detached loss") else []
@@ -460,8 +492,8 @@ class Text:
         lines += [*head, *self.micro_batch(boundary), *close]
         step = re.sub(r"(?<![\w.])model\b", "self.model", "\n".join(lines))
         step = re.sub(r"(?<![\w.])seen\b", "self.seen", step)
-        made = "[optimizer], [scheduler]" if loop.scheduler in SCHEDULERS else "optimizer"
-        return _LIGHTNING.format(step=indent(step, "        "), made=made, epochs=loop.epochs)
+        configured = "[optimizer], [scheduler]" if loop.scheduler in SCHEDULERS else "optimizer"
+        return _LIGHTNING.format(step=indent(step, "        "), made=configured, epochs=loop.epochs)
 
     def _counter(self) -> list[str]:
         loop = self.loop
@@ -511,7 +543,16 @@ class Text:
 
     def _units_before(self, every: str) -> list[str]:
         needs = self.loop.divide in ("units", "share")
-        return [f"units = sum({self._units()} for {every})"] if needs else []
+        lines = [f"units = sum({self._units()} for {every})"] if needs else []
+        return [*lines, *self._of_all_ranks()] if needs else []
+
+    def _of_all_ranks(self) -> list[str]:
+        """Return the lines that make the units those of all ranks, over the number of ranks."""
+        if self.loop.ranks == 1 or self.is_planted("units of one rank"):
+            return []
+        lines = ["units = torch.as_tensor(units, dtype=torch.get_default_dtype())"]
+        lines += ["dist.all_reduce(units)"]
+        return [*lines, *([] if self.is_planted("world size forgotten") else ["units /= world"])]
 
     def _per_window(self, items: str, known: list[str]) -> list[str]:
         inner = self.micro_batch()
@@ -546,7 +587,11 @@ class Text:
         parts = f"parts = list(zip(xs.split({rows}), ys.split({rows})))"
         known = [*unpack, parts, *self._units_before("_, y in parts")]
         if self.loop.divide in ("units", "share") and self.loop.seed % 2:
-            known = [*known[:-1], f"units = {self._whole_units()}"]
+            known = [
+                *known[: len(known) - 1 - len(self._of_all_ranks())],
+                f"units = {self._whole_units()}",
+            ]
+            known += self._of_all_ranks()
         body = self._per_window("x, y in parts", known)
         # The items are parts already: no line takes them out of a dict again.
         body = [line for line in body if line.strip() != 'x, y = batch["x"], batch["y"]']
@@ -561,16 +606,30 @@ def _in(lines: list[str]) -> list[str]:
     return [indent(line, "    ") for line in lines]
 
 
+def text_of(loop: Loop) -> Text:
+    """Return the parts of a loop's text."""
+    from tests.programs.plain.pairs import PairText
+
+    return PairText(loop) if loop.task == "pair" else Text(loop)
+
+
 def imports(loop: Loop) -> str:
     """Return the imports of a loop's text."""
     library = _LIBRARIES.get(loop.library, "")
-    return IMPORTS.replace("\nimport torch\n", f"\n{library}import torch\n", 1)
+    text = IMPORTS.replace("\nimport torch\n", f"\n{library}import torch\n", 1)
+    if loop.ranks > 1:
+        text = text.replace("import argparse\n", "import argparse\nimport contextlib\n")
+        text = text.replace(
+            "import torch.nn.f", "import torch.distributed as dist\nimport torch.nn.f"
+        )
+        text += "from torch.nn.parallel import DistributedDataParallel\n"
+    return text
 
 
 def script(loop: Loop) -> str:
     """Return the text of a loop."""
-    text = Text(loop)
-    head, setup = imports(loop), text.setup()
+    text = text_of(loop)
+    head, setup = imports(loop), f"{text.setup()}\n{text.dealt()}"
     if loop.library == "lightning":
         return f"{head}\n{setup}\n\n\n{text.lightning()}\n"
     training = text.training()
@@ -596,8 +655,8 @@ def _names(setup: str) -> list[str]:
 def _class(setup: str, training: str) -> str:
     """Return the loop as the method of a trainer."""
     names = _names(setup)
-    made = re.compile(rf"(?<![\w.\"'])({'|'.join(names)})\b(?!\s*=[^=])")
-    fit = made.sub(r"self.\1", training).replace("def endless(self.loader)", "def endless(loader)")
+    word = re.compile(rf"(?<![\w.\"'])({'|'.join(names)})\b(?!\s*=[^=])")
+    fit = word.sub(r"self.\1", training).replace("def endless(self.loader)", "def endless(loader)")
     fit = fit.replace("yield from self.loader", "yield from loader")
     listed = ", ".join(names)
     kept = "\n".join(f"        self.{name} = {name}" for name in names)

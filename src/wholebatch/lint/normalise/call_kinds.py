@@ -1,6 +1,6 @@
 """The kinds of calls: which effect on training a call has.
 
-A method called `step` may belong to an optimizer, a schedule, a scaler, an engine or a game. The
+A method called `step` may belong to an optimizer, a schedule, a scaler or a game. The
 constructor of the receiver decides. Its name decides only if the constructor is not in the file.
 """
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from .events import Effect
-from .syntax import dotted, keyword, last_part, names_in, positional, text
+from .syntax import dotted, keyword, last_part, positional, text
 
 Makers = Callable[[ast.AST | None], list[tuple[str, int | None]]]
 """Returns the constructors of an expression, each with its index in a returned tuple."""
@@ -25,16 +25,7 @@ _OPTIMIZER = re.compile(
     r"|^(Fused|Bert|CPU)?(Adam|SGD|Lion|LAMB|Lamb)|Adafactor|RMSprop|Adagrad|LBFGS"
 )
 _SCALER = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
-_ENGINE = re.compile(r"(^|_)engine$|^ds_model$", re.I)
-_ROLES = (
-    ("scheduler", _SCHEDULER), ("scaler", _SCALER), ("optimizer", _OPTIMIZER), ("engine", _ENGINE),
-)  # fmt: skip
-MODEL_NAME = re.compile(
-    r"^(?!save|load|get|build|create|make|valid|eval|test|init|export|unwrap|prepare|set|move|update|log)"
-    r"(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
-    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
-    re.I,
-)
+_ROLES = (("scheduler", _SCHEDULER), ("scaler", _SCALER), ("optimizer", _OPTIMIZER))
 # Not a closure, but the rate of `optimizer.step(lr)`.
 _RATE = re.compile(r"(^|_)lr($|_)|rate|epoch|^[\d.]+$")
 # Functions by the name of what they do to the gradients, to DDP's reduction and to BatchNorm.
@@ -51,11 +42,9 @@ _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatc
 
 
 def role(receiver: ast.expr, makers: Makers) -> str:
-    """Return the role of a receiver: optimizer, scheduler, scaler, engine or ""."""
+    """Return the role of a receiver: optimizer, scheduler, scaler or ""."""
     for maker, index in makers(receiver):
         name = maker.rpartition(".")[2]
-        if maker.endswith("deepspeed.initialize"):
-            return ("engine", "optimizer", "", "scheduler")[index] if index in (0, 1, 3) else ""
         if name.endswith("GradScaler"):
             return "scaler"
         if index is not None:
@@ -81,6 +70,8 @@ def effect_of(call: ast.Call, makers: Makers) -> Effect | None:
         return Effect("step", positional(call, 0), detail="xla")
     if name in {"mul_", "div_"} and is_gradient(owner):
         return Effect("rescale", owner, positional(call, 0))
+    if name == "zero_" and is_gradient(owner):
+        return Effect("clear", owner)
     if _RESCALES.fullmatch(name):
         return Effect("rescale", owner)
     if HOLDS_SYNC.fullmatch(name):
@@ -141,7 +132,7 @@ def _backward(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
         return Effect("backward", None, owner, "tensor")
     if kind == "optimizer" or owner_name in {"booster", "amp", "mp_trainer"}:
         return Effect("backward", owner, first, "wrapper")
-    return Effect("backward", owner, first, "deepspeed" if kind == "engine" else "engine")
+    return Effect("backward", owner, first, "engine")
 
 
 def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
@@ -158,12 +149,4 @@ def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
     held = next((a for a in call.args if role(a, makers) == "optimizer"), None)
     if held is not None:
         return Effect("step", held, detail="wrapper")
-    if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
-        return Effect("engine_step", owner)
     return None
-
-
-def scales_loss_scale(factor: ast.expr | None) -> bool:
-    """True if a factor of gradients is a mask or AMP's loss scale, and no mean."""
-    words = names_in(factor) if factor is not None else ()
-    return any("mask" in word or "loss_scale" in word for word in words)

@@ -11,7 +11,7 @@ from functools import cached_property
 from .events import Event, Loop, Symbol
 from .file_index import ClassIndex, FileIndex, index_file
 from .reader import Env, Frame, Reader
-from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, last_part, names_in
+from .syntax import FUNCTIONS, FunctionNode, assigned_names, dotted, is_call, last_part, names_in
 
 _TRAINERS = {"Trainer", "Seq2SeqTrainer"}
 _TELLS_TRAINER = {"compute_loss_func", "model_accepts_loss_kwargs"}
@@ -65,11 +65,21 @@ class NormalFile:
     def value(self, expr: ast.AST | None) -> ast.AST | None:
         """Return what an expression stands for: the value of a symbol that was set."""
         for _ in range(20):
+            expr = _unprepared(expr)
             symbol = self.symbols.get(getattr(expr, "id", ""))
             if symbol is None or symbol.kind != "set" or symbol.value is None:
                 break
             expr = symbol.value
         return expr
+
+
+def _unprepared(expr: ast.AST | None) -> ast.AST | None:
+    """Return `loader` for what `accelerator.prepare(model, loader)` gives back at its place."""
+    wraps = expr.value if isinstance(expr, ast.Subscript) else expr
+    if not is_call(wraps, "prepare", "setup", "setup_dataloaders"):
+        return expr
+    at = getattr(getattr(expr, "slice", None), "value", 0 if len(wraps.args) == 1 else None)
+    return wraps.args[at] if isinstance(at, int) and at < len(wraps.args) else expr
 
 
 def normalise(source: str) -> NormalFile:

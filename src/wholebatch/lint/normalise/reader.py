@@ -49,7 +49,6 @@ _LOSS = re.compile(r"loss|nll|criterion|objective|entropy", re.I)
 _OF_GRADIENTS = {"zero_", "mul_", "div_", "detach_", "norm", "requires_grad_"}
 _MARK = re.compile(r"@\d+")
 _NOTHING = ast.Constant(value=None)
-_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # `except*` is new in Python 3.11.
 
 
 @dataclass(eq=False)
@@ -211,9 +210,7 @@ class Reader:
             if self._frame.function is not None or self._path:
                 self._frame.functions[stmt.name] = stmt
                 self.closures[stmt] = (self._env, self._frame)
-        elif isinstance(stmt, ast.Match):
-            return self._block(_as_ifs(stmt.subject, stmt.cases))
-        elif isinstance(stmt, _TRY):
+        elif isinstance(stmt, ast.Try):
             self._try(stmt)
         return []
 
@@ -243,7 +240,7 @@ class Reader:
         name = slot_name(target)
         if is_gradient(target):
             if isinstance(value, ast.Constant):
-                self._emit(Effect("clear", target.value, detail="grad=None"), target)  # type: ignore[attr-defined]
+                self._emit(Effect("clear", self._whose(target)), target)
             else:
                 kind = "rescale" if _is_scaled(value) else "by_hand"
                 self._emit(Effect(kind, target, value), target)
@@ -340,7 +337,7 @@ class Reader:
         loop = Loop(stmt, len(self.loops), parents)
         if isinstance(stmt, ast.While):
             self._path = (*path, loop)
-            entered = self._enter(loop, [stmt.test, *stmt.body])
+            entered = self._enter(loop, stmt.body)
             self.evaluate(stmt.test)
         else:
             loop.target, loop.iterable = stmt.target, self.evaluate(stmt.iter)
@@ -362,6 +359,8 @@ class Reader:
         self.loops.append(loop)
         around = (*loop.parents, loop)
         names = assigned_names(body)
+        first, last = loop.node.lineno, loop.node.end_lineno or loop.node.lineno
+        names |= {w.target.id for w in self.index.walruses if first <= w.lineno <= last}
         owner = self._frame.owner
         if owner is not None:
             called = set(owner.changed) if loop.virtual else set(methods_called(body))
@@ -409,8 +408,9 @@ class Reader:
             value = self.evaluate(expr.value)
             self._assign(expr.target, value)
             return self._env.get(expr.target.id, value)
-        if isinstance(expr, (ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
-            return self._comprehension(expr)
+        if isinstance(expr, (ast.ListComp, ast.GeneratorExp)):
+            generators = [changed(g, iter=self.evaluate(g.iter)) for g in expr.generators]
+            return changed(self._generic(expr), generators=generators)
         return expr if isinstance(expr, ast.Lambda) else self._generic(expr)
 
     def _generic(self, expr: ast.expr) -> ast.expr:
@@ -475,53 +475,37 @@ class Reader:
         self._path = path
         return changed(expr, values=values)
 
-    def _comprehension(self, expr: ast.expr) -> ast.expr:
-        generators: list[ast.comprehension] = expr.generators  # type: ignore[attr-defined]
-        kept = self._env
-        iterables = [self.evaluate(g.iter) for g in generators]
-        hidden = {name for g in generators for name in target_names(g.target)}
-        self._env = {name: value for name, value in kept.items() if name not in hidden}
-        pairs = zip(generators, iterables, strict=True)
-        made = self._generic(expr)
-        self._env = kept
-        return changed(made, generators=[changed(g, iter=iterable) for g, iterable in pairs])
-
     def _call(self, node: ast.Call) -> ast.expr:
         func = node.func
-        if (
-            isinstance(func, ast.Attribute)
-            and func.attr in _OF_GRADIENTS
-            and is_gradient(func.value)
-        ):
-            self._gradient_call(node, func)
-            return node
+        # What these do to a gradient is seen; of another use, nobody knows what becomes of it.
+        is_seen = last_part(func) in _OF_GRADIENTS and is_gradient(getattr(func, "value", None))
         args = [self.evaluate(a) for a in node.args]
         keywords = [changed(k, value=self.evaluate(k.value)) for k in node.keywords]
-        call = changed(node, func=self.evaluate(func), args=args, keywords=keywords)
-        if self._quiet:
-            return call
-        value = self._follow(call, func)
+        function = func if is_seen else self.evaluate(func)
+        call = changed(node, func=function, args=args, keywords=keywords)
+        value = None if self._quiet else self._follow(call, func)
         if value is not None:
             return value
-        if last_part(func) == "eval" and any(map(_is_batchnorm, self._path)):
-            self._emit(Effect("freeze", call.func), call)
-            return call
         effect = effect_of(call, self.makers) or Effect("call", call.func)
+        if last_part(func) == "eval" and any(map(_is_batchnorm, self._path)):
+            effect = Effect("freeze", call.func)
         if effect.kind == "native":
             self._native(call, effect)
-        elif effect.kind == "rescale" or not self._is_gradient_step(call):
+        elif effect.kind == "clear" and is_gradient(effect.receiver):
+            self._emit(Effect("clear", self._whose(effect.receiver)), call)
+        else:
             self._emit(effect, call)
         return call
 
-    def _is_gradient_step(self, call: ast.Call) -> bool:
-        return isinstance(call.func, ast.Attribute) and is_gradient(call.func.value)
-
-    def _gradient_call(self, node: ast.Call, func: ast.Attribute) -> None:
-        assert isinstance(func.value, ast.Attribute)
-        if func.attr == "zero_":
-            self._emit(Effect("clear", self.evaluate(func.value.value), detail="grad=None"), node)
-        elif func.attr in {"mul_", "div_"} and node.args:
-            self._emit(Effect("rescale", func.value, self.evaluate(node.args[0])), node)
+    def _whose(self, gradient: ast.expr | None) -> ast.expr:
+        """Return whose gradient it is: `model` for `for p in model.parameters(): p.grad = None`."""
+        while isinstance(gradient, ast.Attribute) and gradient.attr in {"grad", "data"}:
+            gradient = gradient.value
+        owner = self.evaluate(gradient or _NOTHING)
+        symbol = self.symbols.get(getattr(owner, "id", ""))
+        over = symbol.loop.iterable if symbol is not None and symbol.kind == "target" else None
+        is_model = is_call(over, "parameters") and isinstance(over.func, ast.Attribute)
+        return over.func.value if is_model else owner  # type: ignore[union-attr]
 
     def _native(self, call: ast.Call, effect: Effect) -> None:
         self._emit(Effect("backward", None, effect.argument, "native"), call)
@@ -759,20 +743,3 @@ def _bound(call: ast.Call, helper: FunctionNode) -> Env:
         bound.update(zip(names, call.args, strict=False))
     bound.update((k.arg, k.value) for k in call.keywords if k.arg is not None)
     return bound
-
-
-def _as_ifs(subject: ast.expr, cases: Sequence[ast.match_case]) -> list[ast.stmt]:
-    """Return the arms of a `match` as `if`, `elif` and `else`."""
-    if not cases:
-        return []
-    case, *others = cases
-    is_any = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None
-    if is_any and case.guard is None:
-        return case.body
-    value: ast.expr = ast.Name(ast.unparse(case.pattern), ast.Load())
-    if isinstance(case.pattern, ast.MatchValue):
-        value = case.pattern.value
-    test: ast.expr = ast.Compare(subject, [ast.Eq()], [value])
-    if case.guard is not None:
-        test = case.guard if is_any else ast.BoolOp(ast.And(), [test, case.guard])
-    return [ast.copy_location(ast.If(test, case.body, _as_ifs(subject, others)), subject)]

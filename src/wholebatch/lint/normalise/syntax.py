@@ -64,7 +64,7 @@ def last_part(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):
-        return node.id.partition("@")[0]
+        return node.id.partition("@")[0].rpartition(".")[2]
     return ""
 
 
@@ -219,21 +219,20 @@ def target_names(target: ast.expr) -> Iterator[str]:
 
 
 def assigned_names(body: Sequence[ast.AST]) -> set[str]:
-    """Return every name (also `self.x`) that the statements change, except inside functions."""
+    """Return every name (also `self.x`) that statements assign, except inside functions."""
     names: set[str] = set()
     todo = list(body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
-            continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 names.update(target_names(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
             names.update(target_names(node.target))
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            names.update(target_names(node.optional_vars))
-        elif isinstance(node, (ast.Attribute, ast.Name, ast.Constant)):
-            continue
-        todo += ast.iter_child_nodes(node)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                names.update(target_names(item.optional_vars) if item.optional_vars else ())
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+                todo += getattr(node, inner, ())
     return names

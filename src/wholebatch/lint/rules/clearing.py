@@ -13,7 +13,7 @@ from ..windows.window import is_optimizer_of
 from .rule_base import ERROR, NOTE, Report, rule
 
 
-@rule("WB104", "gradients cleared every micro-batch")
+@rule("WB104", "gradients cleared every micro-batch", "error or note")
 def cleared_every_micro_batch(file: File) -> Iterator[Report]:
     """`zero_grad` runs for every micro-batch, so only the last one of a window counts.
 
@@ -31,6 +31,7 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
                     "gradients are cleared on every micro-batch, but used once per window of "
                     f"{window.count_name}: only the last micro-batch counts; clear once, "
                     "after the step",
+                    window.level,
                 )
 
 
@@ -54,7 +55,7 @@ def cleared_before_step(file: File) -> Iterator[Report]:
     """
     for window in file.windows:
         unknown = window.loop.virtual and window.shape == "plain"
-        if unknown or window.shape in {"deepspeed", "last_only"} or window.is_by_hand:
+        if unknown or window.shape == "last_only" or window.is_by_hand:
             continue
         steps = window.closing_steps()
         for clear in _clears(window):
@@ -72,30 +73,6 @@ def cleared_before_step(file: File) -> Iterator[Report]:
                     f"gradients are cleared before `{shown(written(step.node))}` uses them: clear "
                     "after it",
                 )
-            elif clear is cleared_last(window) and not window.boundary.after_first:  # type: ignore[union-attr]
-                yield Report(
-                    clear.node,
-                    "gradients are cleared just before the last backward of the window: only that "
-                    "micro-batch counts; clear after the step",
-                )
-
-
-def cleared_last(window: Window) -> Event | None:
-    """Return a clearing at the boundary just before the last backward of a window."""
-    boundary, steps = window.boundary, window.closing_steps()
-    first = min((b.order for b in window.backwards), default=0)
-    if boundary is None or boundary.shift is None or not steps:
-        return None
-    if any(step.order < first for step in window.of("step")):
-        return None
-    for clear in window.of("clear"):
-        mine = next((b for b in window.boundaries(clear) if window.is_ours(b)), None)
-        is_early = window.when(clear) == "boundary" and clear.order < first
-        # At the start of a window the same words have another count: `i % k == 0`.
-        same = mine is not None and mine.shift == boundary.shift
-        if is_early and same and is_optimizer_of(clear, steps):
-            return clear
-    return None
 
 
 def _clears_the_others(clear: Event, window: Window) -> bool:
@@ -138,7 +115,7 @@ def _holds_others(clear: Event, step: Event, window: Window) -> bool:
     return clear.owner != step.owner and "parameters(" in makers and f"{clear.owner}." not in makers
 
 
-@rule("WB118", "backward only at the boundary")
+@rule("WB118", "backward only at the boundary", "error or note")
 def backward_at_boundary(file: File) -> Iterator[Report]:
     """The backward runs only at the boundary, so all micro-batches but the last are lost.
 
@@ -152,6 +129,7 @@ def backward_at_boundary(file: File) -> Iterator[Report]:
                 f"the backward runs once every {window.count_name} micro-batches, and the losses "
                 "of the others are lost: run it for every micro-batch, and the step at the "
                 "boundary",
+                window.level,
             )
 
 
@@ -162,7 +140,7 @@ def _is_sum(event: Event, window: Window) -> bool:
     return any(t.call is None for t in terms) or any(s.loop is window.loop for s in carried)
 
 
-@rule("WB122", "gradients never cleared")
+@rule("WB122", "gradients never cleared", "error or note")
 def never_cleared(file: File) -> Iterator[Report]:
     """Gradients are never cleared, so every update adds up all batches since the start.
 

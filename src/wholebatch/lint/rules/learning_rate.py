@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
-from ..normalise import Event, NormalFile
-from ..normalise.syntax import is_accumulation_name, is_call, last_part, shown, text, written
+from ..normalise import Event
+from ..normalise.syntax import (
+    is_accumulation_name,
+    is_binary,
+    is_call,
+    last_part,
+    shown,
+    text,
+    values_of,
+    written,
+)
 from ..windows import File, Window
 from ..windows.values import iterated
 from .rule_base import NOTE, Report, rule
-
-_LOADER_LENGTH = re.compile(
-    r"\blen\([\w.@\[\]'\"]*(loader|dl|ld|batches|iterator|dataset)[\w@]*(\(\))?\)(?! *//)", re.I
-)
-# Updates times their micro-batches: `max_train_steps * args.accum`.
-_STEPS_TIMES_COUNT = re.compile(r"(steps|total)\w* \* [\w.]*(accum|gas\b)", re.I)
-_MAX_NAMES_DEEP = 4
 
 
 @rule("WB107", "scheduler stepped every micro-batch", NOTE)
@@ -62,33 +63,14 @@ def is_prepared(event: Event, window: Window) -> bool | None:
 
 def _may_count_micro_batches(call: ast.Call, window: Window) -> bool:
     """True if a schedule is, or may be, as long as the micro-batches: then each may step it."""
-    over = iterated(window.loop, window.file)
-    limit = text(over.args[-1]) if is_call(over, "range") and over.args else ""
-    spelled = spellings(call, window.file)
     if last_part(call.func) == "LambdaLR":
         return True  # A function of the step may count whatever it likes.
-    if limit[:1].isalpha() and any(
-        re.search(rf"(?<![\w.]){re.escape(limit)}(?!\w)", s) for s in spelled
-    ):
+    file, over = window.file, iterated(window.loop, window.file)
+    limit = text(over.args[-1]) if is_call(over, "range") and over.args else ""
+    given = [part for value in values_of(call) for part in ast.walk(file.value(value) or value)]
+    if limit[:1].isalpha() and limit in map(text, given):
         return True
-    if any(map(_STEPS_TIMES_COUNT.search, spelled)):
-        return True
-    if any(map(is_accumulation_name, spelled)):
-        return False
-    return any(_LOADER_LENGTH.search(s) or "steps_per_epoch" in s for s in spelled)
-
-
-def spellings(expr: ast.expr, file: NormalFile, depth: int = 0) -> list[str]:
-    """Return the text of an expression, and of everything that its names are computed from."""
-    spelled = [text(expr), shown(written(expr))]
-    if depth > _MAX_NAMES_DEEP:
-        return spelled
-    # How a loader was built says nothing about what its length is divided by.
-    held = {text(a) for node in ast.walk(expr) if is_call(node, "len") for a in node.args}
-    # Nor does how the owner of a setting was built: `accelerator.num_processes`.
-    held |= {text(node.value) for node in ast.walk(expr) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(expr):
-        symbol = file.symbols.get(getattr(node, "id", ""))
-        if symbol is not None and symbol.value is not None and text(node) not in held:
-            spelled += spellings(symbol.value, file, depth + 1)
-    return spelled
+    if any(is_binary(p, ast.Mult) and is_accumulation_name(text(p)) for p in given):
+        return True  # Updates times their micro-batches: `max_train_steps * args.accum`.
+    names = " ".join(shown(written(part)) for part in given if isinstance(part, ast.expr))
+    return "len(" in names and not is_accumulation_name(names)

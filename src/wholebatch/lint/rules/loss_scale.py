@@ -14,23 +14,19 @@ from ..normalise.syntax import (
     keyword,
     last_part,
     number,
-    shown,
     text,
     written,
 )
 from ..windows import File, Window
-from ..windows.loss_terms import LOSS_NAME, Divisor, Term, terms_of
+from ..windows.loss_terms import LOSS_NAME, Divisor, Term
 from ..windows.values import integer, varies
-from .clearing import cleared_last
-from .rule_base import ERROR, NOTE, Report, rule
+from .rule_base import NOTE, Report, rule
 
 # The criteria of torch, by their full names: their default is the mean.
 CRITERION = re.compile(
     r"torch\.(nn|nn\.functional|functional|nn\.modules\.loss)\.(\w+Loss|\w+_loss|kl_div|\w*cross_entropy\w*)"
 )
 _COMPUTES_LOSS = re.compile(r"model|net\b|network|crit|engine|\bl1", re.I)
-# What is divided for a log: a clock; after the last backward also a loss.
-_CLOCK = re.compile(r"step|iter|len\(|idx|epoch|batch_?size|\bi\b", re.I)
 _BY_HAND = {"tensor", "native", "fabric", "lightning", "wrapper"}
 _TEMPERATURES = {"T", "tau", "temp", "temperature"}
 # What is known of a term of the loss.
@@ -46,7 +42,7 @@ def loss_not_divided(file: File) -> Iterator[Report]:
     another file computes the loss, which may be a sum or divided there.
     """
     for window in file.accumulating:
-        if not _adds_up(window) or window.rescales or cleared_last(window):
+        if not _adds_up(window) or window.rescales:
             continue
         event, certain, by = _first_undivided(window)
         if event is None:
@@ -57,7 +53,7 @@ def loss_not_divided(file: File) -> Iterator[Report]:
             event.node,
             f"loss {what}: the gradient is not the mean over the micro-batches of a window; "
             f"divide the loss by {name} before the backward",
-            ERROR if certain and not _is_handed_on(window) else NOTE,
+            window.level if certain and not _is_handed_on(window) else NOTE,
         )
 
 
@@ -105,8 +101,6 @@ def _first_undivided(window: Window) -> tuple[Event | None, bool, str]:
         if number(term.base) is None:  # A term that is 0 unless it is switched on.
             terms.setdefault(event, []).append(term)
     divided = any(window.counts(d) for _, term in window.terms for d in term.divisors)
-    if not divided and _divides_by_count(window):
-        return None, False, ""
     for event, ways in terms.items():
         verdicts = {_verdict(way, window) for way in ways}
         if _DIVIDED in verdicts or not verdicts & {_MEAN, _LIKELY}:
@@ -124,20 +118,6 @@ def _first_undivided(window: Window) -> tuple[Event | None, bool, str]:
 
 def _is_literal(divisor: Divisor, window: Window) -> bool:
     return integer(divisor.expr, window.file) is not None and not divisor.elementwise
-
-
-def _divides_by_count(window: Window) -> bool:
-    """True if something in the loop is divided by the count: it may scale the loss."""
-    done = max(getattr(e.node, "lineno", 0) for e in window.backwards)
-    for node in ast.walk(window.loop.node):
-        by = divisor_of(node)
-        if by is None or not is_accumulation_name(shown(by)):
-            continue
-        divided = shown(node.left if isinstance(node, ast.BinOp) else node.target)  # type: ignore[attr-defined]
-        is_logged = node.lineno > done and LOSS_NAME.search(divided)  # type: ignore[attr-defined]
-        if not is_logged and not _CLOCK.search(divided):
-            return True
-    return False
 
 
 def _verdict(term: Term, window: Window) -> str:
@@ -199,8 +179,8 @@ def _divides_inside(base: ast.expr) -> bool:
 def loss_divided_twice(file: File) -> Iterator[Report]:
     """The loss is divided by the accumulation steps, and the framework divides it again.
 
-    Accelerate, Lightning, DeepSpeed and the transformers Trainer divide by themselves: the gradient
-    is K times too small. Leave the division to the framework. It is a note where its settings are
+    Accelerate, Lightning and the transformers Trainer divide by themselves: the gradient is K times
+    too small. Leave the division to the framework. It is a note where its settings are
     in another file.
     """
     for window in file.windows:
@@ -210,11 +190,15 @@ def loss_divided_twice(file: File) -> Iterator[Report]:
 
 def _divided_again(window: Window) -> Iterator[Report]:
     reported: set[int] = set()
-    # An engine's backward may be on another branch than the steps of the loop.
-    engines = [e for e in window.inner if e.detail in {"deepspeed", "engine"}]
-    terms = [(e, t) for e in engines for t in terms_of(e, window.file)]
-    for event, term in (*window.terms, *terms):
+    for event, term in window.terms:
         counts = [d for d in term.divisors if window.counts(d)]
+        by_count = window.every_key in window.rescaled_by and window.every_key != ""
+        if not counts and by_count and _is_whole(term, window):
+            message = (
+                f"gradients are divided by {window.count_name} as well as the loss: divide once"
+            )
+            yield Report(event.node, message, NOTE)
+            return
         if not counts or id(written(counts[0].node)) in reported:
             continue
         framework = _framework(event, window)
@@ -223,9 +207,15 @@ def _divided_again(window: Window) -> Iterator[Report]:
         if framework or is_again:
             reported.add(id(written(counts[0].node)))
             same = text(window.every) == counts[0].key
-            certain = is_again or (framework == "Accelerate" and same) or bool(window.engine_steps)
-            level = ERROR if certain else NOTE
+            certain = is_again or (framework == "Accelerate" and same)
+            level = window.level if certain else NOTE
             yield _twice(counts[0].node, counts[0].written, framework, level)
+
+
+def _is_whole(term: Term, window: Window) -> bool:
+    """True if the loss or its gradients are divided by some number of the whole window."""
+    by = [d for d in term.divisors if not (d.elementwise or window.is_own(d))]
+    return bool(by) or len(set(window.rescaled_by)) > 1
 
 
 def _twice(node: ast.AST, count: str, framework: str, level: str) -> Report:
@@ -241,28 +231,8 @@ def _framework(event: Event, window: Window) -> str:
     """Return the framework whose backward this is, if it divides the loss; or ""."""
     if event.detail == "framework":
         return window.file.framework(window.loop)
-    if event.detail in {"deepspeed", "engine"}:
-        imports = window.file.index.imports.values()
-        known = event.detail == "deepspeed" or any("deepspeed" in i for i in imports)
-        scales = keyword(event.node, "scale_wrt_gas")
-        ones = window.engine_steps and all(number(n) == 1 for n in window.engine_steps)
-        kept = text(scales) == "False" or ones or _steps_once(window)
-        return "DeepSpeed" if known and not kept else ""
     divides = window.shape == "accelerate" or window.accelerator_divides
     return "Accelerate" if event.detail == "accelerate" and divides else ""
-
-
-def _steps_once(window: Window) -> bool:
-    """True if the loop steps the engine once per window, and nothing here tells it their size."""
-    steps = window.of("engine_step")
-    once = window.shape == "boundary" and any(
-        window.is_ours(b) and not b.inverse for step in steps for b in window.boundaries(step)
-    )
-    if window.shape != "boundary":
-        steps += [e for e in window.after if e.kind == "engine_step"]
-        depth = min((len(e.loops) for e in window.backwards), default=0)
-        once = bool(steps) and all(len(e.loops) < depth for e in steps)
-    return once and not window.engine_steps
 
 
 @rule("WB119", "divided but stepped", "error or note")

@@ -35,55 +35,22 @@ def batchnorm(file: File) -> Iterator[Report]:
     Its means and variances are those of a micro-batch. Use GroupNorm, freeze it, or
     `wb.WholeBatch`, which normalises over the whole batch.
     """
-    normal, windows = file.normal, [w for w in file.accumulating if w.shape != "deepspeed"]
-    roots = {w.events[0].root for w in windows if not _is_frozen(w)}
-    codes = [_code_around(root, normal) for root in sorted(roots)] if _has_layers(normal) else []
-    if not windows and framework_accumulates(normal):
-        codes = [normal.index.nodes]
-    for nodes in codes:
-        for node in nodes:
-            layer = _batchnorm(node, normal) if isinstance(node, ast.Call) else ""
-            if layer and not _freezes_itself(node, normal):
-                yield Report(
-                    node,
-                    f"{layer} normalises over each micro-batch, not over the window: the update is "
-                    "not that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s "
-                    "exact one",
-                    NOTE,
-                )
-                return  # Once per file, where the layers are created.
-
-
-def _has_layers(file: NormalFile) -> bool:
-    """True if a call anywhere in the file makes a layer or network with BatchNorm."""
-    return any(_batchnorm(call, file) for call in file.index.calls)
-
-
-def _is_frozen(window: Window) -> bool:
-    """True if BatchNorm is frozen before the loop or in it."""
-    root, last = window.events[0].root, window.events[-1].order
-    same = window.file.by_root[root]
-    return any(e.kind == "freeze" and e.order <= last for e in same)
-
-
-def _code_around(number: int, file: NormalFile) -> list[ast.AST]:
-    """Return the nodes of a function, of the module itself and of the classes they name."""
-    index, root = file.index, file.reader.roots[number]
-    known = {**index.functions, **{name: c.node for name, c in index.classes.items()}}
-    inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    starts: list[ast.AST] = [s for s in index.tree.body if not isinstance(s, inner)]
-    owner = index.class_around(getattr(root, "lineno", 0))
-    todo = [*starts, *([root] if root is not index.tree else []), *([owner.node] if owner else [])]
-    reached: dict[int, ast.AST] = {}
-    nodes: list[ast.AST] = []
-    while todo:
-        part = todo.pop(0)
-        if id(part) not in reached:
-            reached[id(part)] = part
-            inside = list(ast.walk(part))
-            nodes += inside
-            todo += [known[n.id] for n in inside if isinstance(n, ast.Name) and n.id in known]
-    return nodes
+    normal, windows = file.normal, file.accumulating
+    if not windows and not framework_accumulates(normal):
+        return
+    if windows and any(e.kind == "freeze" for e in normal.events):
+        return
+    for call in normal.index.calls:
+        layer = _batchnorm(call, normal)
+        if layer and not _freezes_itself(call, normal):
+            yield Report(
+                call,
+                f"{layer} normalises over each micro-batch, not over the window: the update is "
+                "not that of the whole batch; use GroupNorm, freeze it, or `wb.WholeBatch`'s "
+                "exact one",
+                NOTE,
+            )
+            return  # Once per file, where the layers are created.
 
 
 def _freezes_itself(node: ast.AST, file: NormalFile) -> bool:

@@ -70,7 +70,7 @@ def mean_of_token_means(file: File) -> Iterator[Report]:
     """
     labels = _Labels(file.normal)
     for window in file.accumulating:
-        if window.rescales or labels.have_equal_counts:
+        if window.rescales:
             continue
         for event, term in window.terms:
             loops = (window.loop, *event.loops[-1:])
@@ -149,17 +149,6 @@ class _Labels:
     def words(self) -> frozenset[str]:
         """Return the names in the file."""
         return names_in(self.file.index.tree)
-
-    @cached_property
-    def have_equal_counts(self) -> bool:
-        """True if masks hide the same number of tokens in every sample."""
-        index = self.file.index
-        if any("mask_ratio" in name or "num_mask" in name for name in index.options):
-            return True
-        if "randperm" not in index.calls_by_name:
-            return False
-        taken = [n for n in index.nodes if isinstance(n, ast.Subscript)]
-        return any(is_call(n.value, "randperm") and isinstance(n.slice, ast.Slice) for n in taken)
 
     def ignored_by(self, call: ast.Call) -> bool:
         """True for a mean cross-entropy that leaves out labels which the file shows to be made."""

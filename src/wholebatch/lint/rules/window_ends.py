@@ -9,8 +9,7 @@ from ..normalise.syntax import keyword, text
 from ..windows import File, Window
 from ..windows.boundary import Boundary
 from ..windows.values import iterated, length, varies
-from .clearing import cleared_last
-from .rule_base import ERROR, NOTE, Report, rule
+from .rule_base import NOTE, Report, rule
 
 
 @rule("WB109", "tail of the epoch", "error or note")
@@ -27,7 +26,7 @@ def short_last_window(file: File) -> Iterator[Report]:
         deepspeed = keyword(window.accelerator, "deepspeed_plugin")
         if deepspeed is not None:
             continue  # DeepSpeed counts its own windows, over all epochs.
-        if boundary is None or not _ends_short(window, boundary) or cleared_last(window):
+        if boundary is None or not _ends_short(window, boundary):
             continue
         if any(_leaves_out_rest(backward, window) for backward in window.backwards):
             continue
@@ -38,9 +37,11 @@ def short_last_window(file: File) -> Iterator[Report]:
             continue
         message = _mistake(window, handled=handled)
         if message:
-            certain = bool(rest) and boundary.shift == 0 and bool(window.loop.parents)
+            # Accelerate and Fabric share the batches among ranks: then the length is another.
+            shared = {"prepare", "setup_dataloaders"} & window.file.index.calls_by_name.keys()
+            certain = rest and boundary.shift == 0 and window.loop.parents and not shared
             shown = f" ({items} micro-batches leave {rest})" if rest else ""
-            yield Report(boundary.test, message + shown, ERROR if certain else NOTE)
+            yield Report(boundary.test, message + shown, window.level if certain else NOTE)
 
 
 def _mistake(window: Window, *, handled: bool) -> str:
@@ -101,7 +102,7 @@ def _cleared_before(window: Window) -> bool:
     return cleared and (bool(window.loop.parents) or per_epoch)
 
 
-@rule("WB110", "boundary off by one")
+@rule("WB110", "boundary off by one", "error or note")
 def boundary_off_by_one(file: File) -> Iterator[Report]:
     """The condition that ends a window is true one micro-batch too early or too late.
 
@@ -122,6 +123,7 @@ def boundary_off_by_one(file: File) -> Iterator[Report]:
                 boundary.test,
                 f"boundary is off by one: the first window has {words} instead of {name}; "
                 "count micro-batches from 1",
+                window.level,
             )
 
 

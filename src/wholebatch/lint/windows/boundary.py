@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..normalise import Condition, Loop, NormalFile
 from ..normalise.events import Symbol
@@ -58,7 +59,7 @@ class Boundary:
         """Return the number of micro-batches as text."""
         return text(self.every)
 
-    @property
+    @cached_property
     def written(self) -> str:
         """Return the number of micro-batches as the source has it, or ""."""
         parts = ast.walk(written(self.test))
@@ -77,7 +78,7 @@ class _Position:
 
 def boundary_of(condition: Condition, loop: Loop, file: NormalFile) -> Boundary | None:
     """Return the boundary that a condition stands for, as seen from inside it."""
-    boundary = _Conditions(loop, file, shown(written(condition.test))).read(condition.test)
+    boundary = _Conditions(loop, file, condition.test).read(condition.test)
     if boundary is None or (boundary.partial and not condition.positive):
         return None
     boundary = replace(boundary, test=condition.test)
@@ -94,7 +95,7 @@ class _Conditions:
 
     loop: Loop
     file: NormalFile
-    written: str
+    test: ast.expr
 
     def read(self, expr: ast.expr) -> Boundary | None:
         """Return the boundary in a condition, or None if it is another condition."""
@@ -194,8 +195,8 @@ class _Conditions:
         # A number of steps that the loop changes is a name; a value of the micro-batch is none.
         changing = self.file.symbols.get(getattr(every, "id", ""))
         kept = changing is not None and changing.kind == "carried"
-        named = is_accumulation_name(f"{text(every)} {self.written}")
-        if self._varies(every) and not kept and not named:
+        unfit = self._varies(every) and not kept
+        if unfit and not is_accumulation_name(f"{text(every)} {shown(written(self.test))}"):
             return None
         symbol = position.symbol
         start, spanning = self._first_value(symbol)
@@ -231,6 +232,7 @@ class _Conditions:
 
     def _position(self, expr: ast.expr) -> _Position | None:
         """Return the counter and the constant of `i + c + epoch * n`, or None."""
+        expr = strip_casts(expr)
         if isinstance(expr, ast.Name):
             symbol = self.file.symbols.get(expr.id)
             if symbol is None or symbol.kind == "set" or symbol.loop is not self.loop:
