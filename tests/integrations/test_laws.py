@@ -14,7 +14,7 @@ from torch.nn import functional
 import wholebatch
 from tests.integrations.loops import LOOPS
 from tests.support import Whole, adamw, distance, mean, mlp, pieces, samples, sgd
-from wholebatch.errors import NonFiniteError, OptionError
+from wholebatch.errors import NonFiniteError, OptionError, WholebatchError
 from wholebatch.options import Close
 
 pytest.importorskip("accelerate")
