@@ -302,7 +302,7 @@ class WholeBatch(BatchWindows):
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
-        like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
+        like = self._fitting.sizes.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
         self._runner.test_window(like, micros, self._layout)
@@ -381,7 +381,7 @@ class WholeBatch(BatchWindows):
         feed = self._loop_state()
         own = state_of(self._ledger, "WholeBatch")
         roles = self._roles.state_dict()
-        return {**own, "feed": feed, "roles": roles, **self._fitting.state_dict()}
+        return {**own, "feed": feed, "roles": roles, **self._fitting.sizes.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
@@ -389,5 +389,5 @@ class WholeBatch(BatchWindows):
             raise WindowError("load_state_dict() inside step(): leave it first")
         load_state(self._ledger, "WholeBatch", saved)
         self._load_loop_state(saved)
-        self._fitting.load_state_dict(saved)
+        self._fitting.sizes.load_state_dict(saved)
         self._roles.load_state_dict(saved["roles"])

@@ -162,7 +162,7 @@ def test_a_layer_that_moves_with_every_forward_is_named(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_a_schedule_in_the_loop_is_warned_of_once(rate: float | Tensor) -> None:
+def test_a_schedule_in_the_loop_is_refused(rate: float | Tensor) -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     acc = wb.Accumulator(model, optimizer, steps=3)
@@ -172,9 +172,9 @@ def test_a_schedule_in_the_loop_is_warned_of_once(rate: float | Tensor) -> None:
             acc.backward(summed(model, micro), units=len(micro["y"]))
             optimizer.param_groups[0]["lr"] *= 0.5
 
-    with pytest.warns(UserWarning, match=CHANGED_RATE) as warned:
+    with pytest.raises(WindowError, match=CHANGED_RATE):
         loop()
-    assert len(warned) == 1
+    acc.discard()
 
 
 @pytest.mark.parametrize("meddle", ["zero_grad", "clip"])

@@ -97,7 +97,8 @@ def test_memory_decides() -> None:
     found = tune(task(256), memory=budget, micro_batches=[256, 128, 64], **QUICK)
     largest = next(t for t in found.trials if t.steps == 1 and not t.setting.checkpointing)
     assert not largest.is_measured
-    assert largest.why.startswith("needs more than")
+    assert largest.why.startswith("needs ")
+    assert largest.why.endswith("(predicted)")
     assert found.best.peak is not None
     assert found.best.peak <= budget
     [(why, settings)] = found.left_out.items()
@@ -140,6 +141,22 @@ def test_says_how_many_settings_the_time_was_enough_for() -> None:
     said = "not measured, for lack of time: micro-batch 6, full, eager; micro-batch 3, full"
     assert any(line.startswith(said) for line in found.advice)
     assert "lack of time" not in " ".join(tune(task(), **given).advice)
+
+
+def test_one_setting_alone_is_no_recommendation() -> None:
+    found = tune(task(), micro_batches=[12], checkpointing=(False,), **QUICK)
+    assert (found.compares, found.label) == (False, "the only one measured")
+    assert found.advice[0].startswith("only micro-batch 12, full, eager was measured: ")
+    short = tune(task(), micro_batches=[12, 6, 3], checkpointing=(False,), seconds=1e-9, **QUICK)
+    assert short.label == "the only one measured"
+
+
+def test_every_size_that_was_asked_for_is_measured() -> None:
+    """However slow: the table of steps and throughput has a row for each."""
+    found = tune(task(), micro_batches=[24, 8, 2, 1], checkpointing=(False,), **QUICK)
+    assert [trial.steps for trial in found.trials] == [1, 3, 12, 24]
+    assert all(trial.reductions == 0 for trial in found.trials)
+    assert found.label == "recommended"
 
 
 def test_out_of_memory_is_a_result() -> None:
