@@ -260,10 +260,11 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs/whole-gradient.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/integrations/own-loop.md").read_text(encoding="utf-8")
+    page = page.partition("\n## Work on the whole gradient\n")[2]
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
-        exec(compile(block, "whole-gradient.md", "exec"), names)
+        exec(compile(block, "own-loop.md", "exec"), names)
     norm, of_one = map(float, capsys.readouterr().out.split())
     assert norm > 0
     assert of_one == pytest.approx(names["norms"]["0.weight"])
