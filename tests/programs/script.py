@@ -637,7 +637,11 @@ def _steps(program: Program) -> str:
 # ---------------------------------------------------------------- the loop
 
 EVENTS = {
-    "swap": ["for p in model.parameters():\n    p.data = p.data * 0.5"],
+    # In another memory layout, too.
+    "swap": [
+        "for p in model.parameters():\n"
+        "    p.data = (p.data.t().contiguous().t() if p.dim() == 2 else p.data) * 0.5"
+    ],
     "gain": ["for p in model.parameters():\n    p.gain = 0.5"],
     "patch": ["globals()['activation'] = torch.relu"],
     "rate": ['for group in optimizer.param_groups:\n    group["lr"] *= 0.5'],
