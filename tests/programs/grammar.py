@@ -182,6 +182,7 @@ def _call(draw: Any, way: str, model: str, event: str) -> str:
     calls += ["output"] if event != "group" else []
     calls += ["parts"] if model not in ("batchnorm", "counter", "remembers") else []
     calls += ["pair"] if event not in ("group", "evaluate", "raise") else []
+    calls += ["vmapped"] if model in ("linear", "mlp", "lora", "tied", "complex") else []
     calls += ["in place"] if _may_be_in_place(way, model, event) else []
     return "plain" if model == "random" else _pick(draw, calls, 6)
 

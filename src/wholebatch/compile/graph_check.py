@@ -95,7 +95,7 @@ class GraphCheck:
             if not 0.0 < _norm(wanted) < math.inf:
                 raise NothingToCompare
             buffers = self.gradients.of(joint.used)
-            if traced.sixteen_bit and joint.compiled and plain is not None:
+            if traced.sixteen_bit and plain is not None:
                 above = _distance(buffers, wanted) / _norm(wanted)
                 if above > allowed:
                     allowed = max(allowed, 2 * self._own_distance(plain(), wanted))
