@@ -808,13 +808,20 @@ def _after_step(program: Program) -> list[str]:
     return lines
 
 
+_TAIL = [
+    "if step is None:  # the loader's end has closed a short window",
+    "    note(train.last_step)",
+]
+
+
 def _over_loop(program: Program) -> str:
     lines = _loader(program, "loader", "[micro for window in windows for micro in window]")
     body = [*body_lines(program), *_after_step(program)]
     if program.event == "resume":
         body += [f"    if len(record) == {program.at}:\n        break"]
         more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
-        return "\n".join([*lines, _function("for micro in train.over(loader):", body), more])
+        first = _function("for micro in train.over(loader):", body)
+        return "\n".join([*lines, first, more, *_TAIL])
     if program.event == "left":
         rows = sum(map(len, program.windows[: program.at]))
         body += [f"    if len(record) == {program.at}:\n        break"]
@@ -825,10 +832,11 @@ def _over_loop(program: Program) -> str:
                 "bar = train.over(loader)",  # a progress bar holds it
                 _function("for micro in bar:", body),
                 _function(f"for micro in train.over([*loader][{rows}:]):", more),
+                *_TAIL,
             ]
         )
     over = "wb.over(loader, train, judging)" if program.joint else "train.over(loader)"
-    loop = _function(f"for micro in {over}:", body).split("\n")
+    loop = [*_function(f"for micro in {over}:", body).split("\n"), *_TAIL]
     return "\n".join([*lines, *_in_epochs(program, loop)])
 
 
