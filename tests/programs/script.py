@@ -808,10 +808,9 @@ def _after_step(program: Program) -> list[str]:
     return lines
 
 
-_TAIL = [
-    "if step is None:  # the loader's end has closed a short window",
-    "    note(train.last_step)",
-]
+def _tail(program: Program) -> list[str]:
+    """Return what follows a loop: a short last window closes when the loader has ended."""
+    return ["if step is None:", "    step = train.last_step", *_inner(_after_step(program))]
 
 
 def _over_loop(program: Program) -> str:
@@ -821,7 +820,7 @@ def _over_loop(program: Program) -> str:
         body += [f"    if len(record) == {program.at}:\n        break"]
         more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
         first = _function("for micro in train.over(loader):", body)
-        return "\n".join([*lines, first, more, *_TAIL])
+        return "\n".join([*lines, first, *_tail(program), more, *_tail(program)])
     if program.event == "left":
         rows = sum(map(len, program.windows[: program.at]))
         body += [f"    if len(record) == {program.at}:\n        break"]
@@ -831,13 +830,15 @@ def _over_loop(program: Program) -> str:
                 *lines,
                 "bar = train.over(loader)",  # a progress bar holds it
                 _function("for micro in bar:", body),
+                "step = None",
                 _function(f"for micro in train.over([*loader][{rows}:]):", more),
-                *_TAIL,
+                "if step is None and len(record) < len(windows):",
+                *_inner(["note(train.last_step)"]),
             ]
         )
     over = "wb.over(loader, train, judging)" if program.joint else "train.over(loader)"
-    loop = [*_function(f"for micro in {over}:", body).split("\n"), *_TAIL]
-    return "\n".join([*lines, *_in_epochs(program, loop)])
+    loop = _function(f"for micro in {over}:", body).split("\n")
+    return "\n".join([*lines, *_in_epochs(program, [*loop, *_tail(program)])])
 
 
 def _plain_note() -> list[str]:
