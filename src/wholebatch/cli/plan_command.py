@@ -424,5 +424,7 @@ def _show_ways(console: Console, plan: Plan, parameters: int) -> None:
         "what helps: --precision bf16, --checkpointing, --parallel fsdp2 --sync every on more "
         "--gpus, shorter samples; and what each way to keep the model's state takes:",
     )
-    gpu = f"--gpus {plan.ranks} --gpu-memory {plan.budget / 2**30:.4g}GiB"
-    say_command(console, " ", f"wholebatch plan --parameters {parameters} {gpu}")
+    whole_gib = plan.budget >= 2**30
+    size = f"{plan.budget / 2**30:.4g}GiB" if whole_gib else f"{plan.budget}B"
+    line = f"wholebatch plan --parameters {parameters} --gpus {plan.ranks} --gpu-memory {size}"
+    say_command(console, " ", line)
