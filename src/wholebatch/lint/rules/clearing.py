@@ -55,7 +55,7 @@ def cleared_before_step(file: File) -> Iterator[Report]:
     """
     for window in file.windows:
         unknown = window.loop.virtual and window.shape == "plain"
-        if unknown or window.shape in {"deepspeed", "last_only"} or window.is_by_hand:
+        if unknown or window.shape == "last_only" or window.is_by_hand:
             continue
         steps = window.closing_steps()
         for clear in _clears(window):

@@ -114,7 +114,7 @@ def _within(event: Event, loop: Loop, unread: Container[Loop]) -> bool:
 
 def _decided(window: Window, read: set[Loop]) -> Window | None:
     """Return a window whose shape is known, or None if the loop is not understood."""
-    special = _framework(window) or _accelerate(window) or _deepspeed(window)
+    special = _framework(window) or _accelerate(window)
     if special is not None:
         return special
     # A window inside has steps of its own.
@@ -182,17 +182,6 @@ def _accelerate(window: Window) -> Window | None:
 def _in_accumulate(event: Event, loop: Loop | None) -> bool:
     loops = event.loops if loop is None else (loop,)
     return any("accumulate" in names_in(c) for inner in loops for c in event.contexts(inner))
-
-
-def _deepspeed(window: Window) -> Window | None:
-    steps = window.of("engine_step")
-    engines = {e.owner for e in window.inner if e.detail in {"deepspeed", "engine"}}
-    if not engines or not any(e.owner in engines for e in steps):
-        return None
-    # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    words = names_in(window.file.reader.roots[window.events[0].root])
-    named = any("gradient_accumulat" in word or word == "gas" for word in words)
-    return shaped(window, "deepspeed" if window.engine_steps or named else "plain")
 
 
 def _with_boundary(window: Window, steps: list[Event]) -> Window | None:
