@@ -61,7 +61,8 @@ def main() -> None:
         assert theirs < 1e-5, f"{title}: {theirs} from TRL's own undivided batch"
         own = runs.off(update(name, lambda kind: kind, 4, options), whole)
         ours = runs.off(update(name, exact, 4, options), whole)
-        assert ours <= 1e-12, f"{title}: {ours}"
+        rounding = 1e-12 if name == "SFT" else 1e-6  # TRL's own losses compute in float32
+        assert ours <= rounding, f"{title}: {ours}"
         shown = f"{own:.0%}" if own > 0.01 else f"{own:.0e}"
         lines.append(f"| {title} | {units} | {shown} | {ours:.0e} |")
         print(lines[-1], flush=True)

@@ -11,18 +11,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from wholebatch.audit.check import Check
-from wholebatch.audit.loop_checks import LAWS
+from wholebatch.audit.own_loop import CHECKS
 
 PAGE = Path(__file__).parents[1] / "docs/laws.md"
 BEGIN = "<!-- checks: written by scripts/laws_table.py -->\n"
 END = "<!-- end of checks -->"
-PARTS = ("Finds", "Costs", "Certain|Likely", "Cannot see")
+PARTS = ("Finds", "Costs", "Raises|Warns", "Cannot see")
 
 
 def parts_of(law: type[Check]) -> list[str]:
     """Return the title of a check's docstring, and its four paragraphs without their labels.
 
-    The word "Certain" or "Likely" is part of the third.
+    The word "Raises" or "Warns" is part of the third.
     """
     title, *paragraphs = inspect.cleandoc(law.__doc__ or "").split("\n\n")
     texts = [title.rstrip(".")]
@@ -35,7 +35,7 @@ def parts_of(law: type[Check]) -> list[str]:
     return [text.replace("|", "\\|") for text in texts]
 
 
-def table(laws: Iterable[type[Check]] = LAWS) -> str:
+def table(laws: Iterable[type[Check]] = CHECKS) -> str:
     """Return the table of these checks."""
     lines = ["| check | finds | asked in windows | costs | answer | cannot see |", "|---" * 6 + "|"]
     for law in laws:

@@ -70,8 +70,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def missing_packages(reporter: pytest.TerminalReporter) -> str:
     """Return the packages that skipped tests did not find, by the reports of a session."""
     reasons = " ".join(str(report.longrepr) for report in reporter.stats.get("skipped", ()))
-    found = re.findall(r"could not import '([\w.]+)'|(\w+) is not installed", reasons)
-    return ", ".join(sorted({first or second for first, second in found}))
+    missing = re.findall(r"could not import '([\w.]+)'|(\w+) is not installed", reasons)
+    return ", ".join(sorted({first or second for first, second in missing}))
 
 
 def processor_seconds() -> float:
@@ -184,9 +184,9 @@ def graphs_run_as_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ExecutePlan.of
 
     def of(*args: Any) -> ExecutePlan:
-        made = plan(*args)
-        made.compiles = False
-        return made
+        traced = plan(*args)
+        traced.compiles = False
+        return traced
 
     monkeypatch.setattr(ExecutePlan, "of", staticmethod(of))
 

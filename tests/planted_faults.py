@@ -122,8 +122,10 @@ FAULTS = (
     Fault(
         "dummy-counts",
         (
-            ("append(units[name] if counts else 0)", "append(units[name])"),
-            ("counted = term.units if counts else 0", "counted = term.units"),
+            (
+                "value = self.current.seed_of(name, weight) if counts else 0.0",
+                "value = self.current.seed_of(name, weight)",
+            ),
         ),
         (*RANKS, *LOOP),
     ),
@@ -145,8 +147,8 @@ FAULTS = (
         "ema-misses-first",
         (
             (
-                "ema is not None:\n            target.ema.update",
-                "ema is not None and target.scale is not None:\n            target.ema.update",
+                "target.averaged is not None:\n            target.ema.update",
+                "target.scale is not None:\n            target.ema.update",
             ),
         ),
         WINDOW,
@@ -241,10 +243,9 @@ FAULTS = (
         "short-window-lost",
         (
             (
-                "progress.items + 1 >= progress.size or not self.feed.has_next()",
-                "progress.items + 1 >= progress.size",
+                "                self._end_tail()\n            self._end_epoch()",
+                "            self._end_epoch()",
             ),
-            ("progress.is_last = not self.feed.has_next()", "progress.is_last = False"),
         ),
         LOOP,
     ),
@@ -262,8 +263,8 @@ FAULTS = (
         "size-one-too-large",
         (
             (
-                "self.is_last = self.items + 1 >= self.size",
-                "self.is_last = self.items >= self.size",
+                "self._closes = done >= self._window_size if last is None else last",
+                "self._closes = done > self._window_size if last is None else last",
             ),
         ),
         LOOP,
@@ -282,11 +283,9 @@ FAULTS = (
     Fault(
         "counted-labels-trimmed",
         (
-            ("zip(lengths, _ends(counted), strict=True)", "zip(lengths, strict=True)"),
-            ("zip(lengths, _ends(labels != _IGNORED), strict=True)", "zip(lengths, strict=True)"),
             (
-                "return ends if _is_padding_beyond(ends, arrays, width) else [width] * len(ends)",
-                "return ends",
+                "    if is_cut and not by.trim and not _is_padding_beyond(ends, leaves):",
+                "    if is_cut and not by.trim and not ends:",
             ),
         ),
         BATCH,
@@ -317,7 +316,7 @@ FAULTS = (
         "hsdp-no-all-reduce",
         (
             (
-                "module.set_requires_all_reduce(reduces, recurse=False)",
+                "module.set_requires_all_reduce(over_replicas, recurse=False)",
                 "module.set_requires_all_reduce(False, recurse=False)",
             ),
         ),
@@ -380,8 +379,10 @@ FAULTS = (
     Fault(
         "replay-not-checked",
         (
-            ("    if not found <= allowed:\n", "    if found > 1e9:\n"),
-            ("    if not distance <= allowed:\n", "    if distance > 1e9:\n"),
+            (
+                "    if not distance <= allowed:\n        raise WindowError(",
+                "    if distance > 1e9:\n        raise WindowError(",
+            ),
         ),
         COUPLED,
     ),
@@ -398,13 +399,22 @@ FAULTS = (
         "jax-means-not-weighted",
         (
             (
-                "return sum_ + jnp.where(units == 0, 0, more * units.astype(sum_.dtype))",
-                "return sum_ + more",
+                "total = loss if units is None else _scalar(loss) * _scalar(counted, like=loss)",
+                "total = loss",
             ),
         ),
         ADAPTERS,
     ),
-    Fault("jax-window-not-cleared", (("units=window * open_,", "units=window,"),), ADAPTERS),
+    Fault(
+        "jax-rest-left-out",
+        (
+            (
+                "sums = added if sums is None else jax.tree.map(jnp.add, sums, added)",
+                "sums = added if sums is None else sums",
+            ),
+        ),
+        ADAPTERS,
+    ),
 )
 
 
@@ -417,7 +427,7 @@ def run(tests: list[str], jobs: int, limit: float) -> tuple[bool, str]:
         command += ["--jobs", str(jobs), "--seconds", str(limit)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     try:
-        made = subprocess.run(
+        ended = subprocess.run(
             [*command, *tests],
             cwd=ROOT,
             env=environment,
@@ -428,10 +438,10 @@ def run(tests: list[str], jobs: int, limit: float) -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         # A suite that hangs has found the fault; the machine may only have been slow.
         return bool(tests), f"did not end within {limit:.0f} s"
-    lines = made.stdout.strip().splitlines() or made.stderr.strip().splitlines() or [""]
+    lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines() or [""]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     # pytest-xdist ends with 2, as if interrupted, where it stops at the first failure.
-    return made.returncode in (1, 2) and bool(failed), (failed or lines)[-1][:160]
+    return ended.returncode in (1, 2) and bool(failed), (failed or lines)[-1][:160]
 
 
 def main() -> int:
@@ -461,7 +471,7 @@ def main() -> int:
         place = fault.place()
         started = time.monotonic()
         if place is None:
-            found, line = False, "the line is not in src/ any more"
+            is_found, line = False, "the line is not in src/ any more"
         else:
             path, before, after = place
             path.write_text(after, encoding="utf-8")
@@ -470,13 +480,13 @@ def main() -> int:
                 if arguments.programs:
                     tests = []
                 limit = arguments.programs or arguments.limit
-                found, line = run(tests, arguments.jobs, limit)
-                if not found and arguments.all_tests:
-                    found, line = run(["tests"], arguments.jobs, arguments.limit)
+                is_found, line = run(tests, arguments.jobs, limit)
+                if not is_found and arguments.all_tests:
+                    is_found, line = run(["tests"], arguments.jobs, arguments.limit)
             finally:
                 path.write_text(before, encoding="utf-8")
-        verdict = "found" if found else "NOT FOUND"
-        results[fault.name] = {"found": found, "by": line}
+        verdict = "found" if is_found else "NOT FOUND"
+        results[fault.name] = {"found": is_found, "by": line}
         took = time.monotonic() - started
         print(
             f"{number:2} of {len(chosen)}  {verdict:9}  {fault.name}  ({took:.0f} s)  {line}",

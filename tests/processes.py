@@ -63,8 +63,8 @@ class Started:
         restarts: int = 0,
     ) -> None:
         self._out, self._err = folder / "stdout", folder / "stderr"
-        given = (program, list(arguments), self._out, self._err, cwd, environment, ranks, restarts)
-        self._process = _forked_from_the_server().Process(target=_run, args=given)
+        call = (program, list(arguments), self._out, self._err, cwd, environment, ranks, restarts)
+        self._process = _forked_from_the_server().Process(target=_run, args=call)
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -131,8 +131,8 @@ def worker() -> ProcessPoolExecutor:
 
 
 def _forked_from_the_server() -> context.ForkServerContext:
-    made = get_context("forkserver")
-    made.set_forkserver_preload(PRELOADED)
+    server = get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)  # of the server; each process gets its own
     try:
@@ -140,7 +140,7 @@ def _forked_from_the_server() -> context.ForkServerContext:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return made
+    return server
 
 
 def _run(
@@ -179,9 +179,13 @@ def _torchrun(program: str | Path, arguments: list[str], ranks: int, restarts: i
     from torch.distributed.launcher.api import elastic_launch
 
     options = ["--standalone", "--nproc-per-node", str(ranks), str(program), *arguments]
-    given = module.parse_args(options)
-    given.rdzv_backend, given.rdzv_endpoint, given.rdzv_id = "c10d", "localhost:0", str(os.getpid())
-    config, _, _ = module.config_from_args(given)
+    parsed = module.parse_args(options)
+    parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id = (
+        "c10d",
+        "localhost:0",
+        str(os.getpid()),
+    )
+    config, _, _ = module.config_from_args(parsed)
     config.start_method, config.max_restarts = "fork", restarts
     if isinstance(program, Path):
         _import_what_it_imports(program)

@@ -155,12 +155,13 @@ def trained(model: nn.Module, acc: wb.Accumulator, micros: Any) -> list[wb.Step]
         step = acc.backward(summed(model, micro), units=len(micro["y"]))
         if step is not None:
             steps.append(step)
-    return steps
+    tail = acc.last_step  # of a short last window, which closes when the loader has ended
+    return steps if tail in steps or tail is None else [*steps, tail]
 
 
-def measured(*given: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
+def measured(*arguments: Any, noise: Any = 1, **options: Any) -> wb.WholeBatch:
     """A WholeBatch that measures the gradient noise scale, by default in every window."""
-    train = wb.WholeBatch(*given, **grouped(options))
+    train = wb.WholeBatch(*arguments, **grouped(options))
     if noise is not None:
         NoiseProbe(train, noise)
     return train

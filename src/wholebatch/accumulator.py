@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.compile import Execute, check_execute
-from wholebatch.errors import LossError, OptionError, WindowError
+from wholebatch.errors import OptionError, WindowError
 from wholebatch.joint_windows import parameters_below
-from wholebatch.loop import Loop, State
+from wholebatch.loop import Loop
 from wholebatch.loop_windows import LoopWindows
 from wholebatch.losses.loss import Loss, Terms, Units, loss_of
 from wholebatch.make_ledger import make_ledger
@@ -29,6 +29,7 @@ from wholebatch.warn_user import warn_user
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.foreign_writes import warn_of_empty_steps
 from wholebatch.window.ledger import Turn, refuse_no_grad
+from wholebatch.window.micro_batch import MicroBatch
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.schedule_length import short_schedule
@@ -125,7 +126,6 @@ class Accumulator(LoopWindows):
             scheduler=scheduler,
             memory=without_budget(memory),
             close=as_close(close),
-            audit=audit,
             handover=self._handover,
         )
         super().__init__(ledger, steps=schedule, batchnorm=batchnorm, audit=audit)
@@ -135,7 +135,7 @@ class Accumulator(LoopWindows):
             audit=audit,
             untouched=self._untouched,
         )
-        self.last_loss: Loss | None = None
+        self.last_loss: Loss | Terms | None = None
         if self._written_by == "the loop":
             warn_of_empty_steps(self, ledger.target.optimizers)
         self._warning = UnclosedWarning(
@@ -159,18 +159,18 @@ class Accumulator(LoopWindows):
     @property
     def steps(self) -> int:
         """Micro-batches of the window that is open, or of the next one."""
-        return self._progress.size
+        return self._window_size
 
     @steps.setter
     def steps(self, steps: int | dict[int, int] | Steps | Callable[[int], int]) -> None:
         """Set the micro-batches of the next window."""
         self._steps = Steps.of(steps)
-        self._progress.forget_size()
+        self._forget_size()
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches that the open window holds."""
-        return self._ledger.added.micro_batches
+        return self._ledger.held
 
     def updates_per_epoch(self, loader: Sized) -> int:
         """Return how many updates one pass of `over(loader)` makes, a short last window included.
@@ -239,22 +239,17 @@ class Accumulator(LoopWindows):
         Returns:
             The Step if the window was closed, else None.
         """
-        with self._turn:
+        with self._turn, self._part_of_micro_batch():
             refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
-            reduces = self._begin_backward(last) and not more
-            ledger, checks = self._ledger, self._checks
-            progress, loop = self._progress, self._progress.loop
+            is_last = self._begin_backward(last) and not more
+            ledger, loop = self._ledger, self._loop
             if loop is not None and loop.joint.are_several:
                 used = total if mean is None else mean
                 loop.joint.refuse_moved(self, lambda: parameters_below(used))
             has_terms = isinstance(total, Terms) and ledger.known is not None
             loss = cast(Terms, total) if has_terms else loss_of(total, units, mean)
-            if checks.are_asked or loss is total:
-                if not ledger.added.owners:
-                    self._watch()
-                checks.check(loss, in_parts=self._in_parts, steps=self._planned_steps)
-            ledger.add(loss, last=reduces, counts=progress.counts)
-            ledger.added.are_units_given = True
+            ledger.add(loss, last=is_last, counts=self._counts)
+            ledger.are_units_given = True
             return self._end_backward(more)
 
     def run(
@@ -293,25 +288,21 @@ class Accumulator(LoopWindows):
         refuse_no_grad(
             "run()", "call it outside of them; to evaluate, call the loss function itself"
         )
-        with self._turn:
+        with self._turn, self._part_of_micro_batch():
+            self._ledger.before_window()
             self._ledger.sync.before_forwards()
             is_last = self._begin_backward(last)
             function = self._functions[loss]
-            progress, loop = self._progress, self._progress.loop
+            loop = self._loop
             if loop is not None and loop.joint.are_several:
                 modules = function.modules
                 loop.joint.refuse_moved(self, lambda: set(map(id, modules.parameters())))
-            if self._ledger.known is not None:
-                raise LossError(
-                    "announce() with run(): run() takes a loss of one term only. Run the forward "
-                    "pass yourself, and give its wb.Loss.terms(...) to backward()"
-                )
             place = Place(
-                position=progress.items,
+                position=len(self._ledger.micro_batches),
                 in_parts=self._in_parts,
                 steps=self._planned_steps,
                 last=is_last and not more,
-                counts=progress.counts,
+                counts=self._counts,
             )
             self.last_loss = function(micro, place)
             return self._end_backward(more)
@@ -328,11 +319,11 @@ class Accumulator(LoopWindows):
             acc.backward(wb.Loss.terms({"policy": policy(micro), "kl": (kl(micro), 0.05)}))
         ```
         """
-        if self._ledger.open is not None:
+        if self._ledger.has_losses:
             raise WindowError(
                 "announce() in an open window: its units must be known before its first backward"
             )
-        loop = self._progress.loop
+        loop = self._loop
         if loop is not None and loop.joint.are_several and self._ledger.sync.ranks > 1:
             raise WindowError(
                 "announce() on several ranks, with several accumulators in one loop: a rank "
@@ -343,26 +334,32 @@ class Accumulator(LoopWindows):
             raise OptionError(f"announce({units!r}): must be the units by term, {{name: units}}")
         ledger = self._ledger
         self._announced = self._announced or UnitsCount(lambda counts: counts, ledger.sync.group)
-        ledger.begin(known=self._announced([units]))
+        counts = self._announced([units])
+        if ledger.open is not None:  # announced, and then an error: no loss has been added
+            ledger.discard()
+        ledger.begin(known=counts)
 
     def flush(self) -> Step | None:
         """Close a short last window and return its Step, or None if the window is empty."""
         with self._turn:
-            if self._ledger.open is None:
-                self._progress.end_window()
-                return None
-            if self._progress.state is State.MORE:
-                self._ledger.end_micro_batch()
-            return self._close()
+            ledger = self._ledger
+            if ledger.micro is not None and ledger.micro.parts:
+                ledger.end_micro_batch()
+            step = self._close() if ledger.open is not None else None
+            ledger.micro_batches.clear()
+            self._leave_window()
+            return step
 
     def discard(self) -> None:
         """Drop the open window; the next micro-batch begins a new one."""
-        self._ledger.discard()
-        self._untouched.forget()
-        self._checks.end_micro_batch()
-        self._progress.end_window()
-        if self._progress.loop is None:
-            self._ledger.sync.restore()
+        ledger, places = self._ledger, range(len(self._ledger.micro_batches))
+        ledger.discard()
+        self._leave_window()
+        if self._loop is None:
+            ledger.sync.restore()
+        elif ledger.sync.ranks > 1:  # the window of the other ranks goes on, and gets 0 from here
+            ledger.micro_batches = [MicroBatch(place) for place in places]
+            self._window_gone = False
 
     # --------------------------------------------------------------- the loop
 
@@ -375,6 +372,25 @@ class Accumulator(LoopWindows):
         """
         self._warn_of_short_schedule(loader)
         return over(loader, self, continue_window=continue_window)
+
+    def window(self, micro_batches: Iterable[_MicroBatch]) -> Iterator[_MicroBatch]:
+        """Yield the micro-batches of one window, however many; the last backward closes it.
+
+        For loops that learn at run time how many there are, as in reinforcement learning. `steps`
+        and the epoch do not count here.
+
+        >>> import torch, wholebatch as wb
+        >>> model = torch.nn.Linear(3, 1)
+        >>> acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
+        >>> for rollout in (torch.randn(5, 3), torch.randn(8, 3)):
+        ...     for micro in acc.window(rollout.split(2)):
+        ...         step = acc.backward(model(micro).square().sum(), units=len(micro))
+        ...     print(step.update, step.micro_batches, step.units)
+        1 3 5.0
+        2 4 8.0
+        """
+        micros = list(micro_batches)
+        return Loop(micros, [self], size=len(micros)).items()
 
     def _warn_of_short_schedule(self, loader: Iterable[Any]) -> None:
         """Warn once of a scheduler that was made for fewer updates than this loop makes."""
@@ -398,7 +414,7 @@ class Accumulator(LoopWindows):
 
         Call it between windows: inside `over`, after the backward that returned a Step.
         """
-        feed = self._progress.state_dict(self._ledger)
+        feed = self._loop_state()
         return {**state_of(self._ledger, "Accumulator"), "epoch": self.epoch, "feed": feed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -407,11 +423,11 @@ class Accumulator(LoopWindows):
         Pass the next `over(loader)` the same data from its start: it continues at the saved
         position. The random generators are restored.
         """
-        self._progress.refuse_load()
         load_state(self._ledger, "Accumulator", saved)
         self._untouched.forget()
         self.epoch = saved["epoch"]
-        self._progress.load_state_dict(saved)
+        self._size = None
+        self._load_loop_state(saved)
 
 
 def over(

@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 from wholebatch.batch.lookahead_loader import NOTHING
 from wholebatch.errors import RankError
-from wholebatch.loop import Progress
+from wholebatch.loop import Member
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.runner import Runner, WindowRun
 from wholebatch.window.autocast import Precision
 from wholebatch.window.close import read_scalars
-from wholebatch.window.ledger import HasLedger, Turn
+from wholebatch.window.ledger import Turn
 from wholebatch.window.units import UnitsCount
 from wholebatch.window.window import Step
 
@@ -33,7 +33,7 @@ class Observer:
         """See the report; a rank that only `joined` had no micro-batch."""
 
 
-class BatchWindows(HasLedger):
+class BatchWindows(Member):
     """The windows of a `WholeBatch`, each of one batch, as a `Loop` drives them."""
 
     last_step: Step | None
@@ -42,20 +42,9 @@ class BatchWindows(HasLedger):
     _precision: Precision
     _runner: Runner
     _fitting: Fitting
-    _progress: Progress
     observers: list[Observer]
     _runs_forwards: ClassVar[bool] = True
     """True if it runs the forwards of a loop's item itself."""
-
-    def _begin_window(self) -> None:
-        """Do nothing: `step` begins the window, when it knows its micro-batches."""
-
-    def _end_unused(self) -> None:
-        """Leave out a batch that was not stepped with."""
-        self._progress.end_window()
-
-    def _end_epoch(self) -> None:
-        """Do nothing: no option counts the epochs."""
 
     def _meet(self, items: int) -> tuple[int, int]:
         """Meet ranks that have a batch, if this one has none; with a batch, `step` meets them."""
@@ -102,6 +91,7 @@ class BatchWindows(HasLedger):
                 f"rank {ledger.sync.rank} has no sample of this batch, and {why}: make the batch "
                 "larger"
             )
+        ledger.before_window()
         ledger.sync.before_forwards()
         try:
             return self._join_with(like, forwards)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -17,22 +18,10 @@ from wholebatch.window.autograd_graph import graph_nodes
 from wholebatch.window.ledger import Ledger
 
 
-class Position(Protocol):
-    """Where a member is in its window."""
-
-    items: int
-
-    @property
-    def size(self) -> int:
-        """The number of items of its window."""
-
-    @property
-    def is_item_open(self) -> bool:
-        """True in an item whose last backward was not made."""
-
-
 class Member(Protocol):
     """An accumulator of a loop."""
+
+    _may_use_item: bool
 
     @property
     def updates(self) -> int:
@@ -42,18 +31,26 @@ class Member(Protocol):
     def _ledger(self) -> Ledger: ...
 
     @property
-    def _progress(self) -> Position: ...
+    def _window_size(self) -> int: ...
+
+
+def _items(member: Member) -> int:
+    return len(member._ledger.micro_batches)
 
 
 class JointWindows:
     """The windows of the members of one loop."""
 
     def __init__(self, members: Sequence[Member]) -> None:
-        self._members = members
+        self._refs = [ref(member) for member in members]  # a loop that was left holds none
         self.are_several = len(members) > 1
         self._updates: dict[int, list[int]] = {}  # of the others, when a member's window began
         self._guards: list[Any] = []  # hooks on updated models, until the next item
-        self._in_order: Sequence[Member] = ()
+        self._keeps_order = False
+
+    @property
+    def _members(self) -> list[Member]:
+        return [member for member in (held() for held in self._refs) if member is not None]
 
     def begin(self) -> None:
         """Note the updates made so far, since a window may be open from an earlier loop."""
@@ -72,7 +69,7 @@ class JointWindows:
         """
         others = self._others(member)
         now = [other.updates for other in others]
-        if not member._progress.items:
+        if not _items(member):
             self._updates[id(member)] = now
         for other, before, after in zip(others, self._updates[id(member)], now, strict=True):
             if before == after:
@@ -84,15 +81,16 @@ class JointWindows:
     def guard(self, updated: Member) -> None:
         """Refuse to call the models of a member after its update, while other windows use them."""
         waiting = [
-            other
-            for other in self._others(updated)
-            if other._progress.items and other._progress.is_item_open
+            ref(other) for other in self._others(updated) if _items(other) and other._may_use_item
         ]
 
+        closed = ref(updated)
+
         def refuse(model: nn.Module, _: Any) -> None:
-            for member in waiting:
-                if model.training and member._progress.is_item_open:
-                    _raise_moved(model, member, updated)
+            for held in waiting:
+                member = held()
+                if model.training and member is not None and member._may_use_item:
+                    _raise_moved(model, member, closed())
 
         for model in updated._ledger.target.models if waiting else ():
             self._guards.append(model.register_forward_pre_hook(refuse))
@@ -104,16 +102,16 @@ class JointWindows:
 
     # ---------------------------------------------------------- several ranks
 
-    def keep_order(self, members: Sequence[Member]) -> None:
-        """Demand that the windows of these members close in this order."""
-        self._in_order = members
+    def keep_order(self) -> None:
+        """Demand that the windows of several ranks close in the order of the members."""
+        self._keeps_order = True
 
     def refuse_other_order(self, closing: Member) -> None:
         """Refuse to close before a member that `over` was given before this one."""
-        for member in self._in_order:
+        for member in self._members if self._keeps_order else ():
             if member is closing:
                 return
-            if member._progress.is_item_open:
+            if member._ledger.sync.ranks > 1 and member._may_use_item:
                 raise WindowError(
                     "wb.over on several ranks: the last backwards of a window must come in the "
                     "order in which the accumulators were given, since a rank without data closes "
@@ -123,9 +121,8 @@ class JointWindows:
 
     def refuse_out_of_step(self, members: Sequence[Member]) -> None:
         """Refuse members whose windows do not begin and end together."""
-        progress = [member._progress for member in members]
-        if len({(position.size, position.items) for position in progress}) > 1:
-            steps = " and ".join(str(position.size) for position in progress)
+        if len({(member._window_size, _items(member)) for member in members}) > 1:
+            steps = " and ".join(str(member._window_size) for member in members)
             raise WindowError(
                 f"wb.over on several ranks, with accumulators of {steps} steps, or with a flush() "
                 "or discard() of one of them: the ranks meet before each window, so all windows of "
@@ -133,16 +130,17 @@ class JointWindows:
             )
 
 
-def _raise_moved(model: nn.Module, member: Member, updated: Member) -> NoReturn:
-    ours, theirs = member._progress, updated._progress
+def _raise_moved(model: nn.Module, member: Member, updated: Member | None) -> NoReturn:
+    ours = member._window_size
+    theirs = ours if updated is None else updated._window_size
     when = (
-        f"{type(model).__name__} was updated when {ours.items} of {ours.size} micro-batches of "
+        f"{type(model).__name__} was updated when {_items(member)} of {ours} micro-batches of "
         "another model's window were done"
     )
-    if theirs.size != ours.size:
+    if theirs != ours:
         raise WindowError(
             f"{when}: accumulators in one wb.over need the same steps, and these have "
-            f"{theirs.size} and {ours.size}. To update a critic more often than its generator "
+            f"{theirs} and {ours}. To update a critic more often than its generator "
             "(n_critic), give the critic a loop of its own"
         )
     raise WindowError(

@@ -26,7 +26,6 @@ def make_ledger(
     memory: Memory,
     close: Close,
     precision: str = "full",
-    audit: bool = True,
     handover: Handover | None = None,
     fits: Callable[[int], bool] | None = None,
 ) -> Ledger:
@@ -55,6 +54,6 @@ def make_ledger(
         on_gradient=close.on_gradient is not None,
         handover=handover,
     )
-    ledger = Ledger(target, options, sync, store, close.on_gradient, audit=audit)
+    ledger = Ledger(target, options, sync, store, close.on_gradient, close.on_open)
     refuse_unreduced_steps(ledger)
     return ledger

@@ -42,6 +42,9 @@ class Close:
         zero_units: The same for a window without units.
         scaler: Your own GradScaler.
         ema: An object with `update_parameters(model)`, called once per update.
+        on_open: A function without arguments, called once per window before its first forward: it
+            may write into the weights or set the rate. With `Accumulator` it needs `over`,
+            `window` or `run`, since a plain loop calls the model itself.
         sync: "hold" reduces gradients once per window, "every" in each backward. "gathered" (FSDP2)
             also gathers the parameters once per window. "auto" is what the engine needs; for FSDP2
             in WholeBatch the first of "gathered", "hold" and "every" for which there is room.
@@ -54,6 +57,7 @@ class Close:
     zero_units: Policy = "raise"
     scaler: torch.amp.GradScaler | None = None
     ema: Ema | None = None
+    on_open: Callable[[], object] | None = None
     sync: SyncMode = "auto"
 
 

@@ -148,11 +148,11 @@ class PipelineRunner:
             self._schedule.step(*args, target=index, return_outputs=False, **kwargs)
         finally:
             self._targets = []
-        added = self._ledger.added
-        for _, (total, units) in sorted(self._made.items()):
-            added.record({SINGLE: Term(total, units)})
-            added.end_micro_batch()
-        added.micro_batches = math.ceil(self._samples / self._size)  # on the other stages too
+        ledger = self._ledger
+        losses = [{SINGLE: Term(*made)} for _, made in sorted(self._made.items())]
+        for place in range(math.ceil(self._samples / self._size)):
+            ledger.record(losses[place] if losses else {})  # the other stages have none
+            ledger.end_micro_batch()
 
     def _filled_up(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

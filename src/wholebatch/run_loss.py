@@ -23,11 +23,11 @@ from wholebatch.compile import Execute
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import WindowError
 from wholebatch.loss_functions import check_run_function
-from wholebatch.losses.loss import SINGLE, Loss
+from wholebatch.losses.loss import SINGLE, Loss, Terms
 from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
 from wholebatch.window.foreign_writes import Untouched
-from wholebatch.window.ledger import Ledger
+from wholebatch.window.ledger import HALF_DONE, Ledger
 from wholebatch.window.reachable_objects import content_of, inside
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -148,7 +148,6 @@ class RunLoss:
             ledger=ledger,
             precision=Full(),  # that of the loop
             execute=execute,
-            audit=audit,
             untouched=untouched,
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
@@ -159,7 +158,7 @@ class RunLoss:
         """Return the context in which the user's function is traced."""
         return self._around(self._micro, traced=True)
 
-    def __call__(self, micro: Any, place: Place) -> Loss:
+    def __call__(self, micro: Any, place: Place) -> Loss | Terms:
         """Add the gradient of a micro-batch to the window; return its loss without a graph."""
         is_on = torch.is_autocast_enabled(self._kind)
         autocast = torch.get_autocast_dtype(self._kind) if is_on else None
@@ -177,31 +176,31 @@ class RunLoss:
         place, before = self._place, self._number
         self._number = self._ledger.number
         is_first = place.position == 0 or self._number != before  # of this function
-        if is_first:
-            self._step.begin_window()
         if is_first and place.in_parts:
             self._test.begin_window()
         turn = self._test.turn % max(place.steps, default=1)
         if not self._test.is_due or not (place.last or place.position >= turn):
             return
-        call = self._micro
+        call, function = self._micro, self._call  # not `self`, which holds what holds `run`
 
         def run(few: Any) -> Any:
-            return self._call(None, {**call, "micro": few})
+            return function(None, {**call, "micro": few})
 
         self._test.test(run, call["micro"])
 
-    def _added(self) -> Loss:
+    def _added(self) -> Loss | Terms:
         ledger = self._ledger
-        entered = len(ledger.added.owners)
+        before = ledger.micro
         try:
             added = self._step.run(self._micro, self._place)
         except BaseException:
-            was_added = len(ledger.added.owners) != entered or self.executor.mode != "eager"
+            was_added = ledger.micro is not before or self.executor.mode != "eager"
             if was_added and ledger.open is not None:
-                ledger.added.broken = True  # some gradients may be in, and others not
+                ledger.broken = HALF_DONE
             raise
         with torch.no_grad():  # it has no graph, and needs none
+            if SINGLE not in added.terms:
+                return Terms(added.terms)
             term = added.terms[SINGLE]
             return Loss(term.total, term.units, extras=added.extras)
 

@@ -16,11 +16,9 @@ from weakref import proxy
 
 from torch import Tensor, nn
 
-from wholebatch.audit.divided_by_steps import DividedBySteps
 from wholebatch.audit.layers import warn_of_spectral_norms
-from wholebatch.audit.loop_checks import LoopChecks
 from wholebatch.audit.loss_test import LossTest
-from wholebatch.audit.mean_units import UnitsOfMeans
+from wholebatch.audit.own_loop import OF_A_LOSS, OwnLoop
 from wholebatch.audit.padding import check_padding
 from wholebatch.batch import Tokens, to_device
 from wholebatch.batch.samples import layout_of
@@ -40,13 +38,12 @@ from wholebatch.losses.loss import (
     Loss,
     Terms,
     as_loss,
-    refuse_in_parts,
 )
 from wholebatch.window.autocast import Precision
 from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
-from wholebatch.window.window import is_tested_window
+from wholebatch.window.observer import Plan
 
 if TYPE_CHECKING:
     from wholebatch.compile.trace import Added
@@ -96,7 +93,6 @@ class MicroStep:
         ledger: Where the gradients are added.
         precision: The precision of the forward pass.
         execute: How a micro-batch is computed.
-        audit: Refuse a loss that cannot be split, and means over other units.
         untouched: Refuses writes by the loss function to the window.
         prepare: Returns a micro-batch as the loss function gets it, before each eager call.
     """
@@ -110,16 +106,12 @@ class MicroStep:
         ledger: Ledger,
         precision: Precision,
         execute: Execute,
-        audit: bool,
         untouched: Untouched,
         prepare: Callable[[Any], Any],
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
         self._untouched, self._prepare = untouched, prepare
-        self._audits, self._asks = audit, False
-        self._has_tested = False  # a loss of a micro-batch that is not the whole batch
-        self._laws = LoopChecks([], audit=audit, checks=[UnitsOfMeans(), DividedBySteps()])
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
         from wholebatch.compile.trace import Added
 
@@ -140,14 +132,6 @@ class MicroStep:
         """True if autograd adds every gradient, so that writes of others can be told from it."""
         return self.is_plain or self.executor.is_eager
 
-    def begin_window(self) -> None:
-        """Begin a window, or begin it again."""
-        self._asks = is_tested_window(self._ledger.number)
-        if self._asks:
-            if self._has_tested:
-                self._laws.end_window()
-            self._laws.begin_window(self._ledger.number)
-
     def run(self, micro: Any, place: Place) -> Added:
         """Add the gradients of a micro-batch; return its totals, units and extras."""
         micro = self.executor.on_device(micro)
@@ -163,12 +147,6 @@ class MicroStep:
         micro = self._prepare(micro)
         with self._precision.forward():
             loss = as_loss(self._loss(self._model, micro))
-        self._has_tested |= place.in_parts
-        if self._asks:
-            self._laws.check(loss, in_parts=place.in_parts, steps=place.steps)
-            self._laws.end_micro_batch()
-        elif place.in_parts and self._audits:
-            refuse_in_parts(loss)
         if self.is_eager:
             self._untouched.check(rates=True)
         self._ledger.add(loss, last=place.last, counts=place.counts)
@@ -209,6 +187,8 @@ class Runner:
         self._device = ledger.target.device
         self._before: ForwardState | None = None  # holds the running statistics before the window
         self._untouched = Untouched(ledger, by="the loss function")
+        if audit:
+            ledger.observer = OwnLoop((), OF_A_LOSS)
         read = loss.encode if isinstance(loss, Coupled) else loss
         _refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
@@ -223,7 +203,6 @@ class Runner:
             ledger=ledger,
             precision=precision,
             execute=self._executed(check_execute(execute, self._device)),
-            audit=audit,
             untouched=self._untouched,
             prepare=lambda micro: this._on_device(micro),
         )
@@ -295,7 +274,6 @@ class Runner:
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
         self._untouched.forget()
-        self._step.begin_window()
         if self.policy is not None:
             self.policy.begin_window()
         training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
@@ -326,6 +304,8 @@ class Runner:
         ledger, step = self._ledger, self._step
         places, of = how.forwards or len(micros), len(micros)
         steps = {of, how.batches or of}
+        plan = Plan(ledger.number, self._in_parts, tuple(steps), micros=micros)
+        ledger.observer.window_begins(plan)
         is_eager = step.is_plain or self._norms_meet()
         run = step.eager if is_eager else step.run
         with self._norms_over_ranks():

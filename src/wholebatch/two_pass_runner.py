@@ -75,12 +75,13 @@ class TwoPassRunner(Runner):
                 return self._coupled.encode(self.model, micro)
 
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-            last = how.reduces and ledger.added.micro_batches == len(micros) - 1
+            last = how.reduces and len(ledger.micro_batches) == len(micros) - 1
             if outputs:
                 with self._untouched.backward():
                     ledger.backward(outputs, gradients, last=last)
+            ledger.record({})  # its loss is that of the window
             ledger.end_micro_batch()
-            how.after_micro(ledger.added.micro_batches, len(micros))
+            how.after_micro(len(ledger.micro_batches), len(micros))
 
         passes = TwoPasses(
             micros,
@@ -123,13 +124,13 @@ class TwoPassRunner(Runner):
             ledger.seed_of(name, term.total, term.weight) * share for name, term in terms.items()
         ]
         own = 1.0 if sync.rank == 0 else 0.0  # All losses are equal: count only one.
-        ledger.added.record(
+        ledger.record(
             {
                 name: Term(term.total.detach() * own, units[name] * own, term.weight)
                 for name, term in terms.items()
-            }
+            },
+            of_the_window=True,
         )
-        ledger.added.owners.clear()  # The loss belongs to no single micro-batch.
         with self._untouched.backward():
             self._ledger.backward([term.total for term in terms.values()], seeds, also=leaves)
 

@@ -14,7 +14,7 @@ from wholebatch.batch_windows import BatchWindows, Observer
 from wholebatch.compile import Execute
 from wholebatch.coupled.two_pass import encoding_loss
 from wholebatch.errors import StateError, WindowError
-from wholebatch.loop import Loop, Progress
+from wholebatch.loop import Loop
 from wholebatch.loss_functions import LossFunction, check_functions, modules_of
 from wholebatch.losses.coupled import Coupled
 from wholebatch.make_ledger import make_ledger
@@ -136,7 +136,6 @@ class WholeBatch(BatchWindows):
             memory=memory,
             close=as_close(close),
             precision=precision,
-            audit=audit,
             handover=self._handover,
             fits=partial(has_room, model=root, memory=memory.budget),
         )
@@ -182,7 +181,6 @@ class WholeBatch(BatchWindows):
         if self._runner.is_coupled:
             self._fitting.recovers &= sync.ranks == 1  # beginning again, one would gather alone
         self.observers: list[Observer] = []
-        self._progress = Progress(lambda: 1)  # a batch is a window
 
     def __repr__(self) -> str:
         optimizers = "+".join(
@@ -265,6 +263,7 @@ class WholeBatch(BatchWindows):
         try:
             if self._meets and not alike:
                 self._meet_with(1, steps)
+            ledger.before_window()
             ledger.sync.before_forwards()
             micros = self._fitting.split(batch)
             if self._meets and alike:
@@ -290,14 +289,11 @@ class WholeBatch(BatchWindows):
                     ledger.begin(0, known=known)  # the other ranks meet there
                 self._fitting.agree(failure)
             self._fitting.agree()
-            if self._progress.loop is not None:
-                self._progress.end_item()
-                self._progress.end_window()
+            self._may_use_item = False
             return self._close(attempt.micros, steps)
         finally:
             ledger.sync.restore()
-            if ledger.open is not None:
-                ledger.discard()
+            ledger.discard()
             self._runner.discard_window()
 
     def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
@@ -306,7 +302,7 @@ class WholeBatch(BatchWindows):
 
     def _test(self, batch: Any, micros: Sequence[Any]) -> None:
         """Refuse what does not add up, before windows 1, 2, 4, 8, ... of those that are split."""
-        like = self._fitting.largest_of(batch) if isinstance(batch, Batches) else batch
+        like = self._fitting.sizes.largest_of(batch) if isinstance(batch, Batches) else batch
         if isinstance(self.micro_batch, Tokens):
             self._runner.look_at_padding(like, self.micro_batch, self._layout)
         self._runner.test_window(like, micros, self._layout)
@@ -317,7 +313,7 @@ class WholeBatch(BatchWindows):
 
         Inside `over` any rank may run out of data; forwards with collectives must be as many.
         """
-        return self._ledger.sync.counts_must_agree or self._progress.loop is not None
+        return self._ledger.sync.counts_must_agree or self._loop is not None
 
     def _how_to_run(
         self, micros: Sequence[Any], forwards: int | None, after_micro: AfterMicro | None
@@ -365,8 +361,7 @@ class WholeBatch(BatchWindows):
         return self.last_step
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        loop = self._progress.loop
-        waiting = None if loop is None else loop.read_ahead
+        waiting = None if self._loop is None else self._loop.read_next
         step = self._ledger.close(steps=steps, while_waiting=waiting)
         for observer in self.observers:
             observer.closed(step, joined=False)
@@ -383,17 +378,16 @@ class WholeBatch(BatchWindows):
                 "state_dict() inside step(), in the middle of a window: save after the Step. A "
                 "window that was interrupted is computed again, with the same update"
             )
-        feed = self._progress.state_dict(self._ledger)
+        feed = self._loop_state()
         own = state_of(self._ledger, "WholeBatch")
         roles = self._roles.state_dict()
-        return {**own, "feed": feed, "roles": roles, **self._fitting.state_dict()}
+        return {**own, "feed": feed, "roles": roles, **self._fitting.sizes.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a `state_dict`; call it after the model and optimizer are loaded."""
         if self._turn.taken:
             raise WindowError("load_state_dict() inside step(): leave it first")
-        self._progress.refuse_load()
         load_state(self._ledger, "WholeBatch", saved)
-        self._progress.load_state_dict(saved)
-        self._fitting.load_state_dict(saved)
+        self._load_loop_state(saved)
+        self._fitting.sizes.load_state_dict(saved)
         self._roles.load_state_dict(saved["roles"])

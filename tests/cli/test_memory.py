@@ -51,8 +51,8 @@ def test_the_micro_batch_is_chosen_and_told_in_two_lines(
     assert main(["train", recipe, "--out", str(tmp_path / "run"), *options, "6MiB"]) == 0
     lines = capfd.readouterr().out.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("  memory "))
-    assert "more samples would pass the budget (budget 6.00 MiB)" in lines[place]
-    assert "measured peak " in lines[place + 1]
+    assert "(budget 6.00 MiB)" in lines[place]
+    assert "predicted peak " in lines[place + 1]
     assert "× 1 rank = 10 samples an update" in lines[place - 1]
     assert main(["train", recipe, "--out", str(tmp_path / "plain"), "--updates", "2"]) == 0
     for ours, theirs in zip(
@@ -78,8 +78,8 @@ def test_what_does_not_fit_is_refused_with_what_would_help(
     out = tmp_path / "run"
     assert main(["train", recipe, "--out", str(out), "--memory", "1MiB"]) == 2
     said = capfd.readouterr().err
-    assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample needs ")
-    assert "use a smaller model, shorter samples, a larger device, or a sharded model" in said
+    assert said.startswith("error: memory=1.00 MiB: a micro-batch of one sample does not fit; ")
+    assert "shorter samples, a larger device or a sharded model; wholebatch plan tells" in said
     assert 'wb.Memory(optimizer_state="host")' in said
     assert not out.exists()
 

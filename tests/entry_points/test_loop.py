@@ -1,4 +1,4 @@
-"""The states of a loop: where a window is, what an item is for it, and what is asked how often."""
+"""A loop: what an item is for its window, and what is asked how often."""
 
 from __future__ import annotations
 
@@ -10,51 +10,7 @@ import torch
 
 import wholebatch as wb
 from tests.support import Whole, mlp, pieces, samples, sgd, summed
-from wholebatch.errors import StateError, WindowError
-from wholebatch.loop import Progress, State
-
-
-def progress_of(size: int) -> Progress:
-    return Progress(lambda: size)
-
-
-def test_a_window_passes_its_states() -> None:
-    progress = progress_of(2)
-    assert progress.state is State.BETWEEN
-    assert progress.begin_item()
-    assert (progress.state, progress.is_last, progress.is_item_open) == (State.IN_ITEM, False, True)
-    progress.expect_more()
-    assert (progress.state, progress.is_item_open) == (State.MORE, True)
-    assert not progress.begin_item()  # the second backward of the item
-    assert not progress.end_item()
-    assert (progress.state, progress.items) == (State.DONE, 1)
-    assert not progress.begin_item()
-    assert progress.is_last
-    assert progress.end_item()
-    progress.end_window()
-    assert (progress.state, progress.items) == (State.BETWEEN, 0)
-
-
-@pytest.mark.parametrize(
-    ("last", "size"), [([False, False, True], 3), ([True], 2), ([False, None], 2)]
-)
-def test_a_loop_of_ones_own_may_say_which_item_is_the_last(
-    last: list[bool | None], size: int
-) -> None:
-    progress = progress_of(2)
-    for index, word in enumerate(last):
-        progress.begin_item(last=word)
-        assert progress.end_item() is (index == len(last) - 1)
-    assert progress.size == size
-
-
-def test_an_item_that_is_all_of_its_window() -> None:
-    progress = progress_of(3)
-    progress.begin_item()
-    assert not progress.is_whole
-    progress = progress_of(3)
-    progress.begin_item(last=True)  # the loader's last item
-    assert progress.is_whole
+from wholebatch.errors import StateError
 
 
 @pytest.mark.parametrize("audit", [True, False])
@@ -161,8 +117,6 @@ def test_both_entry_points_save_and_resume_alike(entry: str) -> None:
         for index, batch in enumerate(train.over(batches)):
             with pytest.raises(StateError, match="before this item was used"):
                 train.state_dict()
-            with pytest.raises(WindowError, match="leave the loop first"):
-                train.load_state_dict({})
             if entry == "WholeBatch":
                 train.step(batch)
             else:

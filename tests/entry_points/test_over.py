@@ -206,7 +206,7 @@ def test_a_window_of_two_models_is_refused(order: str) -> None:
 
 
 @pytest.mark.parametrize("judged_by", ["accumulator", "optimizer"])
-def test_a_judge_that_moves_in_a_window_without_a_shared_loop_is_refused(judged_by: str) -> None:
+def test_a_judge_that_moves_in_a_window_without_a_shared_loop_is_told(judged_by: str) -> None:
     """The generator's last micro-batch would see another judge than those before it."""
     make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
     makers = wb.Accumulator(make, sgd(make), steps=2)
@@ -224,10 +224,9 @@ def test_a_judge_that_moves_in_a_window_without_a_shared_loop_is_refused(judged_
                 optimizer.step()
             makers.backward(judge(make(z)).square().sum(), units=2)
 
-    message = r"of shape \(1, 4\) that this loss depends on has changed in the middle .* wb.over"
-    with pytest.raises(wb.errors.WindowError, match=message):
+    message = r"a parameter of another model changed in the middle of a window .* wb.over"
+    with pytest.warns(UserWarning, match=message):
         loop()
-    makers.discard()
 
 
 def test_models_updated_one_after_the_other_with_windows_of_one_micro_batch() -> None:
@@ -250,14 +249,22 @@ def test_accumulators_with_steps_of_their_own() -> None:
     assert (acc_a.updates, acc_b.updates) == (4, 3)
 
 
-def test_nesting_two_loops_on_one_model_is_refused() -> None:
+def test_nesting_two_loops_of_one_accumulator_is_refused() -> None:
     model = mlp()
     one = wb.Accumulator(model, sgd(model), steps=2)
     other = wb.Accumulator(model, sgd(model), steps=2)
+    with pytest.raises(wb.errors.WindowError, match="this loop is over: another"):
+        for _ in one.over([1, 2]):
+            assert list(one.over([])) == []
+    x = samples(2)
     for _ in one.over([1, 2]):
-        with pytest.raises(wb.errors.WindowError, match=r"over\(\) inside over\(\)"):
-            other.over([1])
+        one.backward(summed(model, x), units=2)
+        with pytest.raises(wb.errors.WindowError, match="a window is still open"):
+            one.over([1])
+        with pytest.raises(wb.errors.WindowError, match="already holds a gradient"):
+            other.backward(summed(model, x), units=2)
         break
+    one.discard()
     with pytest.raises(wb.errors.OptionError, match="same model in one"):
         wb.over([1], one, other)
     with pytest.raises(wb.errors.OptionError, match="at least one"):

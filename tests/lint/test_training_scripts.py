@@ -209,3 +209,21 @@ def test_a_detached_value_for_a_log_is_no_divided_loss() -> None:
     """
     assert "WB102" not in codes(source)
     assert "WB102" in codes(source.replace("loss.detach() /", "0; loss = loss /"))
+
+
+@pytest.mark.parametrize(("default", "level"), [("1", "note"), ("2", "error")])
+def test_a_number_that_may_be_one_makes_notes(default: str, level: str) -> None:
+    (finding,) = lint_source(
+        textwrap.dedent(f"""
+        accum = {default}
+        if plugin is not None:
+            accum = plugin.config["accum"]
+        for i in range(total):
+            loss = F.mse_loss(model(next(batches)), y) / accum
+            loss.backward()
+            if i % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    """)
+    )
+    assert (finding.code, finding.level) == ("WB110", level)

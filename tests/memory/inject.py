@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholebatch.memory import MemoryMeter
 
 
 class OutOfMemoryAt(TorchDispatchMode):
@@ -33,3 +36,21 @@ class OutOfMemoryAt(TorchDispatchMode):
                 self.failed_at = str(func)
                 raise torch.OutOfMemoryError(f"injected at {func}")
         return func(*args, **(kwargs or {}))
+
+
+class LimitedMemory(MemoryMeter):
+    """A device of so many bytes: more tensors than that raise torch.OutOfMemoryError.
+
+    What was there before does not count: it is the user's batch, of which a device has a part.
+    """
+
+    def __init__(self, limit: int, model: nn.Module | None = None) -> None:
+        super().__init__(model=model)
+        self.limit = limit
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = super()._counted(func, args, kwargs)
+        if self.current - self.current_by_category["inputs"] > self.limit:
+            del result
+            raise torch.OutOfMemoryError(f"{func} passed {self.limit} bytes")
+        return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wholebatch as wb
-from tests.memory.models import CASES, GPT, loss, mlp, tokens, vectors
-from wholebatch.errors import OptionError
-from wholebatch.memory.activation_checkpointing import is_checkpointed
+from tests.memory.models import CASES, loss, mlp, vectors
+from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.budget import device_memory, free_memory, parse_memory
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
-from wholebatch.memory.make_it_fit import Rung, ladder, refusal
-from wholebatch.memory.predict import Prediction, predict_peak, simulating
+from wholebatch.memory.predict import Prediction, predict_peak
 from wholebatch.memory.trial_step import measure_step
 from wholebatch.readable_sizes import bytes_said
 
@@ -119,7 +116,7 @@ def test_the_whole_batch_where_it_fits() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
 def test_auto_finds_at_least_nine_tenths_of_the_largest(name: str) -> None:
-    """By real steps on the CPU, within an artificial budget; the update is the undivided one."""
+    """By predictions on the CPU, within an artificial budget."""
     case = CASES[name]
     model = case.make()
     before = [t.detach().clone() for t in model.state_dict().values()]
@@ -145,7 +142,7 @@ def test_auto_finds_at_least_nine_tenths_of_the_largest(name: str) -> None:
     assert step.micro_batches == -(-64 // found)
 
 
-def test_a_loss_that_reads_numbers_is_measured_too() -> None:
+def test_a_loss_that_reads_numbers_cannot_be_predicted_on_a_cpu() -> None:
     model = mlp()
 
     def reads(model: nn.Module, micro: Any) -> wb.Loss:
@@ -154,8 +151,14 @@ def test_a_loss_that_reads_numbers_is_measured_too() -> None:
         return made
 
     train = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=reads, memory="1GiB")
-    train.step(vectors(32))
-    assert train.micro_batch_size == 32
+    with pytest.raises(UnsupportedError, match="give the micro-batch size as a number"):
+        train.step(vectors(32))
+
+
+def test_one_sample_that_does_not_fit_is_refused_with_the_ways() -> None:
+    train = wb.WholeBatch(mlp(), None, loss=loss, memory=1000)
+    with pytest.raises(OptionError, match=r"a micro-batch of one sample does not fit; use .*bf16"):
+        train.choose(vectors(8))
 
 
 def test_room_for_one_more_piece_on_cuda() -> None:
@@ -177,54 +180,3 @@ def test_measuring_leaves_nothing_behind() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(random, torch.get_rng_state())
-
-
-# --- the ladder ------------------------------------------------------------------------------
-
-
-def gpt() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Its activations outweigh its weights, so 16 bits help."""
-    model = GPT(layers=4, width=32, vocabulary=16, length=128)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def texts(n: int) -> dict[str, torch.Tensor]:
-    return {name: value % 16 for name, value in tokens(n, 128).items()}
-
-
-def ways(model: Any, sample: Any, optimizer: Any, *, budget: int) -> list[Rung]:
-    with simulating(model, loss, optimizer=optimizer) as simulation:
-        return ladder(simulation, sample, budget=budget)
-
-
-def test_the_ladder_says_what_each_rung_gives() -> None:
-    model, optimizer = gpt()
-    sample = texts(1)
-    rungs = ways(model, sample, optimizer, budget=1)
-    assert [rung.what for rung in rungs] == [
-        "as it is",
-        "bf16 autocast",
-        "bf16 autocast and checkpointing of 4 blocks",
-    ]
-    assert not any(rung.fits for rung in rungs)
-    assert rungs[0].peak > rungs[1].peak > rungs[2].peak
-    enough = ways(model, sample, optimizer, budget=rungs[1].peak)
-    assert [rung.fits for rung in enough].index(True) == 1
-    assert not any(is_checkpointed(module) for module in model.modules())
-    assert re.match(
-        r"memory=.* one sample needs .*; with bf16 autocast .*, bf16 autocast and "
-        r"checkpointing of 4 blocks .*use a smaller model",
-        refusal(rungs, 1000),
-    )
-    assert "one sample needs" in refusal(ways(mlp(), vectors(1), None, budget=1000), 1000)
-
-
-def test_sixteen_bits_that_do_not_help_are_not_applied() -> None:
-    """One short sample of a wide model: the copies of the weights are larger than what is saved."""
-    model = GPT(layers=2, width=64, vocabulary=16, length=24)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sample = {name: value % 16 for name, value in tokens(1).items()}
-    rungs = ways(model, sample, optimizer, budget=1)
-    as_is, half, again = rungs
-    assert half.peak > as_is.peak > again.peak
-    assert again.what == "checkpointing of 2 blocks"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from tests.memory.inject import LimitedMemory
 from wholebatch.compile.graph_check import GraphCheck
 from wholebatch.memory.meter import MemoryMeter
 
@@ -84,7 +85,7 @@ def test_a_window_trains_in_the_memory_of_a_micro_step(
 
     model, optimizer = fresh(words, frozen)
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=micro, execute="eager")
-    with caplog.at_level(logging.WARNING), MemoryMeter(model=model, limit=limit):
+    with caplog.at_level(logging.WARNING), LimitedMemory(limit, model):
         train.step(data)
         for _ in range(4):  # windows 2 and 4 are tested, too
             train.step(data)

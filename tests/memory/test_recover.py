@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from tests.memory.inject import OutOfMemoryAt
+from tests.memory.inject import LimitedMemory, OutOfMemoryAt
 from tests.memory.models import loss, mlp, vectors
 from wholebatch.batch import batch_size_of, split
 from wholebatch.memory import MemoryMeter
-from wholebatch.memory.out_of_memory import Attempt, Recovery, within
+from wholebatch.memory.out_of_memory import Attempt, Recovery
 from wholebatch.window.precision import LossScale
 
 
@@ -197,24 +197,6 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
     assert seen[1] <= seen[0] + batch["x"].nbytes + batch["y"].nbytes
 
 
-def test_a_run_on_the_cpu_within_a_budget() -> None:
-    """The meter raises what a device of that size would; micro-batches shrink until they fit."""
-    model = mlp(64).double()
-    batch = {k: v.double() if v.is_floating_point() else v for k, v in vectors(256).items()}
-    whole = copy.deepcopy(model)
-    loss(whole, batch).total.backward()
-    with within(300_000, model=model) as meter:
-        _, parts = run(Recovery(model), [batch], forwards_and_backwards(model), model.zero_grad)
-    assert isinstance(meter, MemoryMeter)
-    assert [batch_size_of(part) for part in parts] == [64] * 4
-    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert (a.grad - b.grad).norm() <= 1e-12 * a.grad.norm()
-    with within(None, model=model) as nothing:
-        assert nothing is None
-
-
 def test_whole_batch_within_a_budget_is_the_same_update() -> None:
     def updated(budget: int | None) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
@@ -223,7 +205,7 @@ def test_whole_batch_within_a_budget_is_the_same_update() -> None:
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, micro_batch="auto"
         )
         batch = {k: v.double() if v.is_floating_point() else v for k, v in vectors(256).items()}
-        with within(budget, model=model):
+        with LimitedMemory(budget, model) if budget else nullcontext():
             step = train.step(batch)
         return list(model.parameters()), step.micro_batches
 

@@ -55,9 +55,9 @@ def search(arguments: argparse.Namespace, known: Path) -> int:
     """Draw programs in several processes, and print what fails."""
     context = get_context("spawn")
     tell = context.SimpleQueue()
-    given = (arguments.seed, arguments.seconds, arguments.device, arguments.kind, known, tell)
+    shared = (arguments.seed, arguments.seconds, arguments.device, arguments.kind, known, tell)
     workers = [
-        context.Process(target=work, args=(number, *given)) for number in range(arguments.jobs)
+        context.Process(target=work, args=(number, *shared)) for number in range(arguments.jobs)
     ]
     for worker in workers:
         worker.start()
@@ -76,10 +76,10 @@ def search(arguments: argparse.Namespace, known: Path) -> int:
             by_kind.setdefault(of, Counter())[kind] += 1
             often.update([failure] if failure else ())
         else:
-            text, source, found = failure
-            failures[found.signature] = text
-            told = found.detail.strip()[-1500:]
-            whole = f"\n{'=' * 80}\n{found.signature}\n{text}\n{told}\n{'-' * 80}\n{source}"
+            text, source, verdict = failure
+            failures[verdict.signature] = text
+            told = verdict.detail.strip()[-1500:]
+            whole = f"\n{'=' * 80}\n{verdict.signature}\n{text}\n{told}\n{'-' * 80}\n{source}"
             if arguments.out is None:
                 print(whole)
             else:

@@ -86,12 +86,12 @@ class Program:
 
     def __repr__(self) -> str:
         """Return the call that makes it, with the fields that are not the plainest."""
-        given = [
+        changed = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return f"Program({', '.join(given)})"
+        return f"Program({', '.join(changed)})"
 
     @property
     def is_whole(self) -> bool:

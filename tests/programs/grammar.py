@@ -211,14 +211,14 @@ def _given(draw: Any, way: str, loss: str) -> str:
         return "total"
     if loss in NEXT_TOKEN:
         return "helper"
-    given = ["total", "mean"]
+    kinds = ["total", "mean"]
     if loss in ("ce", "smooth", "classes") and way != "more":
-        given += ["helper"]
+        kinds += ["helper"]
     if loss in ("ce", "smooth", "mse", *ROW_LOSSES) and way in (*WHOLE_BATCH, "run"):
-        given += ["unit"]
+        kinds += ["unit"]
     if way == "backward":
-        given += ["Loss"]
-    return _pick(draw, given)  # type: ignore[no-any-return]
+        kinds += ["Loss"]
+    return _pick(draw, kinds)  # type: ignore[no-any-return]
 
 
 @st.composite

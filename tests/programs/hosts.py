@@ -60,12 +60,12 @@ def loop_text(
 
 def _filled(text: str, name: str, replacement: str) -> str:
     """Replace a word; lines of the replacement are indented as the word is."""
-    made = []
+    lines = []
     for line in text.splitlines():
         if line.strip() == name:
             line = indent(replacement, line[: len(line) - len(line.lstrip())])
-        made.append(line.replace(name, replacement))
-    return "\n".join(made)
+        lines.append(line.replace(name, replacement))
+    return "\n".join(lines)
 
 
 _CLIP = {

@@ -111,7 +111,7 @@ def _key(kind: str, error: str) -> str:
     return f"{kind}: {re.sub(r'[-0-9.e]*[0-9][-0-9.e]*', '#', error)[:70]}"
 
 
-def compare(program: Program, right: list[Window], seen: list[Window]) -> str | None:
+def compare(program: Program, right: list[Window], windows: list[Window]) -> str | None:
     """Return the first difference in words, or None.
 
     Numbers may be off by the rounding of their precision, and by a few times the distance that the
@@ -119,27 +119,29 @@ def compare(program: Program, right: list[Window], seen: list[Window]) -> str | 
     """
     if program.way == "keras":  # `fit` reports once, at its end
         right = right[-1:]
-    if program.precision == "fp16" and any(window["skipped"] for window in seen):
+    if program.precision == "fp16" and any(window["skipped"] for window in windows):
         undivided = _true(program, "fp16")  # it may overflow, too: what comes after is the scaler's
         finite = takewhile(lambda window: math.isfinite(window.get("norm", 0.0)), undivided)
         right = right[: len([*finite])]
-        seen = seen[: len(right)]
-    if len(right) != len(seen):
-        return f"number of windows: {len(seen)} instead of {len(right)}"
-    for number, (expected, given) in enumerate(zip(right, seen, strict=True)):
+        windows = windows[: len(right)]
+    if len(right) != len(windows):
+        return f"number of windows: {len(windows)} instead of {len(right)}"
+    for number, (expected, actual) in enumerate(zip(right, windows, strict=True)):
         numbers = (
             ("skipped", "skips") if program.way == "gradient" else ("update", "skipped", "skips")
         )
         for name in numbers:
-            if expected[name] != given.get(name, expected[name]):
-                return f"{name}: {given[name]} instead of {expected[name]} in window {number}"
-        for one, other in zip(expected["rate"], given.get("rate", expected["rate"]), strict=True):
-            if _off(one, other) > 1e-12:
-                return f"rate: {given['rate']} instead of {expected['rate']} in window {number}"
-        if expected.get("seen") != given.get("seen", expected.get("seen")):
-            return f"buffers: {given['seen']} instead of {expected['seen']} in window {number}"
+            if expected[name] != actual.get(name, expected[name]):
+                return f"{name}: {actual[name]} instead of {expected[name]} in window {number}"
+        for wanted, other in zip(
+            expected["rate"], actual.get("rate", expected["rate"]), strict=True
+        ):
+            if _off(wanted, other) > 1e-12:
+                return f"rate: {actual['rate']} instead of {expected['rate']} in window {number}"
+        if expected.get("seen") != actual.get("seen", expected.get("seen")):
+            return f"buffers: {actual['seen']} instead of {expected['seen']} in window {number}"
     rounded: list[dict[str, float]] | None = None
-    for number, ours in enumerate(distances(program, right, seen)):
+    for number, ours in enumerate(distances(program, right, windows)):
         rounding = ROUNDING[program.precision] * (1 + 2 * number)
         for name, distance in ours.items():
             if distance <= rounding:
@@ -153,34 +155,36 @@ def compare(program: Program, right: list[Window], seen: list[Window]) -> str | 
     return None
 
 
-def distances(program: Program, right: list[Window], seen: list[Window]) -> list[dict[str, float]]:
+def distances(
+    program: Program, right: list[Window], windows: list[Window]
+) -> list[dict[str, float]]:
     """Return how far the numbers of each window are from the right ones, relative to their size."""
     last: torch.Tensor | None = None
     largest = 1e-3  # of the updates so far: their rounding stays in the parameters
     # Units that are all wrong by one factor, as the means over them are, cancel.
     told = ["loss", "norm"] if program.mistake.startswith("units") else ["units", "loss", "norm"]
     told = ["units"] if program.is_random else told
-    made = []
-    for expected, given in zip(right, seen, strict=True):
+    every = []
+    for expected, actual in zip(right, windows, strict=True):
         off = {
-            name: _off(expected[name], given[name])
+            name: _off(expected[name], actual[name])
             for name in ([] if expected["skipped"] else told)
-            if None not in (expected[name], given.get(name))
+            if None not in (expected[name], actual.get(name))
         }
-        made.append(off)
+        every.append(off)
         if program.is_random:
             continue
         moved = expected["parameters"] if last is None else expected["parameters"] - last
         largest, last = max(largest, float(moved.norm())), expected["parameters"]
         for name in ("parameters", "ema"):
             if name in expected:
-                now = torch.as_tensor(given[name], dtype=torch.float64)
+                now = torch.as_tensor(actual[name], dtype=torch.float64)
                 off[name] = float((now - expected[name]).norm()) / largest
-    return made
+    return every
 
 
-def _off(expected: float, given: float) -> float:
+def _off(expected: float, actual: float) -> float:
     """Return the relative difference; inf where one is not a number."""
-    if not (math.isfinite(expected) and math.isfinite(given)):
+    if not (math.isfinite(expected) and math.isfinite(actual)):
         return math.inf
-    return abs(expected - given) / max(abs(expected), 1e-3)
+    return abs(expected - actual) / max(abs(expected), 1e-3)

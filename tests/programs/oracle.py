@@ -127,8 +127,8 @@ def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) 
         return _loss_of_its_own(program, model, batch, scope)
     logits = _logits(program, model, batch, scope)
     if program.loss in NEXT_TOKEN:
-        given = batch["x"].masked_fill(~batch["mask"], -100)
-        labels = given if program.loss == "next unlabelled" else batch["y"]
+        tokens = batch["x"].masked_fill(~batch["mask"], -100)
+        labels = tokens if program.loss == "next unlabelled" else batch["y"]
         logits = logits.view(*labels.shape, -1)[:, :-1].flatten(0, 1)
         batch = {**batch, "y": labels[:, 1:]}
     y = batch["y"].reshape(-1)
@@ -147,8 +147,8 @@ def _mean_and_units(program: Program, model: nn.Module, batch: Any, scope: Any) 
         losses = (logits - batch["target"].reshape(-1, 3)).square().mean(1)
         weights = counts * 3
     if program.loss in ROW_LOSSES:
-        given = {"torch": torch, "F": F, "logits": logits, "y": y}
-        losses = eval(ROW_LOSSES[program.loss], {**given, "target": batch["target"].reshape(-1, 3)})
+        names = {"torch": torch, "F": F, "logits": logits, "y": y}
+        losses = eval(ROW_LOSSES[program.loss], {**names, "target": batch["target"].reshape(-1, 3)})
     if program.loss == "weighted":
         per_row = batch["weight"][:, None].expand(len(batch["weight"]), batch["y"][0].numel())
         weights = counts * per_row.reshape(-1)
@@ -204,16 +204,16 @@ def _optimizer(program: Program, model: nn.Module, scope: Any) -> torch.optim.Op
     if program.optimizer == "own":
         return scope["Normed"](trained, lr=0.1)  # type: ignore[no-any-return]
     kind, options = _OPTIMIZERS[program.optimizer]
-    made = kind(trained, lr=0.1, **options)
+    optimizer = kind(trained, lr=0.1, **options)
     if program.optimizer == "hooked":
-        made.register_step_pre_hook(scope["limit"])
-    return made
+        optimizer.register_step_pre_hook(scope["limit"])
+    return optimizer
 
 
 def _schedulers(program: Program, optimizer: torch.optim.Optimizer) -> list[Any]:
     text = SCHEDULERS.get(program.scheduler, "[]")
-    made = eval(text, {"torch": torch, "optimizer": optimizer})
-    return made if isinstance(made, list) else [made]
+    schedulers = eval(text, {"torch": torch, "optimizer": optimizer})
+    return schedulers if isinstance(schedulers, list) else [schedulers]
 
 
 def _clip(program: Program, groups: list[list[nn.Parameter]]) -> None:
@@ -254,8 +254,8 @@ def _train(
             window.update(_update(program, model, optimizer, batch, scope))
             if ema is not None:
                 ema.update_parameters(model)
-            for one in schedulers:
-                one.step(*([window["loss"]] if program.scheduler == "plateau" else []))
+            for scheduler in schedulers:
+                scheduler.step(*([window["loss"]] if program.scheduler == "plateau" else []))
         window["update"] = updates
         window["skips"] = number + 1 - updates
         window["rate"] = [group["lr"] for group in optimizer.param_groups]

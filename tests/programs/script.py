@@ -230,14 +230,14 @@ def _containers(program: Program) -> list[str]:
         inputs = [field for field in program.fields if field in ("x", "mask")]
         parts = [f'"{names[field]}": {names[field]}' for field in program.fields]
         inside, rest = ", ".join(parts[: len(inputs)]), ", ".join(parts[len(inputs) :])
-        given = ", ".join(names[field] for field in program.fields)
+        arguments = ", ".join(names[field] for field in program.fields)
         named = f'"name": [str(row) for row in range(len({names["y"]}))]'
         line = f'return {{"inputs": {{{inside}}}, {rest}, {named}}}'
-        return [_function(f"def Batch({given}):", [line])]
+        return [_function(f"def Batch({arguments}):", [line])]
     if program.batch == "object":
-        given = ", ".join(names[field] for field in program.fields)
+        arguments = ", ".join(names[field] for field in program.fields)
         kept = [f"        self.{names[f]} = {names[f]}" for f in program.fields]
-        return ["\n".join([f"class Batch:\n    def __init__(self, {given}):", *kept])]
+        return ["\n".join([f"class Batch:\n    def __init__(self, {arguments}):", *kept])]
     return []
 
 
@@ -279,10 +279,10 @@ def _data(program: Program) -> str:
     if program.is_whole:
         joined = "tuple(torch.cat(fields) for fields in zip(*window))"
         return text + f"batches = [{_batch_of(program, joined)} for window in drawn]"
-    one = _batch_of(program, "fields")
+    batch = _batch_of(program, "fields")
     if program.device != "cpu":
-        one = _batch_of(program, f'tuple(one.to("{program.device}") for one in fields)')
-    return text + f"windows = [[{one} for fields in window] for window in drawn]"
+        batch = _batch_of(program, f'tuple(one.to("{program.device}") for one in fields)')
+    return text + f"windows = [[{batch} for fields in window] for window in drawn]"
 
 
 def _globals(program: Program) -> list[str]:
@@ -349,9 +349,9 @@ def _values(program: Program) -> dict[str, str]:
     if program.loss == "mse" and program.criterion:
         target = field(program, "target") + (".flatten(0, 1)" if program.has_tokens else "")
         call = f"(logits[counted], {target}[counted].to(logits.dtype))"
-        made = {name: f'nn.MSELoss(reduction="{name}"){call}' for name in ("sum", "mean", "none")}
+        calls = {name: f'nn.MSELoss(reduction="{name}"){call}' for name in ("sum", "mean", "none")}
         units = "3 * counted.sum()"
-        return {"total": made["sum"], "mean": made["mean"], "unit": made["none"], "units": units}
+        return {"total": calls["sum"], "mean": calls["mean"], "unit": calls["none"], "units": units}
     if program.loss == "mse":
         return {
             "total": "errors.sum()",
@@ -571,8 +571,8 @@ def _build(program: Program) -> list[str]:
         f"model = {model_call(program)}.to(dtype=dtype{place.replace(', ', ', device=')})",
     ]
     if program.way in hosts.HOSTS:
-        made = [f"optimizer = {optimizer_text(program)}", *mistake_of(program).start]
-        return ["\n".join([*lines, *made])]
+        lines += [f"optimizer = {optimizer_text(program)}", *mistake_of(program).start]
+        return ["\n".join(lines)]
     if program.ranks > 1:
         lines += [SHARDED[program.sharded].replace("RANKS", str(program.ranks))]
     lines += [JUDGE] if program.joint else []
@@ -600,10 +600,10 @@ def _build(program: Program) -> list[str]:
         options += ["units=count"] if program.counts else []
         if program.precision in ("bf16", "fp16"):
             options += [f'precision="{program.precision}"']
-        made = "train = wb.WholeBatch"
+        call = "train = wb.WholeBatch"
     else:
         options = [f"steps={_steps(program)}", *options]
-        made = "train = wb.Accumulator"
+        call = "train = wb.Accumulator"
     lines += ["optimizer.register_step_pre_hook(limit)"] if program.optimizer == "hooked" else []
     if program.event == "thaw":
         lines += ["thawed = next(p for p in model.parameters() if p.requires_grad)"]
@@ -611,8 +611,8 @@ def _build(program: Program) -> list[str]:
     lines += mistake_of(program).start
     optimizer = "None" if program.way == "gradient" else "optimizer"
     optimizer = "[optimizer, second]" if program.optimizer == "two" else optimizer
-    given = "[*model]" if program.call == "pair" else "model"
-    lines += [f"{made}({given}, {optimizer}, {', '.join(options)})"]
+    models = "[*model]" if program.call == "pair" else "model"
+    lines += [f"{call}({models}, {optimizer}, {', '.join(options)})"]
     if program.joint:
         judging = "torch.optim.SGD(judge.parameters(), lr=0.1)"
         lines += [f"judging = wb.Accumulator(judge, {judging}, steps={_steps(program)})"]
@@ -751,8 +751,8 @@ def _whole_batch_lines(program: Program) -> list[str]:
     if program.way == "gradient":
         lines += ["    if step.skipped is None:", "        optimizer.step()"]
         if program.scheduler != "none":
-            given = "step.loss" if program.scheduler == "plateau" else ""
-            lines += [f"        scheduler.step({given})"]
+            metric = "step.loss" if program.scheduler == "plateau" else ""
+            lines += [f"        scheduler.step({metric})"]
         lines += ["    optimizer.zero_grad()"]
     return [*lines, "    note(step)"]
 
@@ -793,8 +793,8 @@ def _backward(program: Program, last: str) -> list[str]:
         return [f"step = train.backward({value['total']}, units={value['units']}{last})"]
     if program.given == "helper":
         return [f"step = train.backward({value['helper']}{last})"]
-    given = loss_value(program.__class__(**{**program.__dict__, "given": "mean"}))
-    return [f"step = train.backward({given}{last})"]
+    loss = loss_value(program.__class__(**{**program.__dict__, "given": "mean"}))
+    return [f"step = train.backward({loss}{last})"]
 
 
 def _after_step(program: Program) -> list[str]:

@@ -65,12 +65,12 @@ class Search:
             if time.monotonic() > until:
                 return False
             try:
-                made = judge(smaller)
+                other = judge(smaller)
             except Exception:  # no program: the grammar does not draw such a one
                 return False
-            if made.signature == verdict.signature:
-                smallest = made
-            return made.signature == verdict.signature
+            if other.signature == verdict.signature:
+                smallest = other
+            return other.signature == verdict.signature
 
         return shrink(program, fails), smallest
 

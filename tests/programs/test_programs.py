@@ -89,9 +89,9 @@ def test_a_wrong_number_is_found(machine: Worker, name: str) -> None:
     assert machine.verdict(SMALL, outcome).kind == "exact"
     wrong = [*outcome.windows]
     wrong[1] = {**wrong[1], name: wrong[1][name] * 1.001}
-    found = machine.verdict(SMALL, Outcome(wrong))
-    assert found.failed
-    assert found.signature == f"silent: {name}"
+    verdict = machine.verdict(SMALL, Outcome(wrong))
+    assert verdict.failed
+    assert verdict.signature == f"silent: {name}"
 
 
 def test_a_wrong_update_is_found(machine: Worker) -> None:
@@ -113,7 +113,7 @@ def test_a_mistake_that_nobody_names_is_found(machine: Worker) -> None:
 
 def test_a_failure_is_made_small() -> None:
     program = Program("attention", UNEVEN, way="run", clip="norm", close=("sync",), seed=7)
-    smallest = shrink(program, lambda one: one.clip == "norm" and one.micro_batch > 1)
+    smallest = shrink(program, lambda program: program.clip == "norm" and program.micro_batch > 1)
     assert smallest == Program(windows=((Micro(2),),), clip="norm")
 
 
@@ -133,7 +133,7 @@ def covering() -> Iterator[Program]:
         for loop in ("last", "flush"):
             yield Program(model="attention", windows=UNEVEN, way=way, loop=loop)
     for way in ("over", "backward", "run"):
-        for loader in ("samples", "batches"):
+        for loader in ("samples", "batches", *["reused"] * (way != "over")):
             yield Program(windows=UNEVEN, way=way, loader=loader, epochs=2)
         yield Program(model="attention", windows=(UNEVEN[0], UNEVEN[1][:2]), way=way, epochs=2)
     for event in ("rate", "freeze", "thaw", "evaluate", "load", "raise", "resume", "nan"):
@@ -204,8 +204,8 @@ def ways_of_mistakes() -> Iterator[tuple[str, str]]:
 def test_no_mistake_passes_unseen(machine: Worker, name: str, way: str) -> None:
     """It is named in time, or the update is exact."""
     for given_as in MISTAKES[name].given:
-        found = machine.judge(planted(name, way, given_as))
-        assert not found.failed, found
+        verdict = machine.judge(planted(name, way, given_as))
+        assert not verdict.failed, verdict
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_no_mistake_passes_unseen(machine: Worker, name: str, way: str) -> None:
 def test_no_mistake_passes_a_library_unseen(
     machine_with_libraries: Worker, name: str, way: str, given: str
 ) -> None:
-    found = machine_with_libraries.judge(planted(name, way, given))
-    assert not found.failed, found
+    verdict = machine_with_libraries.judge(planted(name, way, given))
+    assert not verdict.failed, verdict
 
 
 @pytest.mark.parametrize("name", [n for n, plan in MISTAKES.items() if plan.ways == TESTED])
@@ -250,23 +250,29 @@ ROWS_APART = [name for name in MODELS if name not in STRUCTURED]
 
 @pytest.mark.parametrize("model, way", [*in_turns(ROWS_APART)])
 def test_every_model_is_right(machine: Worker, model: str, way: str) -> None:
-    found = machine.judge(Program(model=model, windows=UNEVEN, way=way))
-    assert found.kind == "exact" or "BatchNorm" in found.detail, found
+    verdict = machine.judge(Program(model=model, windows=UNEVEN, way=way))
+    assert verdict.kind == "exact" or "BatchNorm" in verdict.detail, verdict
+
+
+@pytest.mark.parametrize("model", STRUCTURED)
+def test_one_example_per_micro_batch_is_right_and_warned_of(machine: Worker, model: str) -> None:
+    verdict = machine.judge(Program(model=model, windows=UNEVEN, way="backward"))
+    assert verdict.kind in ("warned", "exact"), verdict
 
 
 @pytest.mark.parametrize("loss, way", [*in_turns(ROW_LOSSES)])
 def test_every_loss_is_right(machine: Worker, loss: str, way: str) -> None:
     model = ("mlp", "attention")[len(loss + way) % 2]
-    found = machine.judge(Program(model=model, windows=UNEVEN, loss=loss, way=way))
-    assert found.kind == "exact", found
+    verdict = machine.judge(Program(model=model, windows=UNEVEN, loss=loss, way=way))
+    assert verdict.kind == "exact", verdict
 
 
 @pytest.mark.parametrize("program", [*covering(), *FOUND], ids=repr)
 def test_every_value_is_right_and_what_was_found_stays_found(
     machine: Worker, program: Program
 ) -> None:
-    found = machine.judge(program)
-    assert not found.failed, found.detail
+    verdict = machine.judge(program)
+    assert not verdict.failed, verdict.detail
 
 
 def test_what_is_listed_is_on_the_page() -> None:

@@ -33,8 +33,8 @@ SOURCE = Path(wb.__file__).parent
 
 def options_of(*calls: Any) -> set[str]:
     """Return the names of the parameters, and ** where every name is taken."""
-    found = [one for call in calls for one in inspect.signature(call).parameters.values()]
-    return {"**" if one.kind is one.VAR_KEYWORD else one.name for one in found}
+    parameters = [one for call in calls for one in inspect.signature(call).parameters.values()]
+    return {"**" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
 
 
 TORCH = options_of(wb.WholeBatch, wb.Accumulator, wb.Accumulator.backward, wb.Accumulator.over)
@@ -64,12 +64,17 @@ def read_options(name: str) -> set[str]:
     for path in sorted((SOURCE / "integrations").rglob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if getattr(node, "name", None) == name:
-                found = node.body if isinstance(node, ast.ClassDef) else [node]
-                made = next(one for one in found if getattr(one, "name", "") in ("__init__", name))
-                assert isinstance(made, ast.FunctionDef)
-                given = made.args
-                names = {one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
-                return names | {"**"} if given.kwarg else names
+                nodes = node.body if isinstance(node, ast.ClassDef) else [node]
+                function = next(
+                    one for one in nodes if getattr(one, "name", "") in ("__init__", name)
+                )
+                assert isinstance(function, ast.FunctionDef)
+                arguments = function.args
+                names = {
+                    argument.arg
+                    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                }
+                return names | {"**"} if arguments.kwarg else names
     raise AssertionError(f"integrations/ defines no {name}")
 
 
@@ -127,7 +132,7 @@ def texts(node: ast.AST) -> str:
     """The text of a string, with {} for what is filled in."""
     if isinstance(node, ast.JoinedStr):
         return "".join(
-            "{}" if isinstance(one, ast.FormattedValue) else texts(one) for one in node.values
+            "{}" if isinstance(value, ast.FormattedValue) else texts(value) for value in node.values
         )
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
@@ -138,7 +143,7 @@ def messages(path: Path) -> Iterator[str]:
     left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            left_out |= {id(one) for one in ast.walk(node) if one is not node}
+            left_out |= {id(child) for child in ast.walk(node) if child is not node}
     for node in ast.walk(tree):
         if id(node) not in left_out and " " in (text := texts(node)):
             yield text
@@ -185,7 +190,7 @@ def test_options_that_a_message_advises_are_there(path: Path) -> None:
     if command is not None:
         flags = flags_of(command[1]) | ({"--json"} if command[1] == "report" else set())  # verify's
     wrong = {
-        text: found for text in messages(path) if (found := wrong_advice(text, allowed, flags))
+        text: advice for text in messages(path) if (advice := wrong_advice(text, allowed, flags))
     }
     assert not wrong
 

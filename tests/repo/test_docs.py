@@ -56,13 +56,13 @@ def test_readme_and_home_show_what_the_benchmarks_wrote(monkeypatch: pytest.Monk
 
 def test_readme_says_how_much_faster_the_benchmark_was() -> None:
     rows = json.loads((ROOT / "docs/benchmarks/speed.json").read_text(encoding="utf-8"))["rows"]
-    found = {(row["mode"], row["micro"]): row["ms"] for row in rows if row["model"] == "gpt-124m"}
+    times = {(row["mode"], row["micro"]): row["ms"] for row in rows if row["model"] == "gpt-124m"}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for micro in (4, 1):
         peers = ("HF Trainer", "Lightning", "Accelerate", "loop")
-        best = min(found[peer, micro] for peer in peers)
-        assert f"{best / found['wholebatch graph', micro]:.1f} times" in text
-    compiled = found["loop + torch.compile", 4] / found["wholebatch graph", 4]
+        best = min(times[peer, micro] for peer in peers)
+        assert f"{best / times['wholebatch graph', micro]:.1f} times" in text
+    compiled = times["loop + torch.compile", 4] / times["wholebatch graph", 4]
     assert f"{compiled:.1f} times as fast as the hand-written loop under `torch.compile`." in text
 
 
@@ -106,10 +106,10 @@ def test_links_lead_to_files(path: Path) -> None:
         if "://" in target:
             continue
         file, _, anchor = target.partition("#")
-        found = (path.parent / file).resolve() if file else path
-        assert found.exists(), f"{path.name}: {target} does not exist"
+        document = (path.parent / file).resolve() if file else path
+        assert document.exists(), f"{path.name}: {target} does not exist"
         if anchor:
-            heads = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), flags=re.M)
+            heads = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), flags=re.M)
             known = {
                 re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads
             }
@@ -132,7 +132,7 @@ def test_module_map_is_the_tree() -> None:
 
 # Those of the linter's rules are pieces from the middle of a loop.
 @pytest.mark.parametrize(
-    "path", [one for one in DOCUMENTS if one.parent.name != "lint"], ids=lambda path: path.name
+    "path", [path for path in DOCUMENTS if path.parent.name != "lint"], ids=lambda path: path.name
 )
 def test_code_is_python(path: Path) -> None:
     for block in python_blocks(path):
@@ -150,13 +150,13 @@ def test_code_is_python(path: Path) -> None:
 def test_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     beginning = python_blocks(ROOT / "docs/index.md")[0].partition("verdict = ")[0]
-    found: dict[str, object] = {}
-    exec(beginning + "loader = [batch]\n", found)
+    names: dict[str, object] = {}
+    exec(beginning + "loader = [batch]\n", names)
     ran = 0
     for block in python_blocks(ROOT / f"docs/{name}.md"):
         elsewhere = 'execute="graph"|DistributedDataParallel|float8'  # GPUs, ranks, an extra
         if not re.search(elsewhere, block):
-            exec(compile(block, f"docs/{name}.md", "exec"), found)
+            exec(compile(block, f"docs/{name}.md", "exec"), names)
             ran += 1
     assert ran
 
@@ -216,7 +216,7 @@ def test_times_beside_a_link_to_the_trainers_are_on_that_page() -> None:
         for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
             if TRAINERS in paragraph and "](" in paragraph:
                 line = paragraph.split("\n- ")  # of a list, the items that have the link
-                for text in (one for one in line if TRAINERS in one):
+                for text in (text for text in line if TRAINERS in text):
                     times = {int(number) for number in re.findall(r"\b(\d+) ms\b", text)}
                     assert times <= known, (page.name, times - known)
                     told += len(times)

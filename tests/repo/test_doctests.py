@@ -14,12 +14,12 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def modules_with_examples() -> list[str]:
     """Found by reading, not importing: a broken module fails its own test, not the collection."""
-    found = []
+    tests = []
     for path in sorted(SRC.rglob("*.py")):
         if ">>> " in path.read_text(encoding="utf-8"):
             parts = path.relative_to(SRC).with_suffix("").parts
-            found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return found
+            tests.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return tests
 
 
 @pytest.mark.parametrize("name", modules_with_examples())

@@ -99,8 +99,8 @@ def test_scripts_of_trainers_show_the_change_of_their_page(
 @pytest.mark.slow
 def test_llama_of_real_size_runs_in_small(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    found = example("llama_gpu").main(layers=1, width=64, batch=3, micro_batch=2, seconds=0.0)
-    assert found.keys() == {"usual loop", "wb.WholeBatch"}
+    results = example("llama_gpu").main(layers=1, width=64, batch=3, micro_batch=2, seconds=0.0)
+    assert results.keys() == {"usual loop", "wb.WholeBatch"}
     assert capsys.readouterr().out.splitlines()[-1].startswith("Shown: an update takes 1 / ")
 
 

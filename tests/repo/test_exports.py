@@ -43,14 +43,14 @@ def names_for_type_checkers() -> dict[str, str]:
         for node in tree.body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    found = {}
+    exports = {}
     for node in block.body:
         assert isinstance(node, ast.ImportFrom), ast.unparse(node)
         assert node.module is not None
         for alias in node.names:
             home = node.module.removeprefix("wholebatch").lstrip(".")
-            found[alias.asname or alias.name] = home or alias.name
-    return found
+            exports[alias.asname or alias.name] = home or alias.name
+    return exports
 
 
 def test_table_all_and_type_checking_block_agree() -> None:
@@ -89,7 +89,7 @@ def test_every_parameter_is_described(name: str) -> None:
         return
     functions = [value]
     methods = ("step", "gradient", "backward", "choose", "join")
-    functions += [getattr(value, one) for one in methods if hasattr(value, one)]
+    functions += [getattr(value, method) for method in methods if hasattr(value, method)]
     for function in functions:
         parameters = set(inspect.signature(function).parameters) - {"self"}
         missing = parameters - described(inspect.getdoc(function) or "")
@@ -106,9 +106,9 @@ def test_every_public_attribute_is_in_the_help() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acc = wb.Accumulator(model, optimizer, steps=2)
-    for one in (acc, wb.WholeBatch(model, optimizer, loss=lambda model, micro: None)):
-        shown = pydoc.render_doc(type(one), renderer=pydoc.plaintext)
-        names = [name for name in dir(one) if not name.startswith("_")]
+    for entry in (acc, wb.WholeBatch(model, optimizer, loss=lambda model, micro: None)):
+        shown = pydoc.render_doc(type(entry), renderer=pydoc.plaintext)
+        names = [name for name in dir(entry) if not name.startswith("_")]
         assert not [name for name in names if not re.search(rf"\b{name}\b", shown)]
 
 

@@ -74,7 +74,7 @@ def test_an_eager_import_is_caught(tmp_path: Path, name: str, text: str, expecte
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    (found,) = violations(tmp_path)
-    assert expected in found
+    (violation,) = violations(tmp_path)
+    assert expected in violation
     path.write_text(f"def later():\n    {text.splitlines()[0]}\n" if "try" not in text else "")
     assert not violations(tmp_path)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from wholebatch.cli.app import load
+
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
 
@@ -25,6 +27,17 @@ def test_follows_the_schema_of_the_api(resources: dict[str, Any], version: str) 
     assert resources.keys() == {"Service", "Job"}
     for resource in resources.values():
         kubernetes_validate.validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("version", ["1.31", kubernetes_validate.latest_version()])
+def test_the_job_that_tunes_follows_the_schema_and_its_options_are_tune_s(version: str) -> None:
+    job = yaml.safe_load(MANIFEST.with_name("kubernetes_tune.yaml").read_text(encoding="utf-8"))
+    kubernetes_validate.validate(job, version, strict=True)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    words = container["args"]
+    assert words[1:4] == ["-m", "wholebatch.cli", "tune"]
+    command: Any = load("tune")
+    assert command.parse(words[4:])["as_json"]
 
 
 @pytest.mark.parametrize("change", [{"completionModes": "Indexed"}, {"completions": "two"}])

@@ -47,10 +47,10 @@ def frames_above() -> list[str]:
 
 
 def test_a_step_passes_14_files_and_6_frames() -> None:
-    seen: list[list[str]] = []
+    calls: list[list[str]] = []
 
     def loss(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-        seen.append(frames_above())
+        calls.append(frames_above())
         return wb.cross_entropy(model(micro["x"]), micro["y"])
 
     model = mlp()
@@ -58,11 +58,11 @@ def test_a_step_passes_14_files_and_6_frames() -> None:
     batch = samples(10)
     for _ in range(2):
         train.step(batch)  # The second looks once more: the list that the loss function reads grew.
-    seen.clear()
+    calls.clear()
     files = files_of(lambda: train.step(batch))
     assert len(files) <= 14, sorted(files)
-    assert seen
-    assert all(len(frames) <= 6 for frames in seen), seen[0]
+    assert calls
+    assert all(len(frames) <= 6 for frames in calls), calls[0]
 
 
 def test_a_backward_passes_13_files() -> None:

@@ -67,7 +67,7 @@ def test_a_rank_that_is_waited_for_is_not_the_network() -> None:
     found = bottleneck(reduction=0.1, **{"ranks wait": 0.6})
     assert found.name == "waiting"
     assert "ranks wait 60%, reduction 10%" in found.lines[0]
-    assert "one rank is slower" in found.lines[-1]
+    assert "they wait for the slowest" in found.lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -2,240 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
-from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
-from wholebatch.audit.finding import AuditFinding
+from wholebatch.audit.check import Check, LossOfMicroBatch, silenced
+from wholebatch.batch.samples import tensors_of
 from wholebatch.window.autograd_graph import graph_nodes
 from wholebatch.window.replaced_attributes import emptied
 
-_MOST_ROWS = 1 << 13
+_MARK = "wholebatch.rows"
 _MOST_ELEMENTS = 1 << 24
 _LINKED = 1e-6
-_MOST_GROUPS = 3
-_MOST_LINKS = 6
-_LOSS = "the loss"
 
 
 class ComparedRows(Check):
     """A loss that compares samples.
 
-    Finds: a loss whose gradient by one row of a model's output depends on other rows, while the
-    units claim more independent groups of rows than there are.
+    Finds: a loss whose gradient by one row of a model's output depends on another row.
 
-    Costs: the second derivative of the loss by the outputs, a few times per micro-batch.
+    Costs: a second derivative of the loss by the outputs, per micro-batch.
 
-    Certain if all rows of an output are one group: the second derivative is computed, not guessed.
-    Likely if there are several groups (lists, bags), which the micro-batches may hold whole. Rows
-    that a BatchNorm links are left out, and calls of the model for as many groups as there are
-    units.
+    Warns: only where the units are as many as the rows, which may be no samples all the same.
 
     Cannot see: detached statistics of the micro-batch (normalised advantages, the hardest
-    samples); operations without a second derivative; outputs without a row for each sample.
+    samples); operations without a second derivative; units that are not the rows.
     """
 
-    def micro_batch(self, micro: MicroBatch) -> Answer:
-        return linked_rows(micro.loss, micro.number, micro.outputs)
+    def returned(self, given: Any, output: Any) -> None:
+        """Mark what a model has returned, in its graph: nothing is kept alive."""
+        rows = next((len(tensor) for tensor in tensors_of(given) if tensor.dim()), 0)
+        for tensor in tensors_of(output):
+            node = tensor.grad_fn
+            if node is None or not tensor.dim() or not 1 < len(tensor) == rows:
+                continue
+            if tensor.dim() > 2 and tensor.shape[1] == rows:
+                continue  # the states of a recurrent layer: [layers, samples, ...]
+            if tensor.is_floating_point() and tensor.numel() <= _MOST_ELEMENTS:
+                node.metadata[_MARK] = (rows, tensor.output_nr, ref(tensor))
+
+    def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
+        marked: dict[Any, Any] = {}
+        for node in _nodes_above_marks(micro.loss):
+            if _MARK in node.metadata:
+                marked[node] = node.metadata[_MARK]
+            elif isinstance(node, BackwardCFunction):  # it may change what it has saved
+                return []
+        inner = {child for node in marked for child, _ in node.next_functions}
+        below = set(graph_nodes(inner)) if len(marked) > 1 else set()
+        outputs, hooks = [], []
+        for node, (rows, place, held) in marked.items():
+            tensor = held()
+            if rows != micro.number or (tensor is not None and tensor.retains_grad):
+                continue
+            if node not in below:  # a BatchNorm may be between them
+                outputs.append(GradientEdge(node, place))
+                hooks.append(None if tensor is None else tensor._backward_hooks)
+        if not outputs:
+            return []
+        rows = int(micro.number)
+        with emptied(hooks):
+            linked = _linked_rows(micro.loss, outputs, rows)
+        if linked < 2:
+            return []
+        begin = f"this loss links {linked} of the {rows} rows of the model's output"
+        return [
+            f"{begin}, and units={rows} counts each of them. If samples are compared with others, "
+            "which a micro-batch may cut off, use WholeBatch with loss=wb.Coupled(encode, loss). "
+            "If the rows of a micro-batch belong together (the nodes of one graph, the tokens of "
+            f"one text), nothing is wrong; {silenced(begin)}"
+        ]
 
 
-def linked_rows(loss: Tensor, units: float, outputs: Iterable[Tensor]) -> Answer:
-    """Find samples that the loss compares: the gradient of one row depends on another row.
-
-    `outputs` are those of the models in this micro-batch, with a row for each sample.
-
-    Row i is linked with row j if the second derivative of the loss by both is not zero. Rows that
-    are linked are one group: the loss has as many independent parts as there are groups.
-    """
-    outputs = [output for output in outputs if _can_be_differentiated(output, units)]
-    outputs = [output for output in outputs if not _is_below_a_batchnorm(output, outputs)]
-    if units <= 1 or not outputs:
-        return None
-    between = graph_nodes([loss], {output.grad_fn for output in outputs})
-    if any(isinstance(node, BackwardCFunction) for node in between):
-        return None  # A custom autograd function may change what it has saved.
-    hooks = [
-        output._backward_hooks for output in outputs
-    ]  # Fabric refuses a backward that is not its
-    try:
-        with emptied(hooks), torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
-            gradients = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
-            used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
-            for size in {len(output) for output, _ in used} - {1}:
-                answer = _comparison(size, units, used)
-                if answer is not None:
-                    return answer
-    except (RuntimeError, NotImplementedError):  # an operation without a second derivative
-        return None
-    return None
-
-
-def _is_below_a_batchnorm(output: Tensor, others: Iterable[Tensor]) -> bool:
-    """True if another output is computed from this one, through a BatchNorm that was allowed.
-
-    That BatchNorm links the rows, not the loss.
-    """
-    for other in others:
-        above = list(graph_nodes([other], {output.grad_fn} - {other.grad_fn}))
-        leads = any(node is output.grad_fn for n in above for node, _ in n.next_functions)
-        if leads and any("BatchNorm" in node.name() for node in above):
-            return True
-    return False
-
-
-def _can_be_differentiated(output: Tensor, units: float) -> bool:
-    """True for an output of a graph with a row for each sample."""
-    return (
-        output.grad_fn is not None
-        and output.is_floating_point()
-        and output.layout is torch.strided
-        and 0 < len(output) <= _MOST_ROWS
-        and output.numel() <= _MOST_ELEMENTS
-        and not output.retains_grad
-        # [time, samples], or the last states of a recurrent layer, [layers, samples, ...]
-        and not (output.dim() > 1 and output.shape[1] == units != len(output))
-        and not (output.dim() > 2 and output.shape[1] == units)
-    )
-
-
-def _comparison(size: int, units: float, outputs: Sequence[tuple[Tensor, Tensor]]) -> Answer:
-    """Answer to the outputs with `size` rows, if they have fewer groups than units.
-
-    A group is all rows that are linked, also through others. Of a few rows the groups are found; a
-    row outside of them may be a group of its own, so that there are at most
-    `groups + rows outside` of them.
-    """
-    own = [gradient for output, gradient in outputs if len(output) == size]
-    outside = torch.ones(size, dtype=torch.bool, device=own[0].device)
-    for groups in range(1, _MOST_GROUPS + 1):
-        rest = outside.nonzero()[:, 0]
-        if not len(rest):
-            break
-        row = int(rest[(groups - 1) * len(rest) // _MOST_GROUPS])
-        reached = _group_of(row, size, outputs, [len(output) for output, _ in outputs])
-        if reached is None:  # the loss is linear in the outputs
-            return None
-        group = reached.pop(size)
-        if any(rows.any() and not rows.all() for rows in reached.values()):
-            return None  # a call for a bag of another output's rows, which tell the groups
-        outside &= ~group.to(outside.device)
-        most = groups + int(outside.sum())
-        if most < min(units, size):
-            linked = int(group.sum())
-            calls = _separate_calls(outputs) if linked == size else 0
-            if calls >= units:
-                return None
-            certain = linked == size and calls <= 1 and _one_is_linked_alone(size, outputs)
-            return _refused(size, units) if certain else _warned(linked, size, units)
-    return None
-
-
-def _one_is_linked_alone(size: int, outputs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """True if all rows of an output are linked, where row i of another may be another sample.
-
-    An expert's rows are those that the router has sent to it.
-    """
-    for place, (output, _) in enumerate(outputs):
-        if len(output) == size:
-            group = _group_of(0, place, outputs, range(len(outputs)))
-            if group is not None and bool(group[place].all()):
-                return True
-    return False
-
-
-def _separate_calls(outputs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Return how many outputs are linked inside, or have one row, and not with each other.
-
-    They are groups of their own: the lists of a ranking, the tasks of a meta-learner, with a call
-    of the model for each.
-    """
-    tensors = [output for output, _ in outputs]
-    separate: list[set[int]] = []
-    for place, (output, gradient) in enumerate(outputs):
-        first = _mixed(gradient[:1])
-        if not first.requires_grad:
+def _nodes_above_marks(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of a loss down to the outputs that are marked, these included."""
+    waiting, visited = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
             continue
-        moved = torch.autograd.grad(first, tensors, retain_graph=True, allow_unused=True)
-        linked = {n: rows for n, rows in enumerate(moved) if rows is not None and rows.any()}
-        if len(output) == 1 or any(rows[1:].any() for rows in linked.values()):
-            reached = {place, *linked}
-            joined = [group for group in separate if group & reached]
-            separate = [group for group in separate if group not in joined]
-            separate.append(reached.union(*joined))
-    return len(separate)
+        visited.add(node)
+        yield node
+        if _MARK not in node.metadata:
+            waiting.extend(child for child, _ in node.next_functions)
 
 
-def _group_of(
-    row: int, start: int, outputs: Sequence[tuple[Tensor, Tensor]], keys: Sequence[int]
-) -> dict[int, Tensor] | None:
-    """Return the rows that are linked with this row of the output `start`, also through others.
-
-    `keys` names each output. Outputs of one name have the same samples in their rows.
-    """
-    reached = {
-        key: torch.zeros(len(output), dtype=torch.bool)
-        for key, (output, _) in zip(keys, outputs, strict=True)
-    }
-    reached[start][row] = True
-    for _ in range(_MOST_LINKS):
-        linked = _linked_with(reached, outputs, keys)
-        if linked is None:
-            return None
-        before, reached = reached, {key: linked[key] | rows for key, rows in reached.items()}
-        if all(bool((before[key] == rows).all()) for key, rows in reached.items()):
-            break
-    return reached
+def _linked_rows(loss: Tensor, outputs: list[GradientEdge], rows: int) -> int:
+    """Return how many rows move the gradient of the row in the middle."""
+    try:
+        with torch.enable_grad(), torch.autocast(loss.device.type, enabled=False):
+            gradients = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            asked = [_mixed(g[rows // 2]) for g in gradients if g is not None]
+            total = torch.stack(asked).sum()
+            if not total.requires_grad:  # the loss is linear in the outputs
+                return 0
+            moved = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+    except (RuntimeError, NotImplementedError):  # an operation without a second derivative
+        return 0
+    sizes = [m.nan_to_num().abs().reshape(rows, -1).amax(1) for m in moved if m is not None]
+    if not sizes:
+        return 0
+    size = torch.stack([each.double() for each in sizes]).amax(0)
+    size[rows // 2] = size.max()
+    return int((size > _LINKED * size.max()).sum()) if size.max() > 0 else 0
 
 
-def _linked_with(
-    rows: Mapping[int, Tensor], outputs: Sequence[tuple[Tensor, Tensor]], keys: Sequence[int]
-) -> dict[int, Tensor] | None:
-    """Return which rows move the gradients of these rows, by the name of the output."""
-    named = list(zip(keys, outputs, strict=True))
-    asked = torch.stack(
-        [_mixed(gradient[rows[key].to(gradient.device)]) for key, (_, gradient) in named]
-    ).sum()
-    if not asked.requires_grad:
-        return None
-    tensors = [output for output, _ in outputs]
-    moved = torch.autograd.grad(asked, tensors, retain_graph=True, allow_unused=True)
-    distances = [
-        (key, distance.nan_to_num().abs().reshape(len(distance), -1).amax(1).cpu())
-        for key, distance in zip(keys, moved, strict=True)
-        if distance is not None
-    ]
-    largest = max((float(distance.max()) for _, distance in distances), default=0.0)
-    linked = {key: torch.zeros(len(among), dtype=torch.bool) for key, among in rows.items()}
-    for key, distance in distances:
-        linked[key] |= distance > _LINKED * largest
-    return linked
-
-
-def _mixed(rows: Tensor) -> Tensor:
-    """Return one number of some rows' gradient, in which no two elements have the same weight."""
-    places = torch.arange(rows.numel(), device=rows.device)
-    wide = rows.dtype if rows.dtype is torch.float64 else torch.float32
-    return (rows.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()
-
-
-def _refused(rows: int, units: float) -> AuditFinding:
-    text = (
-        f"this loss compares samples with each other: it links all of the model's {rows} output "
-        f"rows, and units={units:g} claims as many independent parts. Use WholeBatch with "
-        "loss=wb.Coupled(encode, loss), which sees the whole batch; if several rows make one unit "
-        "(pairs, lists), pass the number of pairs or lists as units="
-    )
-    return AuditFinding(_LOSS, "comparison", "compared", text)
-
-
-def _warned(linked: int, rows: int, units: float) -> Warned:
-    begin = f"this loss links {linked} of the model's {rows} output rows"
-    return Warned(
-        f"{begin}, and units={units:g} claims more independent parts than there are. If samples "
-        "are compared with others that a micro-batch may cut off, use WholeBatch with "
-        "loss=wb.Coupled(encode, loss), which sees the whole batch. If each micro-batch holds its "
-        f"groups whole (pairs, lists, graphs), nothing is wrong; {silenced(begin)}"
-    )
+def _mixed(row: Tensor) -> Tensor:
+    """Return one number of a row's gradient, in which no two elements have the same weight."""
+    places = torch.arange(row.numel(), device=row.device)
+    wide = row.dtype if row.dtype is torch.float64 else torch.float32
+    return (row.flatten().to(wide) * (places * 1.7 + 0.3).cos().to(wide)).sum()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from wholebatch.audit.check import Answer, Check, MicroBatch
-from wholebatch.audit.layers import refused_by_type
+from torch import nn
+
+from wholebatch.audit.check import Check
+from wholebatch.errors import UnsupportedError
 
 
 class CouplingLayers(Check):
@@ -14,12 +16,20 @@ class CouplingLayers(Check):
     Finds: embeddings that scale their gradient by the rows of the micro-batch
     (`scale_grad_by_freq`).
 
-    Costs: one look at every module of the models, per micro-batch.
+    Costs: one look at every module of the models.
 
-    Certain: their gradient is defined by the batch that they get.
+    Raises: their gradient is defined by the batch that they get.
 
-    Cannot see: such a layer of your own, which `FirstCall` finds where its output shows it.
+    Cannot see: such a layer of your own.
     """
 
-    def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
-        return [finding for model in micro.models for finding in refused_by_type(model)]
+    def window_begins(self, models: Iterable[nn.Module]) -> Iterable[str]:
+        for model in models:
+            for name, module in model.named_modules():
+                if getattr(module, "scale_grad_by_freq", False):
+                    raise UnsupportedError(
+                        f"{name or type(module).__name__} has scale_grad_by_freq=True: it divides "
+                        "gradients by the number of rows in the micro-batch, not in the batch; "
+                        "leave it out"
+                    )
+        return ()

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from wholebatch.audit.check import Answer, Check, MicroBatch, Refused, Warned, silenced
-from wholebatch.coupled.last_reduction import Reduction, without_units
-from wholebatch.errors import LossError
+from torch import nn
 
-_CLOSE = 1e-2  # a number of labels may have been rounded to bfloat16
+from wholebatch.audit.check import Check, LossOfMicroBatch, silenced
+from wholebatch.audit.scalar_graph import Part, without_units
 
 
 class UnitsOfMeans(Check):
     """Means whose units do not follow what they are means over.
 
     Finds: two micro-batches whose means are over numbers in another proportion than their units: a
-    mean over labels that counts ignored labels, too.
+    mean over labels that counts ignored labels, too; or a sum of two means over other numbers.
 
-    Costs: the walk of `SumOrMean`.
+    Costs: the walk of `OwnReduction`.
 
-    Certain, except for `units=1`, where a micro-batch may be one unit (one graph, one episode):
-    likely.
+    Warns: the micro-batches may be weighted on purpose (each graph or episode counts the same).
 
     Cannot see: equally long micro-batches without ignored labels; the units of a sum; a divisor
     that the graph does not show.
@@ -30,74 +28,56 @@ class UnitsOfMeans(Check):
     windows = "1, 2, 4, 8, …"
 
     def __init__(self) -> None:
-        self.window_begins()
+        self._first: dict[tuple[int, int, str], tuple[float, float]] = {}
+        """What each mean of the window's first loss is over, and its units."""
 
-    def window_begins(self) -> Answer:
-        # Each mean of the window's first micro-batch: what it is over, its units, and if these may
-        # be its samples.
-        self._first: dict[tuple[int, int, int, str], tuple[float, float, bool]] = {}
-        self._backwards = 0  # of the micro-batch
-        return None
+    def window_begins(self, models: Iterable[nn.Module]) -> Iterable[str]:
+        self._first.clear()
+        return ()
 
-    def micro_batch(self, micro: MicroBatch) -> Iterable[Answer]:
-        mean = without_units(micro.reductions, micro.number)
-        if micro.is_mean or mean is not None:
-            yield from self._compare(mean or micro.reductions, micro.number)
-            self._backwards += 1
-
-    def addition(self) -> Answer:
-        self._backwards = 0
-        return None
-
-    def _compare(self, terms: Sequence[Reduction], units: float) -> Iterable[Answer]:
-        """Compare the terms of a mean with those of the window's first micro-batch.
-
-        A mean over 4 labels and one over 7 must have units in the proportion 4 : 7. Means over
-        equally many are not judged: one may be a penalty of the weights.
-        """
-        for place, term in enumerate(terms):
-            over = term.divisor
-            by_sample = _is_by_sample(term, units)
-            if not over or not math.isfinite(over) or units <= 0 or (by_sample and units != 1):
+    def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
+        units = micro.number
+        mean = micro.parts if micro.is_mean else without_units(micro.parts, units)
+        means = [part for part in mean or () if part.divisor is not None]
+        for place, part in enumerate(means):
+            now = part.divisor or 0.0
+            if not units or not math.isfinite(now) or _counts_samples(part, units):
                 continue
-            key = (self._backwards, len(terms), place, term.node)
-            now = (over, units, by_sample)
-            first, first_units, was_by_sample = self._first.setdefault(key, now)
-            if by_sample and was_by_sample:
-                continue
-            proportional = math.isclose(over * first_units, first * units, rel_tol=_CLOSE)
-            # Of labels that are ignored, as many may be left by chance.
-            ignores = term.labels is not None and term.labels < term.count
-            if proportional or (over == first and not ignores):
-                continue
-            if units != 1 or first_units != 1:
-                yield Refused(LossError, _text(term, (first, first_units), (over, units)))
-                continue
-            begin = "micro-batches count the same"
-            yield Warned(
-                f"{begin}: their losses are means over {first:g} and {over:g}, and each has "
-                "units=1. If the loss is a mean over samples or tokens, give their number as "
-                "units=. If each micro-batch is one unit (one graph, one episode), nothing is "
-                f"wrong; {silenced(begin)}"
-            )
+            key = (len(means), place, part.function)
+            first, first_units = self._first.setdefault(key, (now, units))
+            # Means over equally many are not judged: one may be a penalty of the weights.
+            is_judged = now != first or (part.function == "cross_entropy" and _ignores(part))
+            if is_judged and not math.isclose(now * first_units, first * units, rel_tol=1e-2):
+                return [_warning((first, first_units), (now, units), means)]
+        return ()
 
 
-def _is_by_sample(term: Reduction, units: float) -> bool:
+def _counts_samples(part: Part, units: float) -> bool:
     """True for a mean over all elements of as many samples: images of another size, for example."""
-    is_all = term.labels is None or term.labels == term.count
-    return term.kind == "mean" and is_all and term.sizes[:1] == (units,) != term.sizes
+    is_all = part.kind == "mean" and part.over == math.prod(part.sizes)
+    return is_all and part.sizes[:1] == (units,) != part.sizes
 
 
-def _text(term: Reduction, first: tuple[float, float], now: tuple[float, float]) -> str:
-    counted, what = "elements", f"what {term.function} is a mean over"
-    if term.kind == "sum":
-        counted, what = "units", "what its sum is divided by"
-    elif term.labels is not None and term.labels == int(term.labels) <= term.count:
-        counted, what = "labels", f"{what}, (labels != -100).sum() of the labels that it gets"
-    elif term.labels is not None:
-        counted, what = "weights of labels", f"{what}, weight[labels].sum()"
+def _ignores(part: Part) -> bool:
+    return part.over < math.prod(part.sizes)
+
+
+def _warning(first: tuple[float, float], now: tuple[float, float], means: list[Part]) -> str:
+    begin = "the units of this loss do not follow what it is a mean over"
+    what = f"{first[0]:g} and {now[0]:g} in two micro-batches, with units= of {first[1]:g} and "
+    what += f"{now[1]:g}"
+    if len({part.divisor for part in means}) > 1:
+        counts = " and ".join(f"{part.divisor:g}" for part in means)
+        advice = (
+            f"The loss adds means over {counts}, so no single units= is right: give each its own, "
+            "wb.Loss.terms({name: (sum, units)}), after announce()"
+        )
+    else:
+        advice = (
+            "Give as units= what the mean is over (for cross_entropy, the labels that are not "
+            "ignored)"
+        )
     return (
-        f"the mean of one micro-batch is over {first[0]:g} {counted}, and that of another over "
-        f"{now[0]:g}, but their units= are {first[1]:g} and {now[1]:g}: the update would not be "
-        f"that of the whole batch. Give as units= {what} (audit=False: leave this check out)"
+        f"{begin}: {what}. {advice}. If each micro-batch shall weigh so (one graph, one episode), "
+        f"nothing is wrong; {silenced(begin)}"
     )

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from wholebatch.audit.check import Answer, Check, MicroBatch, Refused
-from wholebatch.errors import WindowError
+from wholebatch.audit.check import Check, LossOfMicroBatch, silenced
 from wholebatch.window.autograd_graph import graph_nodes
 
 
 class OtherModels(Check):
     """Another model in the graph of the loss that is updated in the middle of a window.
 
-    Finds: a leaf of the loss's graph (a GAN's critic) that was written since an earlier loss of the
-    window.
+    Finds: a parameter in the loss's graph (of a GAN's critic) that was written since an earlier
+    loss of the window.
 
     Costs: one walk over the graph of each loss.
 
-    Certain: the micro-batches would not see the same weights.
+    Warns: the micro-batches do not see the same weights.
 
     Cannot see: models that an engine shards; a write to `.data`; a model whose results are detached
     (a generator's fakes), without `wb.over`.
@@ -28,27 +28,23 @@ class OtherModels(Check):
     windows = "1, 2, 4, 8, …"
 
     def __init__(self) -> None:
-        self._leaves: dict[int, tuple[ref[Tensor], int]] = {}
+        self._versions: dict[int, tuple[ref[Tensor], int]] = {}
 
-    def window_begins(self) -> Answer:
-        self._leaves.clear()
-        return None
+    def window_begins(self, models: Iterable[nn.Module]) -> Iterable[str]:
+        self._versions.clear()
+        return ()
 
-    def micro_batch(self, micro: MicroBatch) -> Answer:
-        if not micro.keeps_parameters:
-            return None
+    def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
         for node in graph_nodes([micro.loss]):
             leaf: Tensor | None = getattr(node, "variable", None)
-            if leaf is None:
+            if not isinstance(leaf, nn.Parameter):
                 continue
-            known, version = self._leaves.setdefault(id(leaf), (ref(leaf), leaf._version))
+            known, version = self._versions.setdefault(id(leaf), (ref(leaf), leaf._version))
             if known() is leaf and version != leaf._version:
-                return Refused(
-                    WindowError,
-                    f"a parameter of shape {tuple(leaf.shape)} that this loss depends on has "
-                    "changed in the middle of the window (another model's optimizer has stepped), "
-                    "so the micro-batches would not see the same weights. Give wb.over all "
-                    "accumulators of the loop, or each model a loop of its own; discard() drops "
-                    "what this window holds",
-                )
-        return None
+                begin = "a parameter of another model changed in the middle of a window"
+                return [
+                    f"{begin} (shape {tuple(leaf.shape)}): if its optimizer has stepped, the "
+                    "micro-batches do not see the same weights. Give wb.over all accumulators of "
+                    f"the loop, or each model a loop of its own; {silenced(begin)}"
+                ]
+        return []

@@ -1,8 +1,6 @@
-"""A loader that knows if another item follows, and that can resume at a saved position.
+"""The items of a loader, one at a time, from a position where a run was saved.
 
-A window must know *before* a micro-batch's forward whether it is the window's last: its backward
-reduces the gradients. In the middle of a window, this reads the next item early. At the end of a
-full window it does not, so a loop that stops there loses no item.
+Nothing is read before its turn, unless `has_next`, `look_ahead` or `read` asks for it.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from wholebatch.batch.samples import Static, layout_of
-from wholebatch.errors import OptionError, StateError, UnsupportedError
+from wholebatch.errors import StateError, UnsupportedError
 from wholebatch.window.forward_state import capture_random, restore_random
 
 
@@ -106,21 +104,20 @@ class Feed:
     def __init__(
         self, loader: Iterable[Any], resume: dict[str, Any] | None = None, *, static: Static = ()
     ) -> None:
-        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-            raise OptionError(f"over({loader!r}): must be a loader, or a list of (micro-)batches")
         self.loader = loader
         self._static = static
         self.fetched = 0
         self.current: Any = NOTHING
         self.is_exhausted = False
         self._held: list[Any] = []
+        self._read = 0  # of those, by `read`
         self._error: BaseException | None = None
         if resume is None:
             self._start_random = capture_random()
             self._start_generators = [g.get_state() for g in generators_of(loader)]
             self._iterator: Iterator[Any] = iter(unpadded(loader, static=static))
         else:
-            self._start_random = resume["random"]
+            self._start_random = resume["random"] or capture_random()  # None: a new pass
             self._start_generators = resume["generators"]
             self._resume(resume)
 
@@ -135,7 +132,7 @@ class Feed:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._iterator = iter(unpadded(self.loader, static=self._static, start=self.fetched))
             return
-        now = capture_random()
+        now, is_new_pass = capture_random(), state["random"] is None
         restore_random(self._start_random)
         generators = generators_of(self.loader)
         if len(generators) != len(self._start_generators):
@@ -152,7 +149,8 @@ class Feed:
                     f"the loader ended after {position} micro-batches, but the saved run had read "
                     f"{self.fetched}: pass the same data, from its start"
                 )
-        restore_random(now)
+        if not is_new_pass:
+            restore_random(now)
 
     def take(self) -> bool:
         """Make the next item `current`; return False if there is none."""
@@ -183,6 +181,36 @@ class Feed:
             self.fetched += 1
             self._held.append(item)
         return min(most, len(self._held) + (self._error is not None))
+
+    @property
+    def holds_items(self) -> bool:
+        """True if items are read that were not taken."""
+        return bool(self._held)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all items were taken."""
+        return self.is_exhausted and not self._held
+
+    def read(self) -> Iterator[Any]:
+        """Yield the items before their turn; `give_out` takes each when it is used."""
+        while self.look_ahead(self._read + 1) > self._read:
+            if self._error is not None and self._read == len(self._held):
+                raise self._error
+            self._read += 1
+            yield self._held[self._read - 1]
+        self.is_exhausted = True
+
+    def give_out(self) -> None:
+        """Take the first item that was read."""
+        self.current = self._held.pop(0)
+        self._read -= 1
+
+    def state_at_end(self) -> dict[str, Any] | None:
+        """Return what the next pass begins with: generators of the loader's own, if it has any."""
+        states = [generator.get_state() for generator in generators_of(self.loader)]
+        begin = {"fetched": 0, "random": None, "generators": states, "loader": None}
+        return begin if states else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the items that were taken."""

@@ -150,6 +150,15 @@ def solve(
     return arithmetic
 
 
+def bubble(micro_batches: int, stages: int) -> float:
+    """Return the share of a window in which a stage of a pipeline idles (GPipe, 1F1B).
+
+    >>> bubble(8, 4), bubble(27, 4)
+    (0.2727272727272727, 0.1)
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
 # --------------------------------------------------------------------------------------- rules
 
 

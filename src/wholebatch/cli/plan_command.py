@@ -25,11 +25,18 @@ from wholebatch.cli.command_options import (
     whole_number,
     with_commas,
 )
-from wholebatch.cli.report.terminal_output import Spinner, console_of, plain_table, say
+from wholebatch.cli.plan_arithmetic import SHARE, fits, parameters_of
+from wholebatch.cli.report.terminal_output import (
+    Spinner,
+    console_of,
+    plain_table,
+    say,
+    say_command,
+)
 from wholebatch.cli.run_settings import autocast_option, like_train
 from wholebatch.errors import OptionError
 from wholebatch.gpus import GPUS, Gpu, find_gpu
-from wholebatch.readable_sizes import bytes_said
+from wholebatch.readable_sizes import bytes_said, short_count
 
 if TYPE_CHECKING:
     from wholebatch.cli.planned_model import PlannedModel
@@ -82,6 +89,14 @@ class PlanOptions:
     )
     precision: str | None = autocast_option()
     checkpointing: bool = switch("Gradient checkpointing of the model's repeated blocks.")
+    parameters: int | None = option(
+        None,
+        "N",
+        "Instead of a RECIPE: a number of parameters, 70B or 350M. Which ways to train them fit "
+        "these GPUs, by arithmetic, at once.",
+        typed=str | None,
+        check=parameters_of,
+    )
     largest: str | None = choice(
         "gpt|llama|vit",
         "Instead of a RECIPE: the largest model of this family, by width and depth, that fits.",
@@ -108,6 +123,7 @@ class PlanOptions:
     PlanOptions,
     'wholebatch plan my_recipe.py --batch-size 512 --gpu "RTX 4090"',
     "wholebatch plan hf:config.json --gpus 8 --parallel fsdp2 --gpu-memory 80GiB",
+    'wholebatch plan --parameters 70B --gpus 8 --gpu "A100 40"',
     'wholebatch plan --largest llama --gpu "A100 80" --checkpointing',
 )
 def plan(options: PlanOptions) -> int:
@@ -116,7 +132,15 @@ def plan(options: PlanOptions) -> int:
     Exit status: 0 if a micro-batch fits, 1 if none does.
     """
     _check(options)
+    if options.parameters is not None:
+        return _by_arithmetic(options, options.parameters)
     with Spinner(console_of(stderr=options.as_json)) as doing:
+        if options.largest is not None or str(options.recipe).startswith("hf:"):
+            text = (
+                "note: windows run on fake tensors: seconds for small models, 10 minutes and more "
+                "for 70 B; --parameters N is arithmetic, at once"
+            )
+            say(console_of(stderr=True), text)
         doing("importing torch")
         plan = _planned(options, doing)
     return 0 if plan.micro_batch is not None else 1
@@ -170,7 +194,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
         print(json.dumps({**described, **asdict(plan), "cost": cost}, indent=2))
     else:
         doing.stop()
-        _show(doing.console, plan)
+        _show(doing.console, plan, subject.parameters)
         if is_whole:
             cost.insert(0, _batchnorm(plan))
         for line in cost:
@@ -178,8 +202,47 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     return plan
 
 
+def _by_arithmetic(options: PlanOptions, parameters: int) -> int:
+    """Print which ways to train so many parameters fit; nothing is built."""
+    if options.gpu is not None:
+        memory, where = options.gpu.memory, options.gpu.name
+    elif options.gpu_memory is not None:
+        from wholebatch.memory.budget import parse_memory
+
+        memory, where = parse_memory(options.gpu_memory, device="cuda"), "GPU"
+    else:
+        raise OptionError(f"--parameters {parameters}: also give --gpu or --gpu-memory")
+    found = [*fits(parameters, gpus=options.gpus, memory=memory)]
+    if options.as_json:
+        about = {"parameters": parameters, "gpus": options.gpus, "memory": memory}
+        print(json.dumps({**about, "ways": [asdict(fit) for fit in found]}, indent=2))
+        return 0 if any(fit.fits for fit in found) else 1
+    console = console_of()
+    head = f"{short_count(parameters).replace('G', 'B')} parameters on {options.gpus} × {where}"
+    say(console, f"{head} with {bytes_said(memory)}, by arithmetic", style="bold")
+    table = plain_table("way", ">each GPU", ">host", ">fewest GPUs", "", padding=(0, 2, 0, 0))
+    for fit in found:
+        table.add_row(
+            fit.way,
+            bytes_said(fit.each),
+            bytes_said(fit.host) if fit.host else "",
+            "none" if fit.gpus is None else f"{fit.gpus:,}",
+            "fits" if fit.fits else "",
+            style="" if fit.fits else "dim",
+        )
+    console.print(table, highlight=False)
+    say(
+        console,
+        f"parameters, gradients and optimizer state, which may fill {SHARE:.0%} of a GPU; "
+        "activations come on top: checkpointing and small micro-batches reduce those alone",
+    )
+    return 0 if any(fit.fits for fit in found) else 1
+
+
 def _check(options: PlanOptions) -> None:
     """Refuse options that do not go together."""
+    if options.parameters is not None and (options.recipe or options.largest):
+        raise OptionError("--parameters: takes the place of a recipe, and of --largest")
     parallel, sync = options.parallel, options.sync
     if sync is not None and parallel != "fsdp2":
         raise OptionError(f"--sync {sync}: belongs to --parallel fsdp2")
@@ -294,7 +357,7 @@ def _cost(options: PlanOptions, subject: PlannedModel, plan: Plan) -> list[str]:
 # ------------------------------------------------------------------------------ on the screen
 
 
-def _show(console: Console, plan: Plan) -> None:
+def _show(console: Console, plan: Plan, parameters: int) -> None:
     """Print the table of sizes, and the choice."""
     table = plain_table(">micro-batch", ">peak", ">used", padding=(0, 2, 0, 0))
     for point in plan.points:
@@ -316,7 +379,7 @@ def _show(console: Console, plan: Plan) -> None:
         say(console, "used: the peak, and the room that CUDA's allocator needs beside it")
     console.print()
     if plan.micro_batch is None:
-        _show_ways(console, plan)
+        _show_ways(console, plan, parameters)
         return
     larger = ""
     if plan.largest != plan.micro_batch:
@@ -352,42 +415,14 @@ def _show_modes(console: Console, plan: Plan) -> None:
     console.print(table, highlight=False)
 
 
-def _show_ways(console: Console, plan: Plan) -> None:
-    """Print that nothing fits, what each way to save memory comes to, and what does fit."""
-    first, *others = plan.rungs
-    best = min(plan.rungs, key=lambda rung: rung.peak)
-    need, room = bytes_said(first.peak), bytes_said(plan.budget)
+def _show_ways(console: Console, plan: Plan, parameters: int) -> None:
+    """Print that nothing fits, and what would help."""
+    need, room = bytes_said(plan.points[0].peak), bytes_said(plan.budget)
     say(console, f"a micro-batch of one sample needs {need} of {room}", style="red")
-    table = plain_table("with", ">peak", "", padding=(0, 2, 0, 0))
-    for rung in others:
-        table.add_row(_options(rung.options), bytes_said(rung.peak), "fits" if rung.fits else "")
-    if plan.fewest_ranks is not None:
-        count = plan.fewest_ranks
-        size = "" if plan.batch_size >= count else f" --batch-size {count}"
-        words = f"--parallel fsdp2 --sync every --gpus {count}{size} {_options(best.options)}"
-        table.add_row(words.strip(), "", "fits: the fewest GPUs of this size")
-    if table.row_count:
-        console.print(table, highlight=False)
-    ranks = plan.ranks if plan.sync is not None else 1
-    parts = plan.points[0].by_category
-    lines = [
-        f"an optimizer with 16-bit state saves about {bytes_said(parts['optimizer state'] / 2)}"
-    ]
-    if plan.sync is not None:
-        whole = plan.parameter_bytes * (ranks - 1) // ranks
-        lines += [
-            f"gradients kept whole until the end of a window (--sync hold) take {bytes_said(whole)}"
-            "; parameters kept whole, too (--sync gathered), as much again"
-        ]
-    if plan.fewest_ranks is None and not any(rung.fits for rung in plan.rungs):
-        lines.append(
-            "nothing here is enough: take a smaller model, shorter samples or a larger GPU"
-        )
-    for line in lines:
-        say(console, line, indent=2)
-
-
-def _options(how: dict[str, Any]) -> str:
-    """Return the options of `plan`, and of `train`, that ask for this."""
-    words = [f"--precision {how['precision']}"] if how["precision"] not in ("full", "fp32") else []
-    return " ".join([*words, *(["--checkpointing"] if how["checkpoints"] else [])])
+    say(
+        console,
+        "what helps: --precision bf16, --checkpointing, --parallel fsdp2 --sync every on more "
+        "--gpus, shorter samples; and what each way to keep the model's state takes:",
+    )
+    gpu = f"--gpus {plan.ranks} --gpu-memory {plan.budget / 2**30:.4g}GiB"
+    say_command(console, " ", f"wholebatch plan --parameters {parameters} {gpu}")

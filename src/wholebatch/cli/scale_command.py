@@ -79,6 +79,9 @@ class ScaleOptions:
         typed=str | None,
         check=with_commas(count_of, "numbers of ranks, such as 8 or 1,2,4,8"),
     )
+    stages: int | None = option(
+        None, "N", "Stages of a pipeline: shows how much of a window they idle.", check=_COUNT
+    )
     lr: float | None = _follower(
         None, "RATE", "Learning rate that works for --base-batch.", check=positive_number
     )
@@ -131,7 +134,9 @@ def scale(options: ScaleOptions) -> None:
     _check_partners(options, batch)
     follows = [] if batch is None else [*_follows(options, batch)]
     if options.as_json:
-        batches = {"batches": [row.as_dict() for row in table]}
+        batches: dict[str, Any] = {"batches": [row.as_dict() for row in table]}
+        if options.stages is not None:
+            batches["bubble"] = [scaling.bubble(row.steps, options.stages) for row in table]
         print(json.dumps(batches | {name: value for name, value, _ in follows}, indent=2))
         return
     console = console_of()
@@ -144,6 +149,13 @@ def scale(options: ScaleOptions) -> None:
     console.print(grid, highlight=False)
     if options.steps is not None and any(row.steps < options.steps for row in table):
         text = f"note: --steps {options.steps}: rows with fewer steps already hold the whole batch"
+        say(console, text)
+    if options.stages is not None:
+        idle = scaling.bubble(table[0].steps, options.stages)
+        text = (
+            f"pipeline of {options.stages} stages: it idles for {idle:.0%} of a window of "
+            f"{table[0].steps} micro-batches; for 10% of {9 * (options.stages - 1)}"
+        )
         say(console, text)
     rows = plain_table("", "", show_header=False, padding=(0, 2, 0, 0))
     for name, _, line in follows:

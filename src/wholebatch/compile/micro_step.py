@@ -177,7 +177,7 @@ class Executor:
             self.notes.runs_in(self.mode)
         ready.joint.runs += 1
         added = ready.form.read(*ready.run(inputs, self._seeds(ready.form)))
-        self._window.added.record(added.terms)
+        self._window.record(added.terms)
         return added
 
     def _advance(self, kind: Kind, slot: Slot, inputs: Inputs) -> Stage:
@@ -187,7 +187,7 @@ class Executor:
         compiles while the graph runs as traced, and the first micro-batch of a window switches.
         """
         plan, stage, kinds = self._plan, slot.stage, self.kinds
-        first = not self._window.added.micro_batches  # A second loss of a micro-batch never is.
+        first = not self._window.micro_batches  # A second loss of a micro-batch never is.
         slot.entry = slot.entry or kinds.known_entry(inputs)
         shared = slot.entry if slot.entry is not None and slot.entry.is_shared else None
         is_compiled = shared is not None and True in shared.joints
@@ -280,7 +280,7 @@ class Executor:
         on_cuda = self._device.type == "cuda"
         if slot.stage is not Stage.EAGER or (on_cuda and is_nearly_full(self._device)):
             self._make_room()
-        alone = not self._window.added.owners
+        alone = not self._window.has_losses
         earlier = None
         if not alone and (slot.entry is None or compiled not in slot.entry.proven):
             self.memory.prepare()

@@ -30,6 +30,7 @@ from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
 from wholebatch.options import Close, close_options
+from wholebatch.window.observer import Nobody
 from wholebatch.window.replaced_attributes import replaced_attributes
 from wholebatch.window.window import Step
 
@@ -287,7 +288,7 @@ class TrainerAccumulator(HandedOver):
             **options,
         )
         self._trainer = trainer
-        self._checks.stop()  # `run` tests the whole training_step.
+        self._ledger.observer = Nobody()  # `run` tests the whole training_step
 
     @property
     def is_open(self) -> bool:

@@ -182,6 +182,8 @@ class Loss:
                     "or a wb.Loss, or (wb.Loss, weight)"
                 )
             weight = term[2] if len(term) == 3 else 1.0
+            if isinstance(weight, Tensor) and weight.dim() == 0 and not weight.requires_grad:
+                weight = float(weight)
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise LossError(f"term {name!r} has weight {weight!r}: must be a number")
             whole = isinstance(loss, OfTheBatch)

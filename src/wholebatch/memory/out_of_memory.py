@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholebatch.memory.meter import MemoryMeter, free_caches
+from wholebatch.memory.meter import free_caches
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.precision import LossScale
 
@@ -114,19 +114,11 @@ class Recovery:
         )
 
 
-def within(
-    budget: int | None, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> AbstractContextManager[object]:
-    """A budget in force: on the CPU by counting, on CUDA by the allocator's own limit.
+def limit_allocator(budget: int | None, device: torch.device) -> None:
+    """Let CUDA's allocator refuse more than a budget, for this process, from now on.
 
-    More than `budget` bytes of tensors raise `torch.OutOfMemoryError`, as a device of that size
-    would. On CUDA the limit is of the process, and stays.
+    Nothing refuses memory on a CPU: there a budget decides the size of a micro-batch alone.
     """
-    if budget is None:
-        return nullcontext()
-    device = next(model.parameters()).device
-    if device.type == "cuda":
+    if budget is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-        return nullcontext()
-    return MemoryMeter(model=model, optimizer=optimizer, limit=budget)

@@ -6,18 +6,16 @@ Everything here is predicted. It needs neither the device nor memory for the mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholebatch.batch.samples import Static
-from wholebatch.errors import OptionError, UnsupportedError
+from wholebatch.errors import OptionError
 from wholebatch.memory.choose_micro_batch import choose_micro_batch, resize_batch
 from wholebatch.memory.fake_tensors import shapes_of
 from wholebatch.memory.fsdp_sharding import SYNCS, Sharding, wire_bytes
-from wholebatch.memory.make_it_fit import Rung, ladder
 from wholebatch.memory.predict import Prediction, simulating, target_device
 
 
@@ -56,18 +54,14 @@ class Plan:
     points: tuple[Point, ...]
     micro_batch: int | None
     """The recommended size: among those with this number of steps, the one that makes them even.
-    None if not even one sample fits; `rungs` then lists what would help."""
+    None if not even one sample fits."""
     largest: int | None
     """The largest size that fits."""
     steps: int
-    rungs: tuple[Rung, ...]
     seconds: float
     sync: str | None = None
     """The time at which a sharded model reduces its gradients; None if it is not sharded."""
     checkpointing: bool = False
-    fewest_ranks: int | None = None
-    """The fewest ranks of this budget that one sample of the model fits on, sharded by FSDP2 with
-    the options of the best rung; only where it fits on none as asked."""
     undivided: int | None = None
     """The bytes that a device must have for its share of the batch in one piece."""
     operations: int | None = None
@@ -123,39 +117,14 @@ def make_plan(
         largest = 1 if choice is None else choice.micro_batch
         steps = -(-most // largest)
         even = -(-most // steps)
-        rungs: list[Rung] = []
         if choice is not None:
             peak(even)
-        else:
-            sample = resize_batch(shapes, 1, static=static)
-            rungs = ladder(
-                simulation,
-                sample,
-                budget=budget,
-                precision=precision,
-                checkpoints=checkpoints,
-                as_is=by_size[1],
-            )
         undivided = peak(most) if beside_undivided else None
         operations = simulation.operations(shapes) if beside_undivided else None
     modes: tuple[Mode, ...] = ()
     if sharding is not None:
         size, count = (1, most) if choice is None else (even, steps)
         modes = _modes(model, sharding, by_size[size], count, device=device, budget=budget)
-    fewest = None
-    if rungs and device.type == "cuda" and not any(rung.fits for rung in rungs):
-        with suppress(UnsupportedError):  # 16-bit parameters
-            best = min(rungs, key=lambda rung: rung.peak)
-            fewest = _fewest_ranks(
-                model,
-                loss,
-                sample,
-                optimizer,
-                best,
-                device=device,
-                budget=budget,
-                sharding=sharding,
-            )
     return Plan(
         batch_size=batch_size,
         ranks=ranks,
@@ -169,11 +138,9 @@ def make_plan(
         micro_batch=None if choice is None else even,
         largest=None if choice is None else largest,
         steps=0 if choice is None else steps,
-        rungs=tuple(rungs),
         seconds=sum(prediction.seconds for prediction in by_size.values()),
         sync=None if sharding is None else sharding.sync,
         checkpointing=checkpoints,
-        fewest_ranks=fewest,
         undivided=undivided,
         operations=operations,
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
@@ -205,51 +172,6 @@ def _modes(
         wire = wire_bytes(model, Sharding(sharding.ranks, sync), steps)
         modes.append(Mode(sync, peak, peak + room <= budget, wire))
     return tuple(modes)
-
-
-def _fewest_ranks(
-    model: torch.nn.Module,
-    loss: Callable[[Any, Any], Any],
-    sample: Any,
-    optimizer: torch.optim.Optimizer | None,
-    rung: Rung,
-    *,
-    device: torch.device,
-    budget: int,
-    sharding: Sharding | None,
-) -> int | None:
-    """Return the fewest ranks on which one sample of the sharded model fits; None if none do.
-
-    Ranks share parameters, gradients and optimizer state. The rest of a peak (a gathered block,
-    activations) is the same on any number of them: peak(n) = rest + shared / n. The number where
-    this line meets the budget is predicted again: there the peak may be at another moment.
-    """
-
-    def predict(ranks: int) -> Prediction:
-        how: dict[str, Any] = {"optimizer": optimizer, "device": device}
-        with simulating(model, loss, sharding=Sharding(ranks, "every"), **how) as simulation:
-            return simulation.predict(sample, **rung.options)
-
-    ranks = 2 if sharding is None else sharding.ranks
-    is_known = sharding is not None and sharding.sync == "every"
-    prediction = rung.prediction if is_known else predict(ranks)
-    held = sum(p.nbytes * (1 + p.requires_grad) for p in model.parameters())
-    too_few, fits, rest = 1, None, 2 * prediction.peak
-    for _ in range(6):
-        if prediction.needed(device) <= budget:
-            fits = ranks
-        else:
-            too_few = ranks
-        shared = held + ranks * prediction.by_category["optimizer state"]
-        before, rest = rest, prediction.peak - shared // ranks
-        room = min(budget - prediction.largest, budget * 25 // 26) - rest
-        guess = -(-shared // room) if room > 0 else 8 * ranks
-        is_least = fits is not None and (fits == too_few + 1 or guess >= fits)
-        if is_least or (room <= 0 and rest > 0.99 * before):
-            break
-        ranks = max(too_few + 1, guess)
-        prediction = predict(ranks)
-    return fits
 
 
 def _check_sizes(batch_size: int, ranks: int, budget: int) -> None:

@@ -29,16 +29,14 @@ def measure_step(
     micros: Sequence[Any],
     *,
     precision: str = "full",
-    limit: int | None = None,
     missing_state: int = 0,
 ) -> int:
     """Run a window of these micro-batches; return the bytes used beyond those already allocated.
 
-    No update is made. Buffers, random generators and gradients are restored. Off CUDA the meter
-    counts, and more than `limit` bytes raise `torch.OutOfMemoryError`. On CUDA the allocator does,
-    over three windows, because it cannot use every piece of freed memory. They allocate as the
-    first three of training do: at the end of the first, `missing_state` bytes of optimizer state
-    come to lie beside its gradients, and the third begins with what the second has freed.
+    No update is made. Buffers, random generators and gradients are restored. On CUDA three windows
+    run, because the allocator cannot use every piece of freed memory. They allocate as the first
+    three of training do: at the end of the first, `missing_state` bytes of optimizer state come to
+    lie beside its gradients, and the third begins with what the second has freed.
     """
     device = next(model.parameters()).device
     before = ForwardState(model)
@@ -66,7 +64,7 @@ def measure_step(
             run()
             torch.cuda.synchronize(device)
             return int(torch.cuda.max_memory_allocated(device)) - start
-        with MemoryMeter(model=model, limit=limit) as meter:
+        with MemoryMeter(model=model) as meter:
             start = meter.current
             run()
         return meter.peak - start + missing_state
@@ -88,7 +86,7 @@ def trial_peak(
     budget: int,
     missing_state: int = 0,
 ) -> int | None:
-    """Return the peak bytes of a window of these micro-batches; None if it runs out of memory.
+    """Return the peak bytes on CUDA of a window of these micro-batches; None if it runs out.
 
     `missing_state` is the optimizer's state that the first update will create, in bytes.
     """
@@ -96,15 +94,12 @@ def trial_peak(
     copies = {id(micro): map_tensors(micro, torch.clone) for micro in micros}
     micros = [copies[id(micro)] for micro in micros]
     device = next(model.parameters()).device
-    on_cuda = device.type == "cuda"
-    limit = None if on_cuda else max(0, budget - missing_state)
     spare: list[Tensor] = []
     try:
         free_caches()
-        if on_cuda:
-            spare.append(torch.empty(int(_SPARE * budget), dtype=torch.uint8, device=device))
+        spare.append(torch.empty(int(_SPARE * budget), dtype=torch.uint8, device=device))
         how: dict[str, Any] = {"precision": precision, "missing_state": missing_state}
-        return held_bytes(model, optimizer) + measure_step(model, loss, micros, limit=limit, **how)
+        return held_bytes(model, optimizer) + measure_step(model, loss, micros, **how)
     except torch.OutOfMemoryError:
         return None
     finally:

@@ -34,7 +34,7 @@ _CAUSES = {
 }
 _CHANGE = {
     "input": "read ahead (workers in the recipe's defaults), or make samples cheaper",
-    "waiting": "one rank is slower than the others: look at its data and its device",
+    "waiting": "they wait for the slowest: look at its data, its device and what else runs there",
     "network": "more steps for each update (a larger batch) divide its share",
     "optimizer": "more steps for each update (a larger batch) divide its share",
     "compute": "bf16, or a larger micro-batch if micro-batches cost time by themselves",

@@ -260,7 +260,8 @@ class NoiseProbe(Observer):
         if done != 1 or not self.active:
             return
         window = self._ledger.current
-        gradients, units = dense_gradients(window.inputs), self._ledger.added.units.get(SINGLE)
+        gradients = dense_gradients(window.inputs)
+        units = self._ledger.micro_batches[0].units.get(SINGLE)
         if units is None and not self._warned:
             self._warned = True
             _log.warning(
@@ -269,7 +270,7 @@ class NoiseProbe(Observer):
             )
         if gradients and units is not None and not self._ledger.hooks:
             scale = window.seed * window.loss_scale * window.averaged_by
-            self._measured = self._ledger.sync.norm(gradients), scale, units[0]
+            self._measured = self._ledger.sync.norm(gradients), scale, units
 
     def closed(self, step: Step, *, joined: bool) -> None:
         """Add the measurements of a closed window. All ranks call this, or none.

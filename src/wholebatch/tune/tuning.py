@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,13 @@ from torch.nn.utils import get_total_norm as norm
 from wholebatch.batch import batch_size_of, split, to_device
 from wholebatch.coupled.normalisation_layers import needs_whole_batch
 from wholebatch.distributed.process_group import largest_over_ranks, world_size
-from wholebatch.errors import NonFiniteError, OptionError, WholebatchError, WindowError
+from wholebatch.errors import (
+    NonFiniteError,
+    OptionError,
+    UnsupportedError,
+    WholebatchError,
+    WindowError,
+)
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import (
     is_checkpointed,
@@ -31,7 +38,8 @@ from wholebatch.memory.activation_checkpointing import (
     with_checkpoints,
 )
 from wholebatch.memory.budget import Budget, device_name, parse_memory, sharing_processes
-from wholebatch.memory.meter import MemoryMeter
+from wholebatch.memory.choose_micro_batch import resize_batch
+from wholebatch.memory.predict import predict_peak
 from wholebatch.options import as_close
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import bytes_said, percent
@@ -425,14 +433,16 @@ def _timed(task: Task, blank: Trial, *, seconds: float, budget: int) -> Trial:
             )
         return largest_over_ranks(time.perf_counter() - began), step.units
 
-    if device.type == "cpu":  # no allocator refuses: a window that passes the budget is ended
-        with MemoryMeter(model=model, optimizer=optimizer, limit=budget):
-            last = window()[0]
-    else:
-        last = window()[0]
+    if device.type == "cpu":  # no allocator refuses: what would pass the budget does not begin
+        micro = resize_batch(task.batches(), setting.micro_batch, static=task.samples.static)
+        how: dict[str, Any] = {"optimizer": optimizer, "precision": setting.precision}
+        with suppress(UnsupportedError):
+            peak = predict_peak(getattr(model, "module", model), task.loss, micro, **how).peak
+            if largest_over_ranks(peak) > budget:
+                return replace(blank, why=f"needs {bytes_said(peak)} (predicted)")
+    last = window()[0]
     if train.recoveries:
-        why = f"needs more than {bytes_said(budget)}"
-        return replace(blank, why=why)
+        return replace(blank, why=f"needs more than {bytes_said(budget)}")
     for _ in range(20):  # warm up until the time settles: graphs are compiled and recorded
         now = window()[0]
         if now > SLOWER * last and not train.compiling:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from wholebatch.audit.sum_or_mean import sum_or_mean
 from wholebatch.coupled.last_reduction import Reduction, last_reductions
 from wholebatch.verification.evidence import Ledger
+from wholebatch.verification.given_as_mean import sum_or_mean
 
 Rates = tuple[float, ...]
 
@@ -38,7 +38,7 @@ class LedgerWindow:
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches that it has now."""
-        return len(self._window.added.owners) if self.is_open else 0
+        return len(self._window.all_micro_batches) if self.is_open else 0
 
     @property
     def parameters(self) -> set[int]:
@@ -61,15 +61,16 @@ class LedgerWindow:
 
     def ledger(self, optimizer: torch.optim.Optimizer) -> Ledger:
         """Return the ledger of a window that is complete."""
-        record = self._window.added
-        columns = [[float(count) for count in column] for column in record.units.values()]
+        micro_batches = self._window.all_micro_batches
+        names = {name: None for micro in micro_batches for name in micro.units}
+        columns = [[float(m.units[n]) for m in micro_batches if n in m.units] for n in names]
         before = self._rates.get(id(optimizer))
         units = max(columns, key=sum, default=[])
         are_seen = len(columns) == 1 and len(units) == len(self._reductions)
         totals = zip(self._reductions, units, strict=are_seen)
         return Ledger(
             units=tuple(units),
-            are_units_given=record.are_units_given,
+            are_units_given=self._window.are_units_given,
             has_means=are_seen and all(sum_or_mean(*total, is_mean=False) for total in totals),
             schedule_moved=before is not None and before != rates_of(optimizer),
         )

@@ -239,7 +239,7 @@ class Untouched:
         models = self._ledger.target.models
         names = {module: name for model in models for name, module in model.named_modules()}
         module = self._by_mode[place]
-        self._ledger.added.broken = True
+        self._ledger.broken = "a micro-batch of this window saw the model in another mode"
         raise WindowError(
             f"{names.get(module) or 'the model'} ({type(module).__name__}) was put into "
             f"{'training' if modes[place] else 'evaluation'} mode in the middle of the window, so "
@@ -255,7 +255,7 @@ class Untouched:
         """
         ledger, window = self._ledger, self._ledger.open
         change = None if window is None else self._watch.changed(window.inputs)
-        if change is None or ledger.added.broken:
+        if change is None or ledger.broken:
             if rates:
                 ledger.schedules.refuse_moved(in_window=window is not None)
                 self._watch.warn_of_rates()
@@ -263,8 +263,5 @@ class Untouched:
         parameter, what = change
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""
         why = _WHY[what].format(ledger.target.name_of(parameter), by=self._by, clips=clips)
-        held = (
-            f"discard() drops what this window holds ({ledger.added.micro_batches} of its "
-            "micro-batches)"
-        )
+        held = f"discard() drops what this window holds ({ledger.held} of its micro-batches)"
         raise WindowError(why if self._by == "the loss function" else f"{why}; {held}")

@@ -35,11 +35,10 @@ from wholebatch.window.close import (
     scalar_on,
 )
 from wholebatch.window.close_options import CloseOptions
+from wholebatch.window.micro_batch import MicroBatch
 from wholebatch.window.model_and_optimizer import Schedules, Target
 from wholebatch.window.observer import Nobody, Observer
 from wholebatch.window.window import (
-    Additions,
-    ClampedUnits,
     Step,
     Training,
     Window,
@@ -61,12 +60,21 @@ def _first_seed(units: Units, group: Group) -> float | Tensor:
     return power_of_two_near(1.0 / max(group.largest_number(float(units)), 1.0))
 
 
+HALF_DONE = "the last backward of this window failed half way and left part of its gradients behind"
+PART_FAILED = (
+    "a backward of a micro-batch in parts (more=True) was refused, so it is not known whether the "
+    "next one belongs to it"
+)
+
+
 class Ledger:
     """Makes one window after the other: begin, add, close.
 
     Attributes:
         open: The window that is open, or None.
-        added: What its micro-batches have added; empty if no window is open.
+        micro_batches: The micro-batches of the window that have ended.
+        micro: The micro-batch that has begun and not ended; None between two.
+        broken: The reason why the window must be discarded; None if it may go on.
         updates: Updates made so far.
         skipped: Windows that made no update.
         next_seed: The seed of the next window whose units are not counted before; None if its first
@@ -82,8 +90,7 @@ class Ledger:
         sync: Sync,
         store: Store | None = None,
         on_gradient: OnGradient | None = None,
-        *,
-        audit: bool = True,
+        on_open: Callable[[], object] | None = None,
     ) -> None:
         clips = sync.clip_norm is not None
         self.target = target
@@ -100,11 +107,17 @@ class Ledger:
             self.store,
             self.hooks,
             self.schedules,
-            ClampedUnits(warns=audit),
         )
         self.observer: Observer = Nobody()
         self.open: Window | None = None
-        self.added = Additions()
+        self.micro_batches: list[MicroBatch] = []
+        self.micro: MicroBatch | None = None
+        self._beside: list[MicroBatch] = []  # losses that belong to no single micro-batch
+        self._weights: dict[str, float] = {}  # of the window's terms
+        self.broken: str | None = None
+        self.on_open = on_open
+        self._has_opened = False  # True if `on_open` was called for the window
+        self.are_units_given = False
         self.updates = 0
         self.skipped = 0
         self.next_seed: float | None = None
@@ -115,6 +128,19 @@ class Ledger:
         self._last_seed: tuple[str, float, Tensor] | None = None  # nearly always it is the same
 
     # ------------------------------------------------------------------ begin
+
+    def before_window(self, *, is_late: bool = False) -> None:
+        """Call `on_open`, once per window; refuse it if the first forward has run (`is_late`)."""
+        if self.on_open is None or self._has_opened:
+            return
+        if is_late:
+            raise WindowError(
+                "close=wb.Close(on_open=...) in a plain loop, whose first forward has run already: "
+                "loop with acc.over(loader) or acc.window(micro_batches), or call the function "
+                "yourself before each window"
+            )
+        self._has_opened = True
+        self.on_open()
 
     def begin(
         self,
@@ -165,7 +191,7 @@ class Ledger:
         )
         if terms is not None and window.has_terms:
             window = window.rounded_least(terms)
-        self.open, self.added, self._last_seed = window, Additions(), None
+        self.open, self._last_seed = window, None
         for observer in observers:
             observer.window_began(self)
         return window
@@ -253,10 +279,12 @@ class Ledger:
         `last`: it is the window's last backward, which reduces. One that does not count only takes
         part in the collectives of the other ranks.
         """
+        if counts:
+            self.observer.loss_is_known(loss)
         terms, window = terms_of(loss), self.open
         if isinstance(loss, Terms):
             check_terms(self.known, terms)
-            if self.current.has_terms and not self.added.owners and self.sync.ranks == 1:
+            if self.current.has_terms and not self.has_losses and self.sync.ranks == 1:
                 self.open, self._last_seed = self.current.rounded_least(terms), None
         elif window is None:
             self.begin(loss.units)
@@ -265,13 +293,59 @@ class Ledger:
                 f"units= counts the terms {sorted(self.known or ())}, but the loss has no named "
                 "terms: return wb.Loss.terms({...}) with the same names"
             )
-        self.observer.loss_is_known(loss)
-        self.added.record(terms, counts=counts)
+        micro = self._with_part(terms) if counts else None
         totals, seeds = [], []
         for name, term in terms.items():
             totals.append(term.total)
             seeds.append(self.seed_of(name, term.total, term.weight, counts=counts))
         self.backward(totals, seeds, last=last)
+        if micro is None:
+            self._weights.update((n, t.weight) for n, t in terms.items() if n not in self._weights)
+            self._beside.append(MicroBatch.without_weight(terms))
+        self.micro = micro
+
+    def begin_micro_batch(self) -> MicroBatch:
+        """Begin a micro-batch, unless one has begun; return it."""
+        if self.micro is None:
+            self.micro = MicroBatch(len(self.micro_batches))
+        return self.micro
+
+    def _with_part(self, terms: Mapping[str, Term]) -> MicroBatch:
+        """Return the micro-batch with a backward of these terms; refuse other weights."""
+        for name, term in terms.items():
+            first = self._weights.setdefault(name, term.weight)
+            if term.weight != first:
+                raise LossError(
+                    f"the weight of term {name!r} is {first:g} in one micro-batch of this window "
+                    f"and {term.weight:g} in another: it belongs to the whole window; multiply the "
+                    "totals by what differs between samples"
+                )
+        return self.begin_micro_batch().with_part(terms)
+
+    def record(self, terms: Mapping[str, Term], *, of_the_window: bool = False) -> None:
+        """Record a loss whose gradients are added elsewhere: by a graph, or in a second pass."""
+        micro = self._with_part(terms)
+        if of_the_window:  # it belongs to no single micro-batch
+            self._beside.append(replace(micro, index=-1))
+            self.micro = None
+        else:
+            self.micro = micro
+
+    @property
+    def has_losses(self) -> bool:
+        """True if the open window holds a loss."""
+        return bool(self.all_micro_batches)
+
+    @property
+    def held(self) -> int:
+        """The number of micro-batches that the open window holds, without those that were empty."""
+        return sum(bool(micro.parts) for micro in self.micro_batches)  # read at exit, too
+
+    @property
+    def all_micro_batches(self) -> list[MicroBatch]:
+        """What the window holds: ended micro-batches, the open one, and losses beside them."""
+        last = [] if self.micro is None else [self.micro]
+        return [m for m in (*self.micro_batches, *last, *self._beside) if m.parts]
 
     def backward(
         self,
@@ -282,7 +356,7 @@ class Ledger:
         last: bool = False,
     ) -> None:
         """Add the gradients of totals, times their seeds, into the parameters and into `also`."""
-        sync, inputs, added = self.sync, self.current.inputs, self.added
+        sync, inputs = self.sync, self.current.inputs
         try:
             with sync.backward(inputs, last=last):
                 # A mean over no units adds nothing, and its backward may divide by zero.
@@ -295,15 +369,16 @@ class Ledger:
             if has_none and sync.adds_to_parameters:
                 refuse_reentrant(totals)  # torch finds none of the inputs in the graph
         except BaseException as error:
-            added.broken = True  # some gradients of this micro-batch are in, others are not
+            self.broken = self.broken or HALF_DONE  # some gradients are in, others are not
             refuse_freed_graph(error)
             if isinstance(error, RuntimeError) and sync.adds_to_parameters:
                 refuse_reentrant(totals)
             raise
 
     def end_micro_batch(self) -> None:
-        """Count a micro-batch after its last backward."""
-        self.added.end_micro_batch()
+        """End a micro-batch after its last backward; one without a backward has a place, too."""
+        self.micro_batches.append(self.begin_micro_batch())
+        self.micro = None
         self.observer.gradients_are_added()
 
     # ------------------------------------------------------------------ close
@@ -319,35 +394,35 @@ class Ledger:
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
         `while_waiting()` is called where the host waits for the device.
         """
+        self.observer.window_closes()
         for observer in observers:
             observer.window_closes(self)
         handover = self.store.handover
         steps = steps and self.target.steps and (self.sync.owns_step or not handover.counts)
         self.leaves_gradients = not steps
-        window, added, training = self.current, self.added, self._training
+        window, micro_batches, training = self.current, self.all_micro_batches, self._training
         try:
             self._refuse_changed(window)
             filled_in = self.sync.reduce(window.inputs)
             # A rank without weights only joins the others.
-            weights = added.weights or self._last_weights
-            sums = add_up(window, added, training, weights, filled_in)
+            weights = self._weights or self._last_weights
+            sums = add_up(window, micro_batches, training, weights, filled_in)
             decision = decide(
                 window,
-                added,
+                micro_batches,
                 training,
                 sums,
                 number=self.updates + 1,
                 steps=steps,
                 while_waiting=while_waiting,
             )
-            self.observer.window_closes(decision.counts)
             apply(decision, training, steps=steps)
             self.updates += decision.skipped is None and (steps or handover.counts)
             self.skipped += decision.skipped is not None
             if decision.units:
                 self.next_seed = power_of_two_near(1.0 / decision.units)
                 self._last_weights = sums.weights
-            return report(window, added, decision, self.updates)
+            return report(window, micro_batches, decision, self.updates)
         finally:
             self.discard()
             # An autocast around the whole loop would go on with casts of the old weights.
@@ -355,7 +430,7 @@ class Ledger:
 
     def _refuse_changed(self, window: Window) -> None:
         """Refuse to close what is not whole, or no longer what the window began with."""
-        self.added.refuse_broken()
+        self.refuse_broken()
         self.schedules.refuse_moved(in_window=True)
         self.target.refuse_cast(self.sync.stepped(window.inputs))
         self.target.refuse_other_parameters(window.inputs)
@@ -366,6 +441,7 @@ class Ledger:
         """Take part in a window of the other ranks, without a micro-batch."""
         if known is not None and known.keys() != self._last_weights.keys():
             self._last_weights = dict.fromkeys(known, 1.0)  # the first window: only names matter
+        self.before_window()
         self.sync.before_forwards()
         self.begin(0, known=known)
         return self.close()
@@ -375,7 +451,14 @@ class Ledger:
         self.store.discard()
         self.sync.discard()
         self.hooks.give_back()
-        self.open, self.added = None, Additions()
+        self.open = self.micro = self.broken = None
+        self.micro_batches, self._beside, self._weights = [], [], {}
+        self.are_units_given = self._has_opened = False
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on with a window that holds a part of a micro-batch."""
+        if self.broken is not None:
+            raise WindowError(f"{self.broken}: call discard() before going on")
 
 
 def refuse_no_grad(call: str, instead: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,8 +43,8 @@ class Observer(Protocol):
     def gradients_are_added(self) -> None:
         """See that all gradients of a micro-batch are in."""
 
-    def window_closes(self, units: Mapping[str, float]) -> None:
-        """See the units of a window by term, summed over the ranks, before its update."""
+    def window_closes(self) -> None:
+        """See that the window is about to close, before anything is reduced or written."""
 
 
 class Nobody:
@@ -62,5 +62,5 @@ class Nobody:
     def gradients_are_added(self) -> None:
         return
 
-    def window_closes(self, units: Mapping[str, float]) -> None:
+    def window_closes(self) -> None:
         return

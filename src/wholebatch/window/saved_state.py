@@ -22,7 +22,7 @@ def state_of(ledger: Ledger, kind: str) -> dict[str, Any]:
     target = ledger.target
     if ledger.open is not None:
         raise StateError(
-            f"state_dict() in an open window (micro-batches so far: {ledger.added.micro_batches}): "
+            f"state_dict() in an open window (micro-batches so far: {ledger.held}): "
             "save where backward() or run() returned a Step (`if step is not None:`). A window "
             "that was interrupted is computed again, with the same update"
         )

@@ -22,7 +22,7 @@ class UnclosedWarning:
 
     def warn(self) -> None:
         """Warn if a window is open. After an error, which says enough, none must be closed."""
-        micro_batches = self._ledger.added.micro_batches
+        micro_batches = self._ledger.held
         if micro_batches and not self._turn.failed and not hasattr(sys, "last_type"):
             _log.warning(
                 "%s was deleted with an open window (micro-batches in it: %d), which made no "

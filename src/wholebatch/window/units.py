@@ -10,7 +10,7 @@ from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError
 from wholebatch.losses.loss import SINGLE, Units, check_units
 from wholebatch.window.close import read_scalars
-from wholebatch.window.window import refuse_units
+from wholebatch.window.micro_batch import refuse_units
 
 UnitsFunction: TypeAlias = Callable[[Any], Units | Mapping[str, Units]]
 
@@ -49,5 +49,5 @@ def count_units(units: UnitsFunction, micros: Sequence[Any]) -> dict[str, float]
             counts.setdefault(name, []).append(check_units(count))
     numbers = {name: read_scalars(values) for name, values in counts.items()}
     for values in numbers.values():
-        refuse_units(values, counted=True)
+        refuse_units(values)
     return {name: math.fsum(values) for name, values in numbers.items()}

@@ -1,4 +1,4 @@
-"""A window: the value that begins one update, what its micro-batches add, and how it ends.
+"""A window: the value that begins one update, and how it ends.
 
 Every micro-batch's backward starts from a *seed*, the same number for the whole window and for all
 ranks, and adds `seed × d(total)` into the gradients. It is a power of two near `1 / units`, so that
@@ -17,7 +17,6 @@ The end of a window is four functions over values:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,9 +34,8 @@ from wholebatch.errors import (
     LossError,
     NonFiniteError,
     RankError,
-    WindowError,
 )
-from wholebatch.losses.loss import SINGLE, Term, Units
+from wholebatch.losses.loss import SINGLE, Term
 from wholebatch.window.close import (
     DeferredHooks,
     Reading,
@@ -45,23 +43,10 @@ from wholebatch.window.close import (
     Sums,
     check_counts,
     column,
-    scalar_on,
 )
 from wholebatch.window.close_options import CloseOptions
+from wholebatch.window.micro_batch import MicroBatch, refuse_units
 from wholebatch.window.model_and_optimizer import Schedules, Target
-
-_OTHER_UNITS = (
-    "two backwards of one micro-batch with different units ({first} and {again}): pass the "
-    "same units to all of them (they are counted once), and more=True to all but the last. For a "
-    "loss over other units, use wb.Loss.terms(...) after announce()"
-)
-_CLAMPED = (
-    "the loss of a micro-batch is exactly 0 over 1 unit, and another micro-batch has %g units. If "
-    "the units are clamped, as in max(count, 1), the window is divided by too many: pass the "
-    "count itself (close=wb.Close(zero_units='skip') skips a window without units). If this loss "
-    "is rightly 0, go on: this is said once, and not at all with audit=False"
-)
-_log = logging.getLogger("wholebatch")
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,101 +135,6 @@ class Window:
         return replace(self, seed=float(factors[torch.stack(gaps).amax(0).argmin()]))
 
 
-@dataclass(eq=False)
-class Additions:
-    """What the micro-batches of a window have added so far: their totals and units."""
-
-    totals: dict[str, list[Any]] = field(default_factory=dict)
-    units: dict[str, list[Any]] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-    owners: list[int] = field(default_factory=list)
-    """The micro-batch of each total (one may have several)."""
-    are_units_given: bool = False
-    """True if a loop gave a loss with its units, and no test of a loss function has seen them."""
-    micro_batches: int = 0
-    more_of_micro_batch: bool = False
-    """True if the next backward is a further one of the same micro-batch."""
-    repeated: set[int] = field(default_factory=set)
-    """The places in `units` of such backwards."""
-    broken: bool = False
-    """True if a backward failed half way and added a part of a micro-batch."""
-    _units_of_micro_batch: dict[str, Units] = field(default_factory=dict)
-
-    def refuse_broken(self) -> None:
-        """Refuse to continue a window that holds a part of a micro-batch."""
-        if self.broken:
-            raise WindowError(
-                "the last backward of this window failed half way and left part of its gradients "
-                "behind: call discard() before going on"
-            )
-
-    def record(self, terms: Mapping[str, Term], *, counts: bool = True) -> None:
-        """Record the loss of a backward; one that does not count is 0.
-
-        The units of a micro-batch count once, however many backwards it has: its first backward
-        records them, and the others must have the same.
-        """
-        for name, term in terms.items():
-            counted = term.units if counts else 0
-            if self.more_of_micro_batch and name in self._units_of_micro_batch:
-                counted = same_units(self._units_of_micro_batch[name], counted)
-                self.repeated.add(len(self.units[name]))
-            else:
-                self._units_of_micro_batch[name] = counted
-            self.totals.setdefault(name, []).append(term.total.detach() if counts else 0.0)
-            self.units.setdefault(name, []).append(counted)
-            first = self.weights.setdefault(name, term.weight)
-            if term.weight != first:
-                raise LossError(
-                    f"the weight of term {name!r} is {first:g} in one micro-batch of this window "
-                    f"and {term.weight:g} in another: it belongs to the whole window; multiply the "
-                    "totals by what differs between samples"
-                )
-        self.owners.append(self.micro_batches)
-
-    def end_micro_batch(self) -> None:
-        """Count a micro-batch after its last backward."""
-        self.micro_batches += 1
-        self.more_of_micro_batch = False
-
-
-def same_units(first: Units, again: Units) -> Units:
-    """Return 0, the units that a further backward of a micro-batch adds; refuse other units.
-
-    On a device nothing can be read now: NaN stands for other units until the close reads it.
-    """
-    if isinstance(first, Tensor) or isinstance(again, Tensor):
-        like = first if isinstance(first, Tensor) else again
-        assert isinstance(like, Tensor)
-        same = scalar_on(like.device, first, torch.float64) == scalar_on(
-            like.device, again, torch.float64
-        )
-        return torch.where(same, 0.0, math.nan)
-    if first != again:
-        raise LossError(_OTHER_UNITS.format(first=first, again=again))
-    return 0
-
-
-def refuse_units(
-    counts: Sequence[float], repeated: Collection[int] = (), *, counted: bool = False
-) -> None:
-    """Refuse units that are negative or not finite, now that those on a device were read.
-
-    `repeated` are the places of further backwards of a micro-batch.
-    """
-    for place, count in enumerate(counts, 1):
-        if math.isnan(count) and place - 1 in repeated:
-            raise LossError(_OTHER_UNITS.format(first="one number", again="another"))
-        if not 0 <= count < math.inf:
-            must = "must be finite and not negative"
-            if counted:
-                raise LossError(f"units= counted {count:g}: {must}")
-            raise LossError(
-                f"units={count:g} of the window's backward {place}: {must}, what the loss is a sum "
-                "over (samples, tokens, weights)"
-            )
-
-
 def is_tested_window(number: int) -> bool:
     """Return True for windows 1, 2, 4, 8, ...; the first window of a run has number 1.
 
@@ -258,20 +148,6 @@ def is_tested_window(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-class ClampedUnits:
-    """Warns, once, of a micro-batch whose loss is exactly 0 over 1 unit."""
-
-    def __init__(self, *, warns: bool) -> None:
-        self._warns = warns
-
-    def look_at(self, totals: Sequence[float], units: Sequence[float]) -> None:
-        """Warn if the units of a term may be clamped, as in `max(count, 1)`."""
-        pairs = zip(totals, units, strict=False)
-        if self._warns and (0.0, 1.0) in pairs and max(units) > 1:
-            self._warns = False
-            _log.warning(_CLAMPED, max(units))
-
-
 @dataclass(frozen=True)
 class Training:
     """What the windows of a run train, and how."""
@@ -282,7 +158,6 @@ class Training:
     store: Store
     hooks: DeferredHooks
     schedules: Schedules
-    clamped_units: ClampedUnits
 
 
 @dataclass(frozen=True)
@@ -295,8 +170,6 @@ class Decision:
     clip: float = 1.0
     terms: Mapping[str, float] | None = None
     """The mean of each term; None if the loss has one term only."""
-    counts: Mapping[str, float] = field(default_factory=dict)
-    """The units of each term."""
     skipped: str | None = None
     """The reason for making no update; None if it is to be made."""
     has_stepped: bool = False
@@ -308,19 +181,20 @@ class Decision:
 
 def add_up(
     window: Window,
-    added: Additions,
+    micro_batches: Sequence[MicroBatch],
     training: Training,
     weights: Mapping[str, float],
     filled_in: Collection[int] = (),
 ) -> Sums:
     """Return totals and units of each term over the window and all ranks (one collective).
 
-    `filled_in` are the ids of the parameters that had no gradient here before the reduction.
+    `weights` are those of the terms. `filled_in` are the ids of the parameters that had no gradient
+    here before the reduction.
     """
     names = sorted(weights)
     device = training.target.device
-    totals = [column(added.totals.get(name, ()), device) for name in names]
-    units = [column(added.units.get(name, ()), device) for name in names]
+    totals = [column(_totals(micro_batches, name), device) for name in names]
+    units = [column([m.units[name] for m in _with(micro_batches, name)], device) for name in names]
     total = torch.stack([each.sum() for each in totals])
     # Units that are not valid on this rank must stop the update of every rank.
     count = torch.stack([torch.where(each >= 0, each, math.nan).sum() for each in units])
@@ -335,6 +209,20 @@ def add_up(
     normalise = 1.0 / (divisor * window.seed) / window.loss_scale
     by_name = {name: weights[name] for name in names}
     return Sums(by_name, totals, units, total, count, is_valid, normalise)
+
+
+def _with(micro_batches: Sequence[MicroBatch], name: str) -> list[MicroBatch]:
+    """Return the micro-batches that have a term."""
+    return [micro for micro in micro_batches if name in micro.units]
+
+
+def _totals(micro_batches: Sequence[MicroBatch], name: str) -> list[Any]:
+    return [total for micro in micro_batches for total in micro.totals(name)]
+
+
+def number_of(micro_batches: Sequence[MicroBatch]) -> int:
+    """Return how many of them had a backward that counts."""
+    return sum(micro.index >= 0 and bool(micro.parts) for micro in micro_batches)
 
 
 def _over_ranks(
@@ -366,7 +254,7 @@ def _over_ranks(
 
 def decide(
     window: Window,
-    added: Additions,
+    micro_batches: Sequence[MicroBatch],
     training: Training,
     sums: Sums,
     *,
@@ -379,7 +267,7 @@ def decide(
     `number` is that of the update. `while_waiting()` is called where the host waits for the device.
     """
     store, hooks, sync = training.store, training.hooks, training.sync
-    unread = steps and bool(added.totals) and store.can_step_unread(hooks)
+    unread = steps and bool(micro_batches) and store.can_step_unread(hooks)
     closed = store.close(window.groups, sums, hooks, waits=not unread)
     reading = Reading(*closed, sums.totals, sums.units, *sums.own_totals, *sums.own_units)
     if unread:
@@ -393,14 +281,13 @@ def decide(
         (norm,), (clip,), (is_valid,) = Reading(*closed).wait()
     names = list(sums.weights)
     totals_of_each, units_of_each = columns[: len(names)], columns[len(names) :]
-    for totals_of_term, units_of_term in zip(totals_of_each, units_of_each, strict=True):
-        refuse_units(units_of_term, added.repeated)
-        training.clamped_units.look_at(totals_of_term, units_of_term)
+    for name, units_of_term in zip(names, units_of_each, strict=True):
+        refuse_units(units_of_term, _with(micro_batches, name))
     count = max(units_of)
     if math.isnan(count):
         raise LossError("another rank has units that are negative or not finite")
     if count == 0.0:
-        return _without_units(added, training.options)
+        return _without_units(micro_batches, training.options)
     if window.known is not None:
         check_counts(window.known, dict(zip(names, units_of, strict=True)))
     means = {
@@ -414,23 +301,26 @@ def decide(
     skipped = None
     if not is_valid:
         are_finite = all(map(math.isfinite, sum_of))
-        skipped = _not_finite(window, added, training, totals_of_each, are_finite, number)
+        owners = [[m.index for m in micro_batches for _ in m.totals(name)] for name in names]
+        finite = zip(chain(*owners), chain(*totals_of_each), strict=True)
+        bad = [owner for owner, total in finite if not math.isfinite(total)]
+        of = number_of(micro_batches)
+        skipped = _not_finite(window, training, bad, of, are_finite, number)
     return Decision(
         loss=math.fsum(sums.weights[name] * means[name] for name in names),
         units=count,
         grad_norm=norm,
         clip=clip if is_valid else 1.0,
         terms=means if names != [SINGLE] else None,
-        counts=dict(zip(names, units_of, strict=True)),
         skipped=skipped,
         has_stepped=unread,
     )
 
 
-def _without_units(added: Additions, options: CloseOptions) -> Decision:
+def _without_units(micro_batches: Sequence[MicroBatch], options: CloseOptions) -> Decision:
     if options.zero_units == "raise":
         raise EmptyWindowError(
-            f"all {added.micro_batches} micro-batches of this window have zero units (every "
+            f"all {number_of(micro_batches)} micro-batches of this window have zero units (every "
             "label is ignored or every weight is zero), so its mean does not exist: filter "
             "such batches, or pass close=wb.Close(zero_units='skip') to skip and count them"
         )
@@ -452,16 +342,17 @@ def _refuse_other_norm(training: Training, norm: float) -> None:
 
 def _not_finite(
     window: Window,
-    added: Additions,
     training: Training,
-    totals: Sequence[Sequence[float]],
+    culprits: Sequence[int],
+    of: int,
     are_finite: bool,
     number: int,
 ) -> str:
-    """Return the reason for skipping, or raise the error; the same on all ranks."""
-    pairs = (zip(added.owners, values, strict=False) for values in totals)
-    not_finite = [owner for owner, total in chain(*pairs) if not math.isfinite(total)]
-    culprit = min(not_finite, default=None)
+    """Return the reason for skipping, or raise the error; the same on all ranks.
+
+    `culprits` are the micro-batches whose losses are not finite, `of` so many.
+    """
+    culprit = min((index for index in culprits if index >= 0), default=None)
     scale, sync = training.target.scale, training.sync
     if scale is not None and scale.enabled and are_finite:
         return f"gradients not finite at loss scale {window.loss_scale:g}"
@@ -470,9 +361,9 @@ def _not_finite(
         where += " (or on_gradient= has made them so)"
     if culprit is not None:
         on = f" on rank {sync.rank}" if sync.ranks > 1 else ""
-        where = f"micro-batch {culprit + 1} of {added.micro_batches}{on} has {bad}"
+        where = f"micro-batch {culprit + 1} of {of}{on} has {bad}"
     elif not are_finite:
-        where = f"{'another rank' if added.owners else 'the batch'} has {bad}"
+        where = f"{'the batch' if culprits else 'another rank'} has {bad}"
     if training.options.nonfinite == "skip":
         return where
     raise NonFiniteError(
@@ -507,14 +398,16 @@ def apply(decision: Decision, training: Training, *, steps: bool) -> None:
     training.sync.after_update()
 
 
-def report(window: Window, added: Additions, decision: Decision, updates: int) -> Step:
+def report(
+    window: Window, micro_batches: Sequence[MicroBatch], decision: Decision, updates: int
+) -> Step:
     """Return the Step of a window, after so many updates."""
     return Step(
         update=updates,
         loss=decision.loss,
         units=decision.units,
         grad_norm=decision.grad_norm,
-        micro_batches=added.micro_batches,
+        micro_batches=number_of(micro_batches),
         seconds=perf_counter() - window.started,
         clip=decision.clip,
         loss_scale=window.loss_scale,

@@ -141,8 +141,8 @@ class Recorder:
 
 def difference(right: Steps, steps: Steps) -> str:
     """Return the first difference in words; empty if rounding explains all."""
-    for number, (expected, seen) in enumerate(zip(right, steps, strict=False)):
-        for name, wanted, got in zip(("gradient", "weights"), expected, seen, strict=True):
+    for number, (expected, actual) in enumerate(zip(right, steps, strict=False)):
+        for name, wanted, got in zip(("gradient", "weights"), expected, actual, strict=True):
             distance = float((got - wanted).norm() / wanted.norm().clamp(min=1e-12))
             if not distance <= EXACT:
                 return f"the {name} of window {number} is {distance:.1e} off"

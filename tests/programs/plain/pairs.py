@@ -19,10 +19,10 @@ class PairText(Text):
     """The parts of a GAN's loop: x are real samples, y is noise."""
 
     def optimizers(self) -> list[str]:
-        made = OPTIMIZERS[self.loop.optimizer]
+        call = OPTIMIZERS[self.loop.optimizer]
         return [
-            "optimizer_d = " + made.format(*["discriminator.parameters()"] * 2),
-            "optimizer_g = " + made.format(*["generator.parameters()"] * 2),
+            "optimizer_d = " + call.format(*["discriminator.parameters()"] * 2),
+            "optimizer_g = " + call.format(*["generator.parameters()"] * 2),
         ]
 
     def micro_batch(self, boundary: str = "") -> list[str]:

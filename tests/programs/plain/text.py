@@ -147,8 +147,8 @@ class Text:
             *self.optimizers(),
         ]
         if loop.scheduler in SCHEDULERS:
-            made = SCHEDULERS[loop.scheduler].format(updates=self.updates)
-            lines.append(f"scheduler = {made}")
+            call = SCHEDULERS[loop.scheduler].format(updates=self.updates)
+            lines.append(f"scheduler = {call}")
         if loop.amp.startswith("scaler"):
             enabled = "enabled=False" if loop.amp == "scaler off" else "init_scale=1024.0"
             lines.append(f'scaler = torch.amp.GradScaler("cpu", {enabled})')
@@ -492,8 +492,8 @@ class Text:
         lines += [*head, *self.micro_batch(boundary), *close]
         step = re.sub(r"(?<![\w.])model\b", "self.model", "\n".join(lines))
         step = re.sub(r"(?<![\w.])seen\b", "self.seen", step)
-        made = "[optimizer], [scheduler]" if loop.scheduler in SCHEDULERS else "optimizer"
-        return _LIGHTNING.format(step=indent(step, "        "), made=made, epochs=loop.epochs)
+        configured = "[optimizer], [scheduler]" if loop.scheduler in SCHEDULERS else "optimizer"
+        return _LIGHTNING.format(step=indent(step, "        "), made=configured, epochs=loop.epochs)
 
     def _counter(self) -> list[str]:
         loop = self.loop
@@ -655,8 +655,8 @@ def _names(setup: str) -> list[str]:
 def _class(setup: str, training: str) -> str:
     """Return the loop as the method of a trainer."""
     names = _names(setup)
-    made = re.compile(rf"(?<![\w.\"'])({'|'.join(names)})\b(?!\s*=[^=])")
-    fit = made.sub(r"self.\1", training).replace("def endless(self.loader)", "def endless(loader)")
+    word = re.compile(rf"(?<![\w.\"'])({'|'.join(names)})\b(?!\s*=[^=])")
+    fit = word.sub(r"self.\1", training).replace("def endless(self.loader)", "def endless(loader)")
     fit = fit.replace("yield from self.loader", "yield from loader")
     listed = ", ".join(names)
     kept = "\n".join(f"        self.{name} = {name}" for name in names)

@@ -3,8 +3,8 @@
 | trainer | mean over | what its windows need |
 |---|---|---|
 | SFTTrainer | tokens | a loss that can be one graph, metrics on the device until they are logged |
-| DPOTrainer, RewardTrainer | pairs | the same; pairs that stay together when a batch is cut |
-| KTOTrainer | samples | the same; the KL estimate of the whole window, from a pass before it |
+| DPOTrainer, RewardTrainer | pairs | pairs that stay together when a batch is cut |
+| KTOTrainer | samples | the KL estimate of the whole window, from a pass before it |
 | GRPOTrainer, RLOOTrainer | tokens or sequences | all completions, before the first forward |
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wholebatch.compile import Execute
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.integrations.transformers.exact_preference import ExactDPO, ExactKTO, ExactReward
+from wholebatch.integrations.transformers.exact_preference import ExactDPO, ExactKTO, ExactPairs
 from wholebatch.integrations.transformers.exact_sft import ExactSFT
 from wholebatch.integrations.transformers.exact_trainer import (
     ExactTrainerMixin,
@@ -95,7 +95,7 @@ def _completion_mask(inputs: Mapping[str, Any]) -> Tensor:
 _OF_TRL: dict[str, type[ExactTrainerMixin]] = {
     "SFTTrainer": ExactSFT,
     "DPOTrainer": ExactDPO,
-    "RewardTrainer": ExactReward,
+    "RewardTrainer": ExactPairs,
     "KTOTrainer": ExactKTO,
     "GRPOTrainer": ExactPolicy,
     "RLOOTrainer": ExactPolicy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -48,19 +48,14 @@ class GivenWindows(WholeBatch):
         self,
         *arguments: Any,
         host: object = None,
-        combined_by: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._host = host
-        self._combined_by = combined_by or {}
         self._announced: dict[str, float] | None = None
         self._shares = torch.zeros(0)
         self.extras: dict[str, Tensor] = {}
-        """The tensors beside the losses (`wb.Loss(extras=)`), one number for each batch.
-
-        They are summed over its micro-batches, or combined as `combined_by` says ("amin", "amax").
-        """
+        """The tensors beside the losses (`wb.Loss(extras=)`), summed over each batch."""
         self._watch = Watch(self._ledger.target.optimizers)
 
     def make_gradient(
@@ -94,25 +89,23 @@ class GivenWindows(WholeBatch):
             super()._test(batch, micros)
 
     def _close(self, micros: Sequence[Any], steps: bool) -> Step:
-        added, device = self._ledger.added, self._ledger.target.device
-        totals, owners = added.totals.get(SINGLE, ()), list(added.owners)
+        device, micro_batches = self._ledger.target.device, self._ledger.micro_batches
+        totals = [total for micro in micro_batches for total in micro.totals(SINGLE)]
+        owners = [micro.index for micro in micro_batches for _ in micro.totals(SINGLE)]
         sums = torch.zeros(self._batches, dtype=torch.float64, device=device)
         self.extras = {}
         dtype = torch.float32
         is_one = self._runner.is_coupled or not totals  # one loss of the whole batch
         if not is_one:  # before the close, which waits for the device
             losses = torch.stack([torch.as_tensor(total, device=device) for total in totals])
-            batch_of = self._fitting.batch_of_each()
+            batch_of = self._fitting.sizes.batch_of_each()
             places = torch.tensor([batch_of[owner] for owner in owners]).to(
                 device, non_blocking=True
             )
             sums.index_add_(0, places, losses.double())
             for name in self._runner.extras[0] if self._runner.extras else ():
                 values = torch.stack([extras[name] for extras in self._runner.extras]).double()
-                how = self._combined_by.get(name, "sum")
-                self.extras[name] = torch.zeros_like(sums).scatter_reduce(
-                    0, places, values, how, include_self=False
-                )
+                self.extras[name] = torch.zeros_like(sums).index_add_(0, places, values)
             dtype = losses.dtype
         step = super()._close(micros, steps)
         if is_one:

@@ -21,8 +21,8 @@ from torch.nn.utils import get_total_norm
 
 from wholebatch.audit.divided_by_steps import step_division
 from wholebatch.audit.loss_test import LossTest
+from wholebatch.audit.scalar_graph import parts_of
 from wholebatch.coupled import choose as choose_batchnorm
-from wholebatch.coupled.last_reduction import last_reductions
 from wholebatch.distributed.process_group import Group
 from wholebatch.errors import LossError, NonFiniteError, OptionError, UnsupportedError
 from wholebatch.losses.loss import Loss, mean_loss
@@ -174,7 +174,7 @@ class WeightedLoss:
     def _warn_of_division(self, mean: Tensor, steps: int) -> None:
         """Warn of a first loss that is divided by the number of steps."""
         warns, self._warns_of_division = self._warns_of_division, False
-        warning = step_division(last_reductions(mean), None, [steps]) if warns else None
+        warning = step_division(parts_of(mean), None, [steps]) if warns else None
         if warning is not None:
             warn_user(warning)
 

@@ -109,6 +109,11 @@ class FileIndex:
                 todo += callers.get(function.name, [])
         return relevant
 
+    @cached_property
+    def walruses(self) -> list[ast.NamedExpr]:
+        """Return the assignments by `:=` of the file."""
+        return [node for node in self.nodes if isinstance(node, ast.NamedExpr)]
+
     def functions_around(self, line: int) -> list[FunctionNode]:
         """Return the functions that contain a line, outermost first."""
         last = bisect_right(self.every_function, line, key=lambda f: f.lineno)

@@ -337,7 +337,7 @@ class Reader:
         loop = Loop(stmt, len(self.loops), parents)
         if isinstance(stmt, ast.While):
             self._path = (*path, loop)
-            entered = self._enter(loop, [stmt.test, *stmt.body])
+            entered = self._enter(loop, stmt.body)
             self.evaluate(stmt.test)
         else:
             loop.target, loop.iterable = stmt.target, self.evaluate(stmt.iter)
@@ -359,6 +359,8 @@ class Reader:
         self.loops.append(loop)
         around = (*loop.parents, loop)
         names = assigned_names(body)
+        first, last = loop.node.lineno, loop.node.end_lineno or loop.node.lineno
+        names |= {w.target.id for w in self.index.walruses if first <= w.lineno <= last}
         owner = self._frame.owner
         if owner is not None:
             called = set(owner.changed) if loop.virtual else set(methods_called(body))

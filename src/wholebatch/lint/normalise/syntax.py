@@ -219,23 +219,20 @@ def target_names(target: ast.expr) -> Iterator[str]:
 
 
 def assigned_names(body: Sequence[ast.AST]) -> set[str]:
-    """Return every name (also `self.x`) that the statements change, except inside functions."""
+    """Return every name (also `self.x`) that statements assign, except inside functions."""
     names: set[str] = set()
     todo = list(body)
     while todo:
         node = todo.pop()
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
-            continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 names.update(target_names(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
             names.update(target_names(node.target))
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            names.update(target_names(node.optional_vars))
-        for value in node.__dict__.values():  # Faster than iter_child_nodes.
-            if isinstance(value, list):
-                todo += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST):
-                todo.append(value)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                names.update(target_names(item.optional_vars) if item.optional_vars else ())
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+                todo += getattr(node, inner, ())
     return names

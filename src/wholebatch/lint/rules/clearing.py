@@ -31,6 +31,7 @@ def cleared_every_micro_batch(file: File) -> Iterator[Report]:
                     "gradients are cleared on every micro-batch, but used once per window of "
                     f"{window.count_name}: only the last micro-batch counts; clear once, "
                     "after the step",
+                    window.level,
                 )
 
 
@@ -128,6 +129,7 @@ def backward_at_boundary(file: File) -> Iterator[Report]:
                 f"the backward runs once every {window.count_name} micro-batches, and the losses "
                 "of the others are lost: run it for every micro-batch, and the step at the "
                 "boundary",
+                window.level,
             )
 
 

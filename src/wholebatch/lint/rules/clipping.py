@@ -37,6 +37,7 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
                 clip.node,
                 "gradients are clipped on every micro-batch: clip once, at the end of the window, "
                 "before the optimizer steps",
+                window.level,
             )
 
 

@@ -20,7 +20,7 @@ from ..normalise.syntax import (
 from ..windows import File, Window
 from ..windows.loss_terms import LOSS_NAME, Divisor, Term, terms_of
 from ..windows.values import integer, varies
-from .rule_base import ERROR, NOTE, Report, rule
+from .rule_base import NOTE, Report, rule
 
 # The criteria of torch, by their full names: their default is the mean.
 CRITERION = re.compile(
@@ -53,7 +53,7 @@ def loss_not_divided(file: File) -> Iterator[Report]:
             event.node,
             f"loss {what}: the gradient is not the mean over the micro-batches of a window; "
             f"divide the loss by {name} before the backward",
-            ERROR if certain and not _is_handed_on(window) else NOTE,
+            window.level if certain and not _is_handed_on(window) else NOTE,
         )
 
 
@@ -211,7 +211,7 @@ def _divided_again(window: Window) -> Iterator[Report]:
             reported.add(id(written(counts[0].node)))
             same = text(window.every) == counts[0].key
             certain = is_again or (framework == "Accelerate" and same) or bool(window.engine_steps)
-            level = ERROR if certain else NOTE
+            level = window.level if certain else NOTE
             yield _twice(counts[0].node, counts[0].written, framework, level)
 
 

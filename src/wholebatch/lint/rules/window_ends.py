@@ -9,7 +9,7 @@ from ..normalise.syntax import keyword, text
 from ..windows import File, Window
 from ..windows.boundary import Boundary
 from ..windows.values import iterated, length, varies
-from .rule_base import ERROR, NOTE, Report, rule
+from .rule_base import NOTE, Report, rule
 
 
 @rule("WB109", "tail of the epoch", "error or note")
@@ -41,7 +41,7 @@ def short_last_window(file: File) -> Iterator[Report]:
             shared = {"prepare", "setup_dataloaders"} & window.file.index.calls_by_name.keys()
             certain = rest and boundary.shift == 0 and window.loop.parents and not shared
             shown = f" ({items} micro-batches leave {rest})" if rest else ""
-            yield Report(boundary.test, message + shown, ERROR if certain else NOTE)
+            yield Report(boundary.test, message + shown, window.level if certain else NOTE)
 
 
 def _mistake(window: Window, *, handled: bool) -> str:
@@ -123,6 +123,7 @@ def boundary_off_by_one(file: File) -> Iterator[Report]:
                 boundary.test,
                 f"boundary is off by one: the first window has {words} instead of {name}; "
                 "count micro-batches from 1",
+                window.level,
             )
 
 

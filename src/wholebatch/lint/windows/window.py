@@ -25,7 +25,7 @@ from ..normalise.syntax import (
 )
 from .boundary import Boundary, boundary_of
 from .loss_terms import DEVICES, Divisor, Term, says_accumulating, terms_of
-from .values import integer, iterated, length, symbols_in, varies
+from .values import integer, iterated, leaves, length, symbols_in, varies
 
 # A condition that may be a boundary of another file: `if self.should_update():`.
 _MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
@@ -72,6 +72,12 @@ class Window:
         if self.every is not None:
             return integer(self.every, self.file)
         return length(self.loop.iterable, self.file) if self.shape == "nested" else None
+
+    @property
+    def level(self) -> str:
+        """Return the level of a mistake that a window of one micro-batch does not have."""
+        ones = [leaf for leaf in leaves(self.every, self.file) if number(leaf) == 1]
+        return "note" if ones else "error"
 
     @property
     def changes_size(self) -> bool:

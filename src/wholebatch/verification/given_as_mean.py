@@ -1,68 +1,12 @@
-"""A mean that is given as a sum, or a sum as a mean."""
+"""Tell a mean that is given as a sum, from the last reductions of its graph."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from wholebatch.audit.check import Answer, Check, MicroBatch, Warned, silenced
 from wholebatch.audit.finding import AuditFinding
 from wholebatch.coupled.last_reduction import Reduction
-
-_LOSS = "the loss"
-
-
-class SumOrMean(Check):
-    """A mean given as a sum, or a sum as a mean.
-
-    Finds: over several units, `total` whose last reduction is a mean over several numbers, or a sum
-    divided by its units; `mean` that is a sum of losses, by torch or by hand.
-
-    Costs: a walk over the scalar end of the graph.
-
-    Certain: the graph shows the reduction, and the units show what it must be. Likely for sums over
-    2 units that are divided by 2, and for sums of losses that nothing divides.
-
-    Cannot see: a sum of products or quotients that is given as a mean; a custom function whose
-    graph does not tell its reduction; one unit, of which `MeanAsOneUnit` warns.
-    """
-
-    def __init__(self) -> None:
-        self._sums: list[tuple[float, bool]] = []
-        """The units of each sum, and if it was divided by 2."""
-
-    def micro_batch(self, micro: MicroBatch) -> Answer:
-        terms, units = micro.reductions, micro.number
-        if units and terms and not micro.is_mean:
-            sums = [term for term in terms if term.kind != "mean"]  # of a smoothed loss, one of two
-            is_half = all(term.kind == "sum" and _is_divided_by(term, 2) for term in sums)
-            self._sums.append((units, is_half and bool(sums)))
-        finding = sum_or_mean(terms, units, micro.is_mean)
-        return finding or (_plain_sum(terms, units) if micro.is_mean else None)
-
-    def close(self, micro_batches: int) -> Answer:
-        of_two = {is_half for units, is_half in self._sums if units == 2}
-        of_others = {is_half for units, is_half in self._sums if units != 2}
-        self._sums.clear()
-        if of_two != {True} or True in of_others:
-            return None
-        begin = "total is a sum divided by 2 where its units are 2"
-        return Warned(
-            f"{begin}. If it is a mean, pass backward(mean=..., units=2). If 2 is a weight, "
-            f"nothing is wrong; {silenced(begin)}"
-        )
-
-
-def _plain_sum(terms: Sequence[Reduction], units: float) -> Warned | None:
-    """Warn of a mean that is a sum of losses, with nothing that divides it."""
-    plain = [term for term in terms if term.is_plain and term.count > 1 and not term.scales]
-    if units <= 1 or not plain or len(plain) < len(terms):
-        return None
-    begin = f"mean is a sum of {terms[0].count} numbers"
-    return Warned(
-        f"{begin} that nothing divides, and units={units:g}. If it is the sum over its units, pass "
-        f"backward(total, units={units:g}). If it is a mean, nothing is wrong; {silenced(begin)}"
-    )
 
 
 def sum_or_mean(
@@ -92,14 +36,14 @@ def sum_or_mean(
             'gradient would be too small. Take the sum (reduction="sum" in torch\'s losses), or '
             f"say that it is a mean: backward(mean=..., units={_over(first, units)})"
         )
-        return AuditFinding(_LOSS, first.function, "mean", text)
+        return AuditFinding("the loss", first.function, "mean", text)
     if is_mean and all(map(_is_summed_loss, terms)):
         text = (
             f"mean is a sum, and must be the mean over its units={number}: its "
             f"gradient would be too large. Pass it as a sum, backward(total, units={number}), or "
             "take the mean"
         )
-        return AuditFinding(_LOSS, first.function, "sum", text)
+        return AuditFinding("the loss", first.function, "sum", text)
     return None
 
 

@@ -1,0 +1,123 @@
+"""Watch the windows of an own loop: what is certain is refused, what is likely is told once.
+
+An own loop passes its losses, but runs the forwards itself. So only a list of mistakes is looked
+for. `acc.run` and `WholeBatch` test the loss function itself, and `wb.verify` proves the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from wholebatch.audit.check import Check, LossOfMicroBatch
+from wholebatch.audit.compared_rows import ComparedRows
+from wholebatch.audit.coupling_layers import CouplingLayers
+from wholebatch.audit.divided_by_steps import DividedBySteps
+from wholebatch.audit.divided_twice import DividedTwice
+from wholebatch.audit.first_call import FirstCall
+from wholebatch.audit.mean_units import UnitsOfMeans
+from wholebatch.audit.model_calls import ModelCalls
+from wholebatch.audit.other_models import OtherModels
+from wholebatch.audit.own_reduction import OwnReduction
+from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
+from wholebatch.warn_user import warn_user
+from wholebatch.window.autograd_graph import refuse_freed_graph
+from wholebatch.window.observer import Plan
+from wholebatch.window.window import is_tested_window
+
+CHECKS: tuple[type[Check], ...] = (
+    CouplingLayers,
+    OwnReduction,
+    OtherModels,
+    ComparedRows,
+    FirstCall,
+    DividedBySteps,
+    DividedTwice,
+    UnitsOfMeans,
+)
+"""To add a law, write its file and put its class here."""
+OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, DividedTwice, UnitsOfMeans)
+"""Those that need the loss alone."""
+
+
+class OwnLoop:
+    """Asks a list of checks at the moments of a window; an `Observer`.
+
+    Args:
+        models: The models of the loop; they are held weakly.
+        checks: The classes of the checks.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        checks: Sequence[type[Check]] = CHECKS,
+        *,
+        runs_alone: bool = True,
+    ) -> None:
+        self._models: WeakSet[nn.Module] = WeakSet(models)
+        left_out = () if runs_alone else (FirstCall, ComparedRows, OtherModels)
+        self._checks = [check() for check in checks if check not in left_out]
+        self._have_warned: set[Check] = set()
+        self._is_first = True  # until the first window in parts has closed
+        self._plan = Plan(0, in_parts=False)
+        before = [check.call for check in self._checks if isinstance(check, FirstCall)]
+        after = [check.returned for check in self._checks if isinstance(check, ComparedRows)]
+        self._calls = ModelCalls(models, before, after) if before or after else None
+
+    def window_begins(self, plan: Plan) -> None:
+        self._plan = plan
+        for check in self._asked():
+            self._tell(check, check.window_begins(self._models))
+
+    def micro_batch_begins(self, micro: Any) -> None:
+        return
+
+    def loss_is_known(self, loss: Loss | Terms) -> None:
+        if not self._plan.in_parts:
+            return
+        refuse_in_parts(loss)
+        asked = self._asked()
+        for term in terms_of(loss).values() if asked else ():
+            if term.total.grad_fn is None:
+                continue  # no loss at all, which is refused elsewhere
+            micro = LossOfMicroBatch(term.total, term.units, isinstance(loss, OfMean), self._plan)
+            try:
+                for check in asked:
+                    self._tell(check, check.loss_is_known(micro))
+            except RuntimeError as error:
+                refuse_freed_graph(error)
+                raise
+
+    def gradients_are_added(self) -> None:
+        return
+
+    def window_closes(self) -> None:
+        if not self._plan.in_parts:
+            return
+        for check in self._asked():
+            self._tell(check, check.window_closes())
+        self._is_first = False
+        if self._calls is not None:
+            self._calls.take_off()
+            self._calls = None
+
+    def _asked(self) -> list[Check]:
+        """Return the checks that are asked in this window."""
+        is_tested = is_tested_window(self._plan.number)
+        return [
+            check
+            for check in self._checks
+            if self._plan.in_parts
+            and (self._is_first if check.windows == "the first" else is_tested)
+        ]
+
+    def _tell(self, check: Check, warnings: Iterable[str]) -> None:
+        """Warn, once for each check."""
+        for warning in warnings:
+            if check not in self._have_warned:
+                self._have_warned.add(check)
+                warn_user(warning)
