@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from typing import Any, Literal, ParamSpec, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -62,27 +62,32 @@ class Close:
 
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def known_options(**elsewhere: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a constructor: an option that it does not have is answered with what was meant.
+def known_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a constructor, or a function whose first argument is none of its options.
+
+    An option that it does not have is answered with what was meant.
 
     `elsewhere` says of options of other entry points what to do instead.
     """
 
-    def decorated(init: Callable[P, None]) -> Callable[P, None]:
-        names = [name for name in signature(init).parameters if name != "self"]
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        names = [*signature(function).parameters][1:]
+        is_constructor = function.__name__ == "__init__"
 
-        @wraps(init)
-        def checked(*args: P.args, **options: P.kwargs) -> None:
+        @wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> R:
             for name, value in options.items():
                 if name in names:
                     continue
                 close = get_close_matches(name, names, n=1)
                 meant = f"did you mean {close[0]}=?" if close else f"the options are {names}"
-                begin = f"{type(args[0]).__name__}({name}={repr(value)[:40]})"
+                whose = type(args[0]).__name__ if is_constructor else function.__name__
+                begin = f"{whose}({name}={repr(value)[:40]})"
                 raise OptionError(f"{begin}: {elsewhere.get(name, f'no such option: {meant}')}")
-            init(*args, **options)
+            return function(*args, **options)
 
         return checked
 

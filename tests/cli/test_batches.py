@@ -228,3 +228,42 @@ def test_other_data_is_noticed_when_resuming() -> None:
     shorter.load_state_dict(stream.state_dict())
     with pytest.raises(StateError, match="epoch 0 ended after 2 batches, but the run had used 3"):
         shorter.take()
+
+
+def test_the_checksum_of_the_data_is_that_of_samples_that_stay() -> None:
+    def of(build: Any) -> str | None:
+        return Batches(build, batch_size=2, seed=5, collate=torch.tensor).fingerprint
+
+    assert of(Noisy) == of(Noisy)  # drawn by generators that are seeded
+    assert of(Stream) is None
+    assert of(lambda: [[1.0], [2.0], [3.0]]) != of(lambda: [[1.0], [2.5], [3.0]])
+    other = numpy.random.default_rng()
+
+    class Drawn(Noisy):
+        def __getitem__(self, index: int) -> list[float]:
+            return [index, other.random(), 0.0, 0.0]
+
+    assert of(Drawn) is None  # other samples each time: nothing can be said of them
+
+
+@pytest.mark.parametrize("source", ["dataset", "stream"])
+def test_batches_that_grow_go_on_where_they_stopped(source: str) -> None:
+    def feed() -> Batches:
+        build = SOURCES[source]
+        times = [1, 1, 2, 1, 3, 1, 1, 2]
+        return Batches(
+            build, batch_size=2, seed=5, collate=torch.tensor, times=lambda number: times[number]
+        )
+
+    straight = feed()
+    taken = [as_lists(straight.take()) for _ in range(8)]
+    assert [len(batch) for batch in taken] == [2, 2, 4, 2, 1, 2, 2, 4] or source == "stream"
+    epoch = [sample[0] for batch in taken[:5] for sample in batch]
+    assert sorted(epoch) == list(range(11))
+    for place in range(1, 8):
+        before = feed()
+        for _ in range(place):
+            before.take()
+        resumed = feed()
+        resumed.load_state_dict(deepcopy(before.state_dict()))
+        assert as_lists(resumed.take()) == taken[place]

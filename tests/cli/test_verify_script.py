@@ -50,7 +50,7 @@ def test_it_ends_after_the_first_pass_with_a_new_loader_in_every_epoch(
 ) -> None:
     assert main(["verify", "train.py"]) == 1
     out, err = capsys.readouterr()
-    assert "Wrong: nominal count: train.py: mean losses divided by 4" in out
+    assert "Wrong: nominal count: train.py: `/ 4` where " in out
     assert "3 windows seen; the end of the data was among them" in out
     assert err.startswith("Running train.py for real, in a copy of its folder")
     assert "an evaluation has begun" not in err
@@ -130,6 +130,9 @@ def test_a_word_decides_where_a_file_could_be_two_kinds(
         def model():
             return torch.nn.Linear(4, 3)
 
+        def data():
+            raise SystemExit("used as a recipe")
+
         def loss(model, micro):
             raise SystemExit("used as a recipe")
 
@@ -142,7 +145,8 @@ def test_a_word_decides_where_a_file_could_be_two_kinds(
         """
     )
     (folder / "both.py").write_text(both, encoding="utf-8")
-    assert main(["verify", "both.py"]) == 2, "a recipe, without data()"
+    with pytest.raises(SystemExit, match="used as a recipe"):
+        main(["verify", "both.py"])
     assert main(["verify", "script", "both.py"]) == 1
     assert "not divided" in capsys.readouterr().out
     assert main(["verify", "loop", "both.py"]) == 2

@@ -8,6 +8,7 @@ from typing_extensions import assert_type
 
 import wholebatch as wb
 from wholebatch.integrations.lightning import FabricAccumulator
+from wholebatch.integrations.transformers import exact
 
 Pair = tuple[torch.Tensor, str]
 
@@ -30,6 +31,17 @@ def train(model: torch.nn.Module, loader: list[Pair]) -> None:
     whole = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=wb.causal_lm)
     for batch in whole.over(loader):
         assert_type(batch, Pair)
+
+
+class Trainer:
+    """One with the methods of Transformers' Trainer."""
+
+    def training_step(self) -> None: ...
+
+
+def with_a_trainer() -> None:
+    assert_type(exact(Trainer), type[Trainer])
+    exact(Trainer, mikro_batch=4)  # type: ignore[call-arg]
 
 
 def with_fabric(windows: FabricAccumulator, loss: torch.Tensor) -> None:

@@ -196,7 +196,7 @@ def test_explain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--explain", "wb104"]) == CLEAN
     assert capsys.readouterr().out == (
-        "WB104: gradients cleared every micro-batch (error)\n\n"
+        "WB104: gradients cleared every micro-batch (error or note)\n\n"
         "`zero_grad` runs for every micro-batch, so only the last one of a window counts.\n\n"
         "The gradients of the other micro-batches are computed and thrown away: the\n"
         "update is that of a batch K times smaller, at K times the cost. Clear once per\n"

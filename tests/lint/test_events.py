@@ -43,7 +43,7 @@ LOOPS = {
         """,
         "WB101",
     ),
-    "a boundary that is not read": (
+    "a boundary in several statements": (
         """
         import torch.nn.functional as F
         def is_boundary(n, k):
@@ -62,7 +62,7 @@ LOOPS = {
                     optimizer.step()
                     optimizer.zero_grad()
         """,
-        "WB003",
+        "WB101",
     ),
     "a leftover clip in windows of wholebatch": (
         """

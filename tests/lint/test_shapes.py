@@ -384,22 +384,6 @@ def test_an_ignored_label_counts_if_the_data_at_hand_have_it(labels: str, found:
     assert ("WB103" in codes(MASKED.replace("{labels}", labels))) is found
 
 
-@pytest.mark.parametrize("indent", ["", "    "])
-def test_an_engine_that_steps_once_per_window_does_not_count_it(indent: str) -> None:
-    found = codes(f"""
-        import deepspeed
-
-        def train(model, batches, cfg):
-            engine, _, _, _ = deepspeed.initialize(model=model, config=cfg.deepspeed)
-            while True:
-                for _ in range(cfg.gradient_accumulation_steps):
-                    loss = engine(next(batches)).mean() / cfg.gradient_accumulation_steps
-                    engine.backward(loss)
-                {indent}engine.step()
-    """)
-    assert ("WB102" in found) is (indent != "")
-
-
 @pytest.mark.parametrize(
     ("by", "found"), [("mask.sum()", True), ("part.mask.sum()", True), ("total_tokens", False)]
 )

@@ -143,6 +143,22 @@ def test_says_how_many_settings_the_time_was_enough_for() -> None:
     assert "lack of time" not in " ".join(tune(task(), **given).advice)
 
 
+def test_one_setting_alone_is_no_recommendation() -> None:
+    found = tune(task(), micro_batches=[12], checkpointing=(False,), **QUICK)
+    assert (found.compares, found.label) == (False, "the only one measured")
+    assert found.advice[0].startswith("only micro-batch 12, full, eager was measured: ")
+    short = tune(task(), micro_batches=[12, 6, 3], checkpointing=(False,), seconds=1e-9, **QUICK)
+    assert short.label == "the only one measured"
+
+
+def test_every_size_that_was_asked_for_is_measured() -> None:
+    """However slow: the table of steps and throughput has a row for each."""
+    found = tune(task(), micro_batches=[24, 8, 2, 1], checkpointing=(False,), **QUICK)
+    assert [trial.steps for trial in found.trials] == [1, 3, 12, 24]
+    assert all(trial.reductions == 0 for trial in found.trials)
+    assert found.label == "recommended"
+
+
 def test_out_of_memory_is_a_result() -> None:
     def fails(model: Any, micro: Any) -> wb.Loss:
         if len(micro["x"]) > 6 and not isinstance(micro["x"], torch._subclasses.FakeTensor):

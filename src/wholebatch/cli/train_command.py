@@ -316,7 +316,7 @@ def _rate_notes(run: TrainingRun) -> Iterator[str]:
     base, config = run.recipe.batch_size, run.config
     most = max(steps for _, steps in config.schedule)
     times = config.batch_size * most / base
-    if times < 2:
+    if times < 2 or run.batches.kind == "loader":  # whose batch is the recipe's own
         return
     grows = "grows to" if len(config.schedule) > 1 else "is"
     whose = "the recipe's" if "batch_size" in run.recipe.defaults else "the default"

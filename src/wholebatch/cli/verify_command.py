@@ -65,8 +65,8 @@ class VerifyOptions:
         "A recipe (a Python file with model(), data() and loss(model, micro), or an embedded one: "
         "bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, optimizer, "
         "micro_batches) that trains one window; or SCRIPT.py, a training script. If FILE.py has no "
-        f"model(), {_BUILT_IN}. A file with model() and loss() is a recipe; the word model, loop "
-        "or script before it decides otherwise.",
+        f"model(), {_BUILT_IN}. A file that defines (not imports) model(), data() and loss() is a "
+        "recipe, every other one a script; the word model, loop or script before it decides.",
     )
     batch_size: int | None = _like_recipes("batch_size", "Samples per update.")
     micro_batch: str | None = _like_recipes(
@@ -207,7 +207,7 @@ def _target_of(words: list[str]) -> tuple[str, str | None]:
 
 
 def _kind_of(name: str | None) -> str:
-    """Return the kind of a target: a Python file with `model()` and `loss()` is a recipe."""
+    """Return the kind of a target: a file that defines model(), data() and loss() is a recipe."""
     if name is None or name.startswith("hf:"):
         return "model"
     if ".py:" in name:
@@ -222,14 +222,8 @@ def _kind_of(name: str | None) -> str:
         body = ast.parse(path.read_bytes()).body
     except SyntaxError as error:
         raise RecipeError(f"{name}:{error.lineno}: {error.msg}") from None
-    names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    names |= {
-        alias.asname or alias.name
-        for node in body
-        for alias in getattr(node, "names", ())
-        if isinstance(node, ast.ImportFrom)
-    }
-    return "model" if {"model", "loss"} <= names else "script"
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return "model" if {"model", "data", "loss"} <= defined else "script"
 
 
 def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner) -> int:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ _LOSSES = {
 DDP_SINK = "_DDPSinkBackward"
 """The node through which DistributedDataParallel returns the outputs of its model."""
 _MOST_NODES = 512
+_ROWS = ("Stack", "Cat", "Unsqueeze", "View", "ReshapeAlias", "Expand")
+"""Operations that put single numbers in a row."""
 TOO_LARGE = f"a graph of more than {_MOST_NODES} nodes"
 
 Scales = tuple["Scale", ...]
@@ -106,29 +108,54 @@ def last_reductions(loss: Tensor) -> list[Reduction]:
 def ends_of(root: Any) -> Iterator[tuple[Any, Scales]]:
     """Yield the nodes where the terms of a scalar end, each with the scales on top of it.
 
-    `root` is the scalar's node. A graph that is too large ends in None.
+    A loss is followed through single numbers, as long as it is linear in them. `root` is the
+    scalar's node. A graph that is too large ends in None.
     """
     waiting: list[tuple[Any, Scales]] = [(_without_sink(root, 0), ())]
     for _ in range(_MOST_NODES):
         if not waiting:
             return
         node, scales = waiting.pop()
-        below = operands_of(node)
-        if operation_of(node) in ("Add", "Sub"):
-            weights = (1, getattr(node, "_saved_alpha", 1))
-            scaled_by = [() if w == 1 else (Scale("multiplied", abs(float(w))),) for w in weights]
-            waiting += [
-                (child, (*scales, *more))
-                for child, more in zip(below, scaled_by, strict=False)
-                if child is not None
-            ]
-        elif operation_of(node) in _PASS or _is_of_one_number(node):
-            waiting += [(child, scales) for child in below if child is not None]
-        elif (inner := scaled(node)) is not None:
-            waiting.append((inner[0], (*scales, inner[1])))
-        else:
+        inner = scaled(node)
+        below = [inner[0]] if inner is not None else numbers_below(node)
+        if not below or (inner is not None and shape_of(inner[0])):
             yield node, scales
+            continue
+        for child, weight in zip(below, _weights_in(node, len(below)), strict=True):
+            by = inner[1] if inner is not None else weight
+            waiting.append((child, scales if by is None else (*scales, by)))
     yield None, ()
+
+
+def numbers_below(node: Any) -> list[Any]:
+    """Return the single numbers that a node adds or passes on; none if it does anything else."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    operation = operation_of(node)
+    if operation in ("Mean", "Sum") and len(edges) == 1 and shape_of(*edges[0]):
+        inner = _without_sink(*edges[0])  # of numbers in a row: torch.stack(losses).sum()
+        numbers = numbers_below(inner) if operation_of(inner) in _ROWS else []
+        return numbers if shape_of(*edges[0]) == (len(numbers),) else []
+    if not edges or any(shape_of(*edge) for edge in edges) or _is_curved(node):
+        row = [_without_sink(*edge) for edge in edges]
+        inside = [numbers_below(child) if operation_of(child) in _ROWS else [] for child in row]
+        return list(chain(*inside)) if operation in _ROWS and inside and all(inside) else []
+    return [_without_sink(*edge) for edge in edges]
+
+
+def _is_curved(node: Any) -> bool:
+    """True if a node of single numbers is no sum of them: it keeps them for its derivative."""
+    kept = [saved_by(node, name) for name in ("self", "result", "other", "exponent")]
+    return operation_of(node) not in _PASS and any(value is not None for value in kept)
+
+
+def _weights_in(node: Any, count: int) -> list[Scale | None]:
+    """Return by what a node multiplies each of the numbers that it adds."""
+    alpha = float(getattr(node, "_saved_alpha", 1))
+    if operation_of(node) in ("Add", "Sub") and count == 2 and alpha != 1:
+        return [None, Scale("multiplied", abs(alpha))]
+    if operation_of(node) == "Mean" and count > 1:
+        return [Scale("divided", float(count))] * count
+    return [None] * count
 
 
 def _without_sink(node: Any, place: int) -> Any:
@@ -150,10 +177,6 @@ def operation_of(node: Any) -> str:
 def passes_on(node: Any) -> bool:
     """True if a node passes on what one operand holds, up to a constant and its sign."""
     return operation_of(node) in _PASS or node.name() in ("AddBackward1", "SubBackward1")
-
-
-def _is_of_one_number(node: Any) -> bool:
-    return operation_of(node) in ("Mean", "Sum") and not saved_by(node, "self_sym_sizes")
 
 
 def scaled(node: Any) -> tuple[Any, Scale] | None:

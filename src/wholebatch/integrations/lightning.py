@@ -350,7 +350,9 @@ class TrainingStep:
         finally:
             self._batch = None
         assert windows.last_loss is not None
-        extras = dict(windows.last_loss.extras)
+        last = windows.last_loss
+        assert isinstance(last, Loss)
+        extras = dict(last.extras)
         for place, (key, options) in self._logged.items():
             if place in extras:
                 value = extras.pop(place)

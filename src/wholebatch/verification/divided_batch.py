@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from wholebatch.batch import batch_size_of, joined, split
 from wholebatch.batch.samples import flatten, layout_of, tensors_of
 from wholebatch.errors import OptionError, WholebatchError
+
+NOT_SHIFTED = "labels that are not shifted"
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,22 @@ def whole_of(micros: Sequence[Any]) -> Any | None:
         return None
 
 
-def other_counts(ranks: Sequence[Sequence[Any]]) -> dict[str, list[list[float]]]:
-    """Return what may be counted instead of the units: samples, or tokens with their padding.
-
-    `ranks` are the micro-batches of each rank.
-    """
-    tensors = [[[v for v in tensors_of(micro) if v.dim() > 0] for micro in row] for row in ranks]
-    counts = {}
-    if all(held for row in tensors for held in row):
-        counts["samples"] = [[float(len(held[0])) for held in row] for row in tensors]
-    tokens = [
-        [[v for v in held if v.dim() > 1 and not v.is_floating_point()] for held in row]
-        for row in tensors
-    ]
-    if all(held for row in tokens for held in row):
-        counts["tokens, with padding"] = [
-            [float(held[-1].shape[:2].numel()) for held in row] for row in tokens
-        ]
+def counts_of(micro: Any) -> dict[str, float]:
+    """Return what may be counted in a micro-batch instead of the units of its loss."""
+    try:
+        tensors = [value for value in tensors_of(micro) if value.dim() > 0]
+    except (WholebatchError, TypeError):
+        return {}
+    counts = {"samples": float(len(tensors[0]))} if tensors else {}
+    tokens = [v for v in tensors if v.dim() > 1 and not v.is_floating_point()]
+    if tokens:
+        counts["tokens, with padding"] = float(tokens[-1].shape[:2].numel())
+        counts[NOT_SHIFTED] = float((tokens[-1] != -100).sum())
     return counts
+
+
+def other_counts(ranks: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, list[list[float]]]:
+    """Return by name what may be counted in the micro-batches of each rank, if all have it."""
+    every = [counts for row in ranks for counts in row]
+    names = [name for name in every[0] if all(name in counts for counts in every)] if every else []
+    return {name: [[counts[name] for counts in row] for row in ranks] for name in names}

@@ -26,21 +26,53 @@ class Backward:
     after: Tensor
     contribution: Tensor
     """The gradient that this backward brought."""
+    number: int = 0
+    """Of all backwards that were seen."""
     terms: tuple[LossTerm, ...] = ()
     loss_scale: float = 1.0
     rates: tuple[float, ...] = ()
     """Learning rates and weight decays of the optimizer; empty if it was not known yet."""
     moved: bool = False
-    """True if the weights have changed since the backward before."""
+    """True if the weights have changed since the backward before, by more than rounding."""
     operations: frozenset[str] = frozenset()
-    """The operations of its loss: backwards of another purpose differ in it."""
-    targets: frozenset[float] = frozenset()
-    """The numbers that are the target of all samples of a term: a GAN's 1 and 0."""
+    """The operations of its loss."""
+    touched: frozenset[int] = frozenset()
+    """The parameters that it brought a gradient."""
     batchnorms: tuple[str, ...] = ()
     is_averaged: bool = False
     """True if an average of the weights has moved since the backward before."""
-    doubt: str = ""
-    """The reason why a gradient that is added rightly may still differ from the whole batch's."""
+    loader_pass: int = 0
+    """The pass over a DataLoader that its batch comes from; 0 if none was seen."""
+    batch: int = 0
+    """The number of that batch, of all passes."""
+    counted: Mapping[str, float] = field(default_factory=dict)
+    """What a loop may count in its batch: samples, tokens, labels."""
+    carried: tuple[int, ...] = ()
+    """Numbers of earlier backwards, whose outputs are inputs of this one."""
+    changed: str = ""
+    """What the called modules hold, and has changed since the backward before."""
+    coupling: str = ""
+    """How its loss may couple samples (`loss_terms.coupling_of`)."""
+    compares_others: bool = False
+    shares_graph: bool = False
+    """True if a part of its graph is that of an earlier backward of the window."""
+    has_hooks: bool = False
+    """True if the loop has hooks on parameters."""
+    is_evaluated: bool = False
+    """True if the model was called without gradients since the backward before."""
+    is_changed_beside: bool = False
+    """True if the weights have changed since the step before, and not by it."""
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """The lines of the loss and of the backward, as file:line."""
+
+    @property
+    def targets(self) -> tuple[float | None, ...]:
+        """Return the one number that the targets of each term are: a GAN's 1 and 0."""
+        return tuple(term.target for term in self.terms)
+
+    @property
+    def signs(self) -> tuple[bool, ...]:
+        return tuple(term.weight < 0 for term in self.terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +120,10 @@ class Ledger:
     """True if every total is a mean: it is divided by its units twice."""
     schedule_moved: bool = False
     """True if the learning rate changed within the window."""
+    carries: bool = False
+    """True if the output of a micro-batch is an input of a later one."""
+    changed: str = ""
+    """What the models hold, and has changed between its micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +141,11 @@ class WindowEvidence:
     """The gradient of the step; None if it was not seen."""
     indices: tuple[int, ...] = ()
     """The parameters that the optimizer steps on."""
-    doubt: str = ""
-    """The reason why the window cannot be called right."""
+    line: str = ""
+    """The line of the step, as file:line."""
+    rate_is_zero: bool = False
+    is_brief: bool = False
+    """True if no gradients were recorded: windows like it are known."""
     ledger: Ledger | None = None
     known: KnownTerms | None = None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.distances import TIMES_THE_FLOOR, apart, fit_of, parallel
-from wholebatch.verification.evidence import Backward, WindowEvidence
+from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
 from wholebatch.verification.findings import Finding
 from wholebatch.verification.loss_factors import LOSS_SCALE, is_loss_scale
 from wholebatch.verification.weights import SAME_WEIGHT, before_clip, floor_of
@@ -88,6 +88,35 @@ SEEN = (_times_zero, _scale_changes, _unsynchronised, _scaled_after_clip)
 
 
 # ------------------------------------------------------------------- a gradient that is lost
+
+
+def of_two_passes(ranks: Ranks, counts: Counts) -> Findings:
+    """Find a window over two passes of the data: the first pass ended without a step.
+
+    This is asked first of a gradient that is not right: its cause is the tail that was left.
+    """
+    for window in ranks:
+        micros = window.backwards
+        ends = [
+            i for i in range(1, len(micros)) if micros[i].loader_pass != micros[i - 1].loader_pass
+        ]
+        if not ends:
+            continue
+        left = f"the last {_micro_batches(ends[0])} of a pass over the data"
+        cleared = [
+            i
+            for i in range(1, len(micros))
+            if not micros[i].before.any() and micros[i - 1].after.any()
+        ]
+        if cleared == ends[:1]:
+            yield Finding("no-update", f"{left} are cleared without a step")
+        elif len(micros) > counts.usual and not cleared:
+            after = f"they are in the first step of the next one, with {len(micros) - ends[0]} more"
+            yield Finding("no-update", f"{left} have no step: {after}")
+
+
+def _micro_batches(count: int) -> str:
+    return f"{count} micro-batch{'' if count == 1 else 'es'}"
 
 
 def _never_cleared(ranks: Ranks) -> Findings:

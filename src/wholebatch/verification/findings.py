@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -37,6 +37,10 @@ class Finding:
     """True if it goes wrong beside the weights, which may be wrong as well."""
     advice: str = ""
     """What to do here, if that is more special than what `MISTAKES` says."""
+
+    def of_loss(self, loss: str) -> Finding:
+        """Return the finding, of one loss among several."""
+        return replace(self, variant=f"{self.variant} (the loss of {loss})")
 
     @property
     def name(self) -> str:

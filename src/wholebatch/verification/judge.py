@@ -1,12 +1,17 @@
-"""Judge one window: evidence, then weights, then explanations. Nothing is stored on the way."""
+"""Judge one window: evidence, then weights, then explanations. Nothing is stored on the way.
+
+Recorders write facts. Here they are ranked: what was done to the gradients, the weights, what goes
+wrong beside them, and last the reasons to doubt that right weights make the right update.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from wholebatch.verification.divided_batch import NOT_SHIFTED, other_counts
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
 from wholebatch.verification.explanations import (
     BESIDE,
@@ -14,17 +19,16 @@ from wholebatch.verification.explanations import (
     SEEN,
     findings_of,
     is_lost,
+    of_two_passes,
     same_twice,
 )
 from wholebatch.verification.findings import Finding
-from wholebatch.verification.loss_factors import Reading
-from wholebatch.verification.loss_terms import COMPARES_OTHERS
 from wholebatch.verification.verdicts import DIFFERENT, NOT_JUDGED, RIGHT, LoopTrial
-from wholebatch.verification.weights import SAME_WEIGHT, Unknown, Weights, weights_of
+from wholebatch.verification.weights import SAME_WEIGHT, Part, Unknown, Weights, weights_of
 from wholebatch.verification.wrong_weights import explain
 
 _TWO_LOSSES = (
-    "the backwards of the window are of different losses (a GAN's, or tasks in turn): add the "
+    "the backwards of the window are of different losses, and not equally many of each: add the "
     "losses and call backward once, or use wb.verify"
 )
 _TWO_PASSES = (
@@ -40,27 +44,134 @@ _A_SUM = (
     "the undivided batch is a sum, too: use wb.verify"
 )
 _PENALTY = "a penalty on the weights comes with the losses, and is not divided by their number"
+_ONLY_COUNTED = (
+    "a window of {} micro-batches came after those that were recorded, and was only counted: watch "
+    "it alone, or use wb.verify"
+)
+_CARRIED = (
+    "an output of one micro-batch is an input of a later one in the same window, so the undivided "
+    "batch would compute something else"
+)
+_COUPLINGS = {
+    "compares samples": "the loss may compare samples with each other",
+    "sorts samples": "the loss sorts its samples, or picks the largest of them",
+    "normalised weights": "the weights of the samples have mean 0 and deviation 1, or mean 1, or "
+    "maximum 1 in a micro-batch, so they may be normalised in it",
+    "statistic": "the loss has a statistic of the micro-batch",
+    "statistic in every sample": "the loss has a statistic of the micro-batch in every sample",
+}
+_COMPARES_OTHERS = "the loss may compare the samples of several micro-batches, kept without a graph"
+Ranks = Sequence[WindowEvidence]
+"""The evidence of one window on every rank."""
+Own = MutableMapping[Hashable, tuple[float, ...]]
+"""By loss: the weight that each of its terms has of its own, as right windows tell."""
 
 
 def judge(
-    ranks: Sequence[WindowEvidence],
+    ranks: Ranks,
     counts: Counts,
     name: str,
     *,
-    own: Sequence[float] = (),
+    own: Own | None = None,
     case: str = "live",
     notes: Sequence[str] = (),
 ) -> LoopTrial:
     """Return the verdict on one window; `ranks` has its evidence on every rank.
 
-    `own` are the weights that the terms of the loss have of their own, where another window tells.
+    `own` has what other windows have told of the losses, and a right window adds to it.
     """
+    own = {} if own is None else own
     every = [micro for window in ranks for micro in window.backwards]
-    trial = LoopTrial(name, case=case, micro_batches=len(every), notes=tuple(notes))
-    reason = _not_one_window(ranks)
-    if reason:
-        return trial.with_answer(NOT_JUDGED, reason)
-    weights = weights_of(ranks, counts, own)
+    lines = {**(every[0].lines if every else {}), "step": ranks[0].line}
+    lines = {what: line for what, line in lines.items() if line}
+    trial = LoopTrial(name, case=case, micro_batches=len(every), notes=tuple(notes), lines=lines)
+    if ranks[0].known is not None or ranks[0].ledger is not None:
+        return _judged(trial, ranks, counts, own, None, None)
+    if any(micro.compares_others for micro in every):
+        return trial.with_answer(NOT_JUDGED, f"{_COMPARES_OTHERS}: use wb.verify")
+    if any(_begins_again(window.backwards) for window in ranks):
+        return trial.with_answer(NOT_JUDGED, _TWO_PASSES)
+    if ranks[0].is_brief and (len(ranks) > 1 or len(own) != 1):
+        return trial.with_answer(NOT_JUDGED, _ONLY_COUNTED.format(len(every)))
+    parts = [(next(iter(own)), None)] if ranks[0].is_brief else _parts(ranks)
+    if len(parts) == 1:
+        return _judged(trial, ranks, counts, own, *parts[0])
+    whole = None
+    if not are_of_two_losses(every):
+        whole = _judged(trial, ranks, counts, own, None, None)
+        if whole.answer == RIGHT:
+            return whole
+    sizes = {len(row) for _, part in parts for row in part or ()}
+    if len(sizes) > 1 or (sizes == {1} and not all(key in own for key, _ in parts)):
+        return whole or trial.with_answer(NOT_JUDGED, _TWO_LOSSES)
+    size = sizes.pop()
+    usual = max(1, counts.usual // len(parts))
+    of_part = replace(counts, micro_batches=size, usual=usual, first=counts.first // len(parts))
+    trials = [_judged(trial, ranks, of_part, own, key, part) for key, part in parts]
+    wrong = [
+        replace(t, findings=tuple(f.of_loss(_name_of(ranks, part)) for f in t.findings))
+        for t, (_, part) in zip(trials, parts, strict=True)
+        if t.answer == DIFFERENT
+    ]
+    not_judged = [t for t in trials if t.answer == NOT_JUDGED]
+    return next(iter((*wrong, *not_judged, *trials)))
+
+
+# ------------------------------------------------------------------- the losses of a window
+
+
+def _parts(ranks: Ranks) -> list[tuple[Hashable, Part | None]]:
+    """Return the losses of a window, each with the places of its backwards, by rank."""
+    by_target = _have_targets([micro for window in ranks for micro in window.backwards])
+    rows = [[_loss_of(m, reached=True, target=by_target) for m in w.backwards] for w in ranks]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    return [
+        (key, [[i for i, other in enumerate(row) if other == key] for row in rows]) for key in keys
+    ] or [(None, None)]
+
+
+def _have_targets(micros: Sequence[Backward]) -> bool:
+    """True if every backward has one target for all samples; of a classifier, some may."""
+    return all(any(target is not None for target in micro.targets) for micro in micros)
+
+
+def _loss_of(micro: Backward, *, reached: bool, target: bool) -> Hashable:
+    """Return what tells one loss from another: its operations, and the parameters it reaches."""
+    return (micro.operations, micro.signs, reached and micro.touched, target and micro.targets)
+
+
+def are_of_two_losses(micros: Sequence[Backward]) -> bool:
+    """True if backwards differ in their operations, signs, or the one target of their samples."""
+    target = _have_targets(micros)
+    return len({_loss_of(micro, reached=False, target=target) for micro in micros}) > 1
+
+
+def _name_of(ranks: Ranks, part: Part | None) -> str:
+    """Return the line of a loss, or its operation."""
+    window, places = ranks[0], part[0] if part else ()
+    micro = window.backwards[places[0]]
+    of = micro.lines.get("loss") or ", ".join(term.node for term in micro.terms)
+    targets = {target for target in micro.targets if target is not None}
+    return of + "".join(f", targets {target:g}" for target in targets)
+
+
+def _begins_again(micros: Sequence[Backward]) -> bool:
+    """True if weights are moved where gradients are cleared, in the middle of a window."""
+    return any(m.moved and not m.before.any() and was.after.any() for was, m in pairwise(micros))
+
+
+def _judged(
+    trial: LoopTrial,
+    ranks: Ranks,
+    counts: Counts,
+    own: Own,
+    key: Hashable,
+    part: Part | None,
+) -> LoopTrial:
+    """Return the verdict on the backwards of one loss."""
+    # A loss's own weight may grow with the windows; a short one has that of the first.
+    known = own.get(key, ()) if counts.micro_batches != counts.first else ()
+    weights = weights_of(ranks, counts, known, part)
     if isinstance(weights, Weights):
         trial = trial.with_weights(weights)
     findings = _findings(ranks, weights, counts)
@@ -75,46 +186,22 @@ def judge(
         answer = DIFFERENT if weights.is_different else NOT_JUDGED
         return trial.with_answer(answer, weights.reason)
     if not weights.is_right:
-        return _unexplained(trial, weights)
-    doubt = _doubt(ranks, counts)
-    return trial.with_answer(NOT_JUDGED, doubt) if doubt else trial.with_answer(RIGHT)
+        return _unexplained(trial, weights, ranks, counts)
+    doubt = next(_doubts(ranks, counts), "")
+    if doubt:
+        return trial.with_answer(NOT_JUDGED, f"{doubt}: use wb.verify")
+    own.setdefault(key, weights.own)
+    return trial.with_answer(RIGHT)
 
 
-def _not_one_window(ranks: Sequence[WindowEvidence]) -> str:
-    """Return the reason why the backwards are not the micro-batches of one window."""
-    if ranks[0].known is not None or ranks[0].ledger is not None:
-        return ""
-    micros = [micro for window in ranks for micro in window.backwards]
-    if are_of_two_losses(micros):
-        return _TWO_LOSSES
-    if any(micro.doubt == COMPARES_OTHERS for micro in micros):
-        return f"{COMPARES_OTHERS}: use wb.verify"
-    return _TWO_PASSES if any(_begins_again(window.backwards) for window in ranks) else ""
-
-
-def are_of_two_losses(micros: Sequence[Backward]) -> bool:
-    """True if backwards differ in their operations, or in the one target of all their samples.
-
-    A few labels of a classifier may be the same one by chance, but not those of every micro-batch.
-    """
-    targets = {micro.targets for micro in micros}
-    return len({micro.operations for micro in micros}) > 1 or (
-        len(targets) > 1 and frozenset() not in targets
-    )
-
-
-def _begins_again(micros: Sequence[Backward]) -> bool:
-    """True if weights are moved where gradients are cleared, in the middle of a window."""
-    return any(m.moved and not m.before.any() and was.after.any() for was, m in pairwise(micros))
-
-
-def _findings(
-    ranks: Sequence[WindowEvidence], weights: Weights | Unknown, counts: Counts
-) -> list[Finding]:
+def _findings(ranks: Ranks, weights: Weights | Unknown, counts: Counts) -> list[Finding]:
     """Return all mistakes that explain the window, the one to begin with first."""
     is_right = isinstance(weights, Weights) and weights.is_right
-    findings = findings_of(SEEN, ranks)
-    if not findings and is_lost(ranks) and not (ranks[0].known is not None and is_right):
+    is_proof = ranks[0].known is not None
+    lost = is_lost(ranks) and not (is_proof and is_right)
+    findings = [] if is_proof or (is_right and not lost) else list(of_two_passes(ranks, counts))
+    findings = findings or findings_of(SEEN, ranks)
+    if not findings and lost:
         findings = findings_of(LOST, ranks)[:1]
     if not findings and isinstance(weights, Weights) and not is_right:
         findings = findings_of([same_twice], ranks) or explain(weights, counts)
@@ -124,27 +211,65 @@ def _findings(
     return list({finding.key: finding for finding in reversed(findings)}.values())[::-1]
 
 
-def _doubt(ranks: Sequence[WindowEvidence], counts: Counts) -> str:
-    """Return the reason why weights that are right may not make the right update."""
+def _doubts(ranks: Ranks, counts: Counts) -> Iterator[str]:
+    """Yield the reasons why weights that are right may not make the right update."""
     if ranks[0].known is not None:
-        return ""
+        return
     every = [micro for window in ranks for micro in window.backwards]
-    if ranks[0].ledger is None and counts.usual == len(every) == 1:
-        return _NOTHING_ADDED
-    penalties = [term for micro in every for term in micro.terms if term.kind == "penalty"]
-    numbers = [factor for term in penalties for factor in (*term.over, *term.times)]
+    ledgers = [window.ledger for window in ranks if window.ledger is not None]
+    if not ledgers and counts.usual == len(every) == 1:
+        yield _NOTHING_ADDED
+    if any(_carries(window.backwards) for window in ranks) or any(o.carries for o in ledgers):
+        yield _CARRIED
+    changed = [micro.changed for micro in every] + [ledger.changed for ledger in ledgers]
+    yield from (
+        f"{name} changes between two backwards of the window, so a micro-batch may depend on those "
+        "before it"
+        for name in filter(None, changed)
+    )
+    if any(micro.shares_graph for micro in every):
+        yield "two backwards of the window have a part of their graph in common"
+    if any(micro.has_hooks for micro in every):
+        yield (
+            "the loop has hooks on parameters, and they may change the gradient of each micro-batch"
+        )
+    if any(micro.is_evaluated for micro in every):
+        yield (
+            "the model is also called without gradients before every backward, so the loss may use "
+            "a statistic of one micro-batch"
+        )
+    if any(micro.is_changed_beside for micro in every):
+        yield "the loop changes the weights beside the step"
+    yield from (_COUPLINGS[micro.coupling] for micro in every if micro.coupling)
+    penalties = [
+        scale.by for m in every for t in m.terms if t.kind == "penalty" for scale in t.scales
+    ]
+    has_penalty = any(term.kind == "penalty" for micro in every for term in micro.terms)
     steps = (counts.micro_batches, 1 / max(counts.micro_batches, 1))
-    is_divided = any(math.isclose(n, k, rel_tol=SAME_WEIGHT) for n in numbers for k in steps)
-    doubt = _PENALTY if penalties and not is_divided else ""
-    doubt = doubt or next((window.doubt for window in ranks if window.doubt), "")
-    return doubt and f"{doubt}: use wb.verify"
+    if has_penalty and not any(
+        math.isclose(n, k, rel_tol=SAME_WEIGHT) for n in penalties for k in steps
+    ):
+        yield _PENALTY
 
 
-def _unexplained(trial: LoopTrial, weights: Weights) -> LoopTrial:
+def _carries(micros: Sequence[Backward]) -> bool:
+    """True if an output of a micro-batch is an input of a later one.
+
+    The losses of one micro-batch may share outputs: a discriminator's and a generator's.
+    """
+    by_number = {micro.number: micro for micro in micros}
+    pairs = [(by_number[n], m) for m in micros for n in m.carried if n in by_number]
+    return any(
+        was.batch != now.batch or (was.operations, was.touched) == (now.operations, now.touched)
+        for was, now in pairs
+    )
+
+
+def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Counts) -> LoopTrial:
     """Return the verdict on weights that are not right, and fit no known mistake."""
     if weights.source == "gradients":
         return trial.with_answer(DIFFERENT)
-    reading: Reading = next(row[0] for row in weights.terms if row[0].off > SAME_WEIGHT)
+    reading = next(row[0] for row in weights.terms if row[0].off > SAME_WEIGHT)
     if reading.constant is None:
         if reading.is_mean_of_losses and math.isclose(
             sum(reading.weights), 1.0, rel_tol=SAME_WEIGHT
@@ -157,8 +282,21 @@ def _unexplained(trial: LoopTrial, weights: Weights) -> LoopTrial:
             "no known mistake: use wb.verify",
         )
     total = sum(reading.units)
+    by = total / reading.constant
+    counted = {name: sum(map(sum, rows)) for name, rows in others_of(ranks).items()}
+    counted["the units of one rank"] = total / counts.ranks
+    name = next((n for n, number in counted.items() if math.isclose(number, by)), "")
+    if name == NOT_SHIFTED:
+        variant = f"divided by {by:g}, the {name}, where the loss counts {total:g}"
+        return trial.with_answer(DIFFERENT, findings=[Finding("other-units", variant)])
+    what = f"which are the {name}" if name else "and what it counts is not known"
     return trial.with_answer(
         NOT_JUDGED,
-        f"the loss is divided by {total / reading.constant:.6g} where {total:.6g} units came, and "
-        "what it counts is not known: use wb.verify, or give the units to wb.Accumulator",
+        f"the loss is divided by {by:.6g} where {total:.6g} units came, {what}: use wb.verify, or "
+        "give the units to wb.Accumulator",
     )
+
+
+def others_of(ranks: Ranks) -> dict[str, list[list[float]]]:
+    """Return what a loop may have counted in the batches of a window, by rank."""
+    return other_counts([[micro.counted for micro in window.backwards] for window in ranks])

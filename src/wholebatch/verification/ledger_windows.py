@@ -27,7 +27,7 @@ class LedgerWindow:
         self._window = window
         self._rates: dict[int, Rates] = {}
         self._reductions: list[list[Reduction]] = []
-        self.doubt = ""
+        self._changed, self._carries = "", False
         if window.current.known is None:  # else it may be announced long before its first backward
             self._note_rates()
 
@@ -44,12 +44,13 @@ class LedgerWindow:
     def parameters(self) -> set[int]:
         return {id(parameter) for parameter in self._window.current.inputs}
 
-    def note_backward(self, totals: Any, doubt: Callable[[bool], str]) -> None:
-        """Note the totals of a backward; `doubt(is_first)` tells what has moved since the last."""
+    def note_backward(self, totals: Any, changed: Callable[[bool], str], *, carries: bool) -> None:
+        """Note the totals of a backward; `changed(is_first)` tells what has since the last."""
         if not self._rates:
             self._note_rates()
         listed = [totals] if isinstance(totals, torch.Tensor) else list(totals)
-        self.doubt = self.doubt or doubt(not self._reductions)
+        self._changed = self._changed or changed(not self._reductions)
+        self._carries |= carries
         self._reductions.append(last_reductions(listed[0]) if len(listed) == 1 else [])
 
     def _note_rates(self) -> None:
@@ -73,4 +74,6 @@ class LedgerWindow:
             are_units_given=self._window.are_units_given,
             has_means=are_seen and all(sum_or_mean(*total, is_mean=False) for total in totals),
             schedule_moved=before is not None and before != rates_of(optimizer),
+            carries=self._carries,
+            changed=self._changed,
         )

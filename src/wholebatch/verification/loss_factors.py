@@ -1,26 +1,26 @@
-"""Read the weight and the units of every micro-batch's loss from the terms of its graph.
+"""Tell the loop's part of a measured weight from the loss's own.
 
-    loss = F.mse_loss(out, y) * 0.5 / 4      weight 1/4; 0.5 is the loss's own
+    loss = F.mse_loss(out, y) * 0.5 / 4      measured 0.125: 1/4 is the loop's, 0.5 the loss's own
 
-Plain rules decide if a number belongs to the loop or to the loss. Where two answers are possible,
-both are given.
+The loop has three roles for a number: the micro-batches, the ranks, and a loss scale; of a sum, the
+units, too. Each role takes one factor, and what remains is the loss's own. Where a role may take
+one of several factors, all readings are given: a window that is right by one of them is right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from wholebatch.coupled.last_reduction import Scale
 from wholebatch.verification.evidence import Counts
-from wholebatch.verification.loss_terms import LossTerm, close
+from wholebatch.verification.loss_terms import LossTerm, close, product
 
 LOSS_SCALE = 64
 """A power of two from here on may be a loss scale."""
-_Columns = list[tuple[float, ...]]
-"""Factors or divisors of a term: each over the micro-batches."""
 
 
 class Unreadable(Exception):
@@ -39,7 +39,7 @@ class Reading:
     own: float = 1.0
     """The part of the weight that is the loss's own, such as 0.5 of `0.5 * mse`."""
     divisor: int = 0
-    """The whole number of 3 or more that the loss is divided by, if it is not the steps."""
+    """The whole number of 3 or more that the loss is divided by, if it is not the micro-batches."""
     is_mean_of_losses: bool = False
     """True if it is the mean of one of torch's losses."""
     means: Tensor | None = None
@@ -62,6 +62,11 @@ class Reading:
         size = math.hypot(*(other for _, other in pairs))
         return math.hypot(*(ours - other for ours, other in pairs)) / (size or 1.0)
 
+    def with_own(self, own: float) -> Reading:
+        """Return the reading if the loss has this weight of its own."""
+        weights = tuple(weight * self.own / own for weight in self.weights)
+        return replace(self, weights=weights, own=own)
+
     @property
     def constant(self) -> float | None:
         """Return c where the weights are c × their shares of the units; None of other weights."""
@@ -78,10 +83,7 @@ def is_loss_scale(factor: float) -> bool:
 
 
 def read_terms(
-    micro_batches: Sequence[Sequence[LossTerm]],
-    counts: Counts,
-    factors: Sequence[float],
-    own: Sequence[float] = (),
+    micro_batches: Sequence[Sequence[LossTerm]], counts: Counts, factors: Sequence[float]
 ) -> list[list[Reading]]:
     """Return for each term of a loss the ways to read it, with what the loop did to its gradients.
 
@@ -97,13 +99,11 @@ def read_terms(
     if any(kind != kinds[0] for kind in kinds):
         raise Unreadable("the micro-batches' losses are made in different ways")
     columns = [list(column) for column in zip(*rows, strict=True)]
-    times = _in_all([_constants(column, "times") for column in columns])
-    over = _in_all([_constants(column, "over") for column in columns])
-    loop = _LoopNumbers(counts, factors, len(columns), times, over)
-    known: Sequence[float | None] = own if len(own) == len(columns) else [None] * len(columns)
+    constants = [in_all([term.scales for term in column]) for column in columns]
+    shared = in_all(constants)
     return [
-        [_of_the_step(reading, factors, of_its_own) for reading in _readings(column, loop)]
-        for column, of_its_own in zip(columns, known, strict=True)
+        list(_readings(column, own, shared, counts, factors, len(columns)))
+        for column, own in zip(columns, constants, strict=True)
     ]
 
 
@@ -114,178 +114,182 @@ _NOT_READ = {
 }
 
 
-def _of_the_step(reading: Reading, factors: Sequence[float], own: float | None) -> Reading:
-    again = 1.0 if own is None else reading.own / own
-    weights = tuple(w * f * again for w, f in zip(reading.weights, factors, strict=True))
-    return replace(reading, weights=weights, own=reading.own if own is None else own)
+def _readings(
+    terms: Sequence[LossTerm],
+    constants: Sequence[Scale],
+    shared: Sequence[Scale],
+    counts: Counts,
+    factors: Sequence[float],
+    columns: int,
+) -> Iterator[Reading]:
+    """Yield the ways to read one term over the micro-batches, the likeliest first."""
+    is_mean = terms[0].kind == "mean"
+    sign = math.copysign(1.0, terms[0].weight)
+    measured = [sign * term.weight * by for term, by in zip(terms, factors, strict=True)]
+    varying = [product(term.scales) / product(constants) for term in terms]
+    for units in _units(terms):
+        weights = measured if is_mean else [w * u for w, u in zip(measured, units, strict=True)]
+        weighs = not all(close(value, varying[0]) for value in varying)
+        roles = _roles(counts, [units, *[varying] * weighs], factors, columns)
+        kept = _uncancelled(constants)
+        ways = dict.fromkeys(
+            way for rows in (constants, kept) for way in _own(rows, shared, roles, counts, columns)
+        )
+        for own, divisor in dict.fromkeys([*ways, (1.0, 0)]):
+            own_weights = tuple(weight / own for weight in weights)
+            yield Reading(own_weights, tuple(units), own, divisor, is_mean and terms[0].is_loss)
+
+
+def _units(terms: Sequence[LossTerm]) -> list[list[float]]:
+    """Return what the units may be; of a sum: elements, their weights, rows, other labels.
+
+    What each sum is divided by is the likeliest: those are its units, and it is a mean.
+    """
+    found = [[term.count for term in terms]]
+    weighed = [term.weighed for term in terms]
+    if terms[0].kind == "mean":
+        return found
+    if all(weighed):
+        found.append([weight or 0.0 for weight in weighed])
+        if all(term.is_loss for term in terms):  # class weights: torch's mean is over them
+            return found[1:]
+    # Of torch's losses of labels, and of sums over them, the labels that count are known.
+    is_of_labels = terms[0].is_loss and terms[0].node.startswith(("NllLoss", "SumBackward"))
+    if not is_of_labels and all(len(term.sizes) > 1 for term in terms):
+        found.append([float(term.sizes[0]) for term in terms])
+
+    def divides(units: Sequence[float]) -> bool:
+        pairs = list(zip(terms, units, strict=True))
+        return all(any(_divides(s, {u, max(u, 1.0)}) for s in t.scales) for t, u in pairs if u > 1)
+
+    return sorted(found, key=divides, reverse=True)
 
 
 @dataclass(frozen=True)
-class _LoopNumbers:
-    """The numbers that a loop may multiply or divide by: steps, ranks, units, a loss scale."""
+class _Role:
+    """A role of the loop that may take one factor."""
 
-    counts: Counts
-    factors: Sequence[float]
-    columns: int
-    shared_times: Sequence[float]
-    """Constant factors that every term of the loss has; a loop's factors are among them."""
-    shared_over: Sequence[float]
-
-    @property
-    def factor(self) -> float:
-        """Return what the loop puts on all gradients between the last backward and the step."""
-        first = self.factors[0] * self.counts.ranks
-        same = all(math.isclose(factor, self.factors[0], rel_tol=1e-3) for factor in self.factors)
-        return first if same and first else 1.0
-
-    def is_steps(self, value: float) -> bool:
-        """True for the number of micro-batches, on one rank or on all."""
-        count = self.counts.micro_batches
-        steps = {count, self.counts.usual, count * self.counts.ranks}
-        return any(close(value, number) for number in steps if number > 1)
-
-    def is_total(self, value: float, units: Sequence[float]) -> bool:
-        """True for the units of the window, on one rank or on all."""
-        return any(close(value, sum(units) / over) for over in {1, self.counts.ranks})
-
-    def is_of_the_loop(self, value: float, units: Sequence[float]) -> bool:
-        """True if a constant factor or divisor is the loop's, and not the loss's own."""
-        total, ranks, count = sum(units), self.counts.ranks, self.counts.micro_batches
-        numbers = {count, self.counts.usual, ranks, count * ranks, count**2, self.factor}
-        numbers |= {total, total / ranks, *([units[0]] if _same(units) else [])}
-        inverse = {1 / number for number in numbers if number}
-        if is_loss_scale(value):
-            return True
-        return any(close(value, number) for number in (numbers | inverse) if not close(number, 1))
+    fits: Callable[[Scale], bool]
+    may_pass: Callable[[Scale], bool] = lambda scale: False
+    """True for a factor that may be the loss's own as well, so both readings are given."""
+    divides: bool = False
+    """True for the units and the micro-batches."""
+    is_of_one_term: bool = False
+    """True if each term of the loss may have its own: units."""
 
 
-def _readings(terms: Sequence[LossTerm], loop: _LoopNumbers) -> Iterator[Reading]:
-    """Yield the ways to read one term over the micro-batches, the most likely first."""
-    for units, base, used in _units(terms):
-        times, over = _by_place(terms, "times"), _by_place(terms, "over")
-        if used is not None:
-            over.remove(used)
-        over = [column for column in over if not _match(column, [1.0] * len(column))]
-        is_mean = terms[0].kind == "mean" or used is not None
-        own, divisor = _own(times, over, units, is_mean, loop)
-        is_mean_of_losses = terms[0].kind == "mean" and terms[0].is_loss
-        weights = [
-            first * math.prod(t) / math.prod(o)
-            for first, t, o in zip(base, _rows(times, base), _rows(over, base), strict=True)
-        ]
-        for scale in dict.fromkeys((own, 1.0)):
-            own_weights = tuple(w / scale for w in weights)
-            yield Reading(own_weights, tuple(units), scale, divisor, is_mean_of_losses)
+def _roles(
+    counts: Counts, units: Sequence[Sequence[float]], factors: Sequence[float], columns: int
+) -> list[_Role]:
+    """Return what a loop may multiply or divide by: its units, micro-batches, scale and ranks."""
+    count, ranks = counts.micro_batches, counts.ranks
+    totals = {sum(row) / over for row in units for over in (1, ranks)}
+    each = set(units[0][:1]) if all(close(unit, units[0][0]) for unit in units[0]) else set()
+    steps = {n * over for n in (count, counts.usual, counts.first) for over in (1, ranks)}
+    after = abs(factors[0]) * ranks  # between the last backward and the step
+
+    def is_product(scale: Scale) -> bool:
+        return count > 1 and scale.operation == "multiplied"
+
+    def is_a_weight(scale: Scale) -> bool:
+        return is_product(scale) or (count > 1 and columns > 1 and close(scale.by, columns))
+
+    return [
+        _Role(lambda scale: _divides(scale, totals), is_product, divides=True, is_of_one_term=True),
+        _Role(lambda scale: _is_one_of(scale.by, each), is_product, is_of_one_term=True),
+        _Role(lambda scale: _is_one_of(scale.by, steps), is_a_weight, divides=True),
+        _Role(lambda scale: is_loss_scale(scale.by)),
+        _Role(lambda scale: _is_one_of(scale.by, {after}), is_product),
+        _Role(lambda scale: _is_one_of(scale.by, {ranks}), is_product),
+    ]
 
 
-def _units(
-    terms: Sequence[LossTerm],
-) -> Iterator[tuple[list[float], list[float], tuple[float, ...] | None]]:
-    """Yield units, the weight of their mean before any factor, and the divisor it has used."""
-    counts = [term.count for term in terms]
-    if terms[0].kind == "mean":
-        yield counts, [1.0] * len(counts), None
-        return
-    candidates = list(_units_of_sums(terms, counts))
-    for by in sorted(_by_place(terms, "over"), key=_same):  # a sum over its own units is a mean
-        for units in candidates:
-            clamped = [max(unit, 1.0) for unit in units]  # `/ max(boxes, 1)`
-            if not _match(by, [1.0] * len(by)) and (_match(by, units) or _match(by, clamped)):
-                yield units, [1.0] * len(units), by
-    for units in candidates:
-        yield units, units, None
+def _is_one_of(value: float, numbers: Collection[float]) -> bool:
+    """True for one of these numbers, or one divided by it; for 1 of none."""
+    every = [n for number in numbers if number for n in (number, 1 / number)]
+    return not close(value, 1) and any(close(value, number) for number in every)
 
 
-def _units_of_sums(terms: Sequence[LossTerm], counts: list[float]) -> Iterator[list[float]]:
-    """Yield what the units of a sum may be: elements, their weights, rows, other labels."""
-    yield counts
-    weighed = [term.weighed for term in terms]
-    if all(weighed):
-        yield [weight or 0.0 for weight in weighed]
-    if terms[0].is_loss and terms[0].node.startswith(("NllLoss", "SumBackward")):
-        return  # labels that are not ignored
-    if all(len(term.sizes) > 1 for term in terms):
-        yield [float(term.sizes[0]) for term in terms]
+def _divides(scale: Scale, numbers: Collection[float]) -> bool:
+    by = scale.by if scale.operation == "divided" else 1 / (scale.by or math.inf)
+    return any(close(by, number) for number in numbers if number > 1)
 
 
 def _own(
-    times: _Columns, over: _Columns, units: Sequence[float], is_mean: bool, loop: _LoopNumbers
-) -> tuple[float, int]:
-    """Return the product of the constant factors that are the loss's own, and a whole divisor."""
-    own, columns, divisor = 1.0, loop.columns, 0
-    shared_times, shared_over = list(loop.shared_times), list(loop.shared_over)
-    constant = [column[0] for column in over if _same(column)]
-    has_steps = any(map(loop.is_steps, constant))
-    for by in (column[0] for column in times if _same(column)):
-        is_loop = _take(shared_times, by) and loop.is_of_the_loop(by, units)
-        if not (is_loop or loop.is_total(1 / by, units)):
-            own *= by
-    for by in constant:
-        is_shared = _take(shared_over, by)
-        is_of_terms = columns > 1 and close(by, columns)
-        if is_of_terms and columns != loop.counts.micro_batches:
-            own, columns = own / by, 1
-        elif loop.is_total(by, units) or (is_shared and loop.is_of_the_loop(by, units)):
+    constants: Sequence[Scale],
+    shared: Sequence[Scale],
+    roles: Sequence[_Role],
+    counts: Counts,
+    columns: int,
+) -> Iterator[tuple[float, int]]:
+    """Yield what may be the loss's own part of its weight, each with a divisor of the loop's."""
+    for rest, is_divided in _rests(list(constants), list(shared), roles):
+        divisors = [s for s in rest if _is_divisor(s, counts) and not close(s.by, columns)]
+        divisors = [] if is_divided else divisors
+        own = [s for s in rest if s not in divisors]
+        yield product(own), round(divisors[0].by) if divisors else 0
+        if counts.micro_batches > 1:
+            yield product(rest), 0
+
+
+def _is_divisor(scale: Scale, counts: Counts) -> bool:
+    """True for a whole number that a loop may take for its micro-batches."""
+    by = scale.by
+    is_whole = by > 2.5 and close(by, round(by))
+    return scale.operation == "divided" and is_whole and by <= 2 * max(counts.micro_batches, 4)
+
+
+def _rests(
+    constants: list[Scale], shared: list[Scale], roles: Sequence[_Role]
+) -> Iterator[tuple[list[Scale], bool]]:
+    """Yield the factors that no role takes, and if the units or micro-batches took one.
+
+    A second division by the same number belongs to the loop, too: it divides twice.
+    """
+    if not roles:
+        yield constants, False
+        return
+    role, among = roles[0], constants if roles[0].is_of_one_term else shared
+    fitting = [s for s in constants if role.fits(s) and any(_are_same(s, other) for other in among)]
+    for place, taken in enumerate(fitting):
+        if any(_are_same(taken, other) for other in fitting[:place]):
             continue
-        elif (by < 3 or not close(by, round(by))) and is_mean:
-            own /= by
-        elif (
-            is_mean and is_shared and not has_steps and by <= 2 * max(loop.counts.micro_batches, 4)
-        ):
-            divisor = round(by)
-        elif is_mean and has_steps:
-            own /= by
-    return own, divisor
+        rest, others = _without(constants, taken), _without(shared, taken)
+        if taken.operation == "divided":
+            rest = [s for s in rest if not _are_same(s, taken)]
+        for inner, is_divided in _rests(rest, others, roles[1:]):
+            yield inner, is_divided or role.divides
+    if all(map(role.may_pass, fitting)):
+        yield from _rests(constants, shared, roles[1:])
 
 
 # ------------------------------------------------------------------- factors over the micro-batches
 
 
-def _by_place(terms: Sequence[LossTerm], name: str) -> _Columns:
-    """Return each factor over the micro-batches: those that all have, then the others by place."""
-    rest = [list(getattr(term, name)) for term in terms]
-    columns: _Columns = []
-    for value in getattr(terms[0], name):
-        if all(any(close(value, other) for other in row) for row in rest):
-            columns.append((value,) * len(rest))
-            for row in rest:
-                _take(row, value)
-    if len({len(row) for row in rest}) > 1:  # a factor of 1 is not in the graph
-        return [*columns, tuple(math.prod(row) for row in rest)]
-    return [*columns, *zip(*rest, strict=True)]
+def in_all(lists: Sequence[Sequence[Scale]]) -> list[Scale]:
+    """Return the factors that all lists have."""
+    found, rest = [], [list(scales) for scales in lists[1:]]
+    for scale in lists[0]:
+        if scale.by != 1 and all(any(_are_same(scale, s) for s in row) for row in rest):
+            found.append(scale)
+            rest = [_without(row, scale) for row in rest]
+    return found
 
 
-def _rows(columns: _Columns, like: Sequence[float]) -> _Columns:
-    return list(zip(*columns, strict=True)) if columns else [()] * len(like)
+def _uncancelled(scales: Sequence[Scale]) -> list[Scale]:
+    """Return the factors but for pairs that make 1 together: `loss / n * n`."""
+    kept: list[Scale] = []
+    for scale in scales:
+        pair = [s for s in kept if s.operation != scale.operation and close(s.by, scale.by)]
+        kept = _without(kept, pair[0]) if pair else [*kept, scale]
+    return kept
 
 
-def _constants(terms: Sequence[LossTerm], name: str) -> list[float]:
-    return [column[0] for column in _by_place(terms, name) if _same(column)]
+def _without(scales: Sequence[Scale], one: Scale) -> list[Scale]:
+    """Return the factors without one that is the same, if there is one."""
+    place = next((i for i, scale in enumerate(scales) if _are_same(scale, one)), len(scales))
+    return [*scales[:place], *scales[place + 1 :]]
 
 
-def _in_all(lists: Sequence[Sequence[float]]) -> list[float]:
-    """Return the numbers that all lists have."""
-    rest = [list(values) for values in lists[1:]]
-    return [
-        value
-        for value in lists[0]
-        if all(any(close(value, other) for other in row) for row in rest)
-        and all(_take(row, value) for row in rest)
-    ]
-
-
-def _take(values: list[float], value: float) -> bool:
-    """Remove a value from a list; False if it is not there."""
-    for place, other in enumerate(values):
-        if close(other, value):
-            del values[place]
-            return True
-    return False
-
-
-def _same(values: Sequence[float]) -> bool:
-    return all(close(value, values[0]) for value in values)
-
-
-def _match(values: Sequence[float], others: Sequence[float]) -> bool:
-    return all(close(a, b) for a, b in zip(values, others, strict=True))
+def _are_same(one: Scale, other: Scale) -> bool:
+    return one.operation == other.operation and close(one.by, other.by)

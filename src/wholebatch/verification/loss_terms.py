@@ -1,9 +1,10 @@
-"""Read the terms of a loss from its graph: means or sums, over how many, times which factors.
+"""The terms of a loss: means or sums, over how many, and the weight that each has in a backward.
 
-    (F.cross_entropy(out, y) * 0.5 / 4).backward()     one mean over len(y), times 0.5, over 4
+    (F.cross_entropy(out, y) * 0.5 / 4).backward()     one mean over len(y), with weight 0.125
 
-Only plain graphs are read: torch's own losses, means, sums, masks, and the numbers that multiply or
-divide them. Everything else is a term of kind "unknown", and its loop is not judged.
+The weight is measured: it is the gradient that the backward gives to the term. The factors that the
+graph shows (times 0.5, over 4) are kept beside it, to tell whose numbers they are. A term that is
+not one of torch's losses, a mean or a sum is of kind "unknown", and its loop is not judged.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +39,6 @@ _CLOSE = 4e-3
 """One step of bfloat16: a factor may have been rounded to it."""
 _PICK = {"Max", "Min", "Amax", "Amin", "Median", "Nanmedian", "Kthvalue", "Topk", "Sort"}
 _PER_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
-COMPARES = "the loss may compare samples with each other"
-COMPARES_OTHERS = "the loss may compare the samples of several micro-batches, kept without a graph"
 _COMPARE = ("Cdist", "EuclideanDist", "Roll", "Flip")
 """Operations that bring samples together."""
 _BY_ELEMENT = ("Add", "Sub", "Mul", "Div", "Expand", "Maximum", "Minimum", "Where", "Repeat")
@@ -69,16 +69,8 @@ class LossTerm:
     """The sum of the weights of the elements, where these have different weights."""
     target: float | None = None
     """The number that all targets have: a GAN's 1 and 0."""
-
-    @property
-    def times(self) -> tuple[float, ...]:
-        """Return the numbers that multiply it."""
-        return tuple(s.by for s in self.scales if s.operation == "multiplied" and s.by != 1)
-
-    @property
-    def over(self) -> tuple[float, ...]:
-        """Return the numbers that divide it."""
-        return tuple(s.by for s in self.scales if s.operation == "divided")
+    weight: float = 1.0
+    """The gradient of what was differentiated by this term."""
 
     def scaled(self, *scales: Scale) -> LossTerm:
         """Return the term with further scales."""
@@ -90,28 +82,63 @@ def close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_CLOSE)
 
 
-def terms_of(root: Tensor, seed: Tensor | None) -> list[LossTerm]:
-    """Return the terms of what a backward begins at, with the gradient that it begins with."""
-    if seed is not None and seed.numel() and not bool((seed == seed.flatten()[0]).all()):
-        return [LossTerm("backward(gradient=...)", "unknown", 1.0)]
-    with torch.enable_grad():
-        total = root if not root.dim() else root.sum()
-    outer = () if seed is None else (Scale("multiplied", abs(float(seed.flatten()[0]))),)
-    return list(_terms(total.grad_fn, outer))
+class MeasuredLoss:
+    """The terms of what a backward begins at; `terms` has their weights once it has run."""
+
+    def __init__(self, roots: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+        self._terms: list[tuple[LossTerm, int, int]] = []
+        """Each with the number of scales on top of it, and the place of its gradient."""
+        self._gradients: list[Any] = []
+        self._hooks: list[Any] = []
+        nodes: set[Any] = set()
+        for root, seed in zip(roots, seeds, strict=False):
+            if seed is not None and seed.numel() and not bool((seed == seed.flatten()[0]).all()):
+                self._add(LossTerm("backward(gradient=...)", "unknown", 1.0), 0, None)
+                continue
+            with torch.enable_grad():
+                end = root.grad_fn if not root.dim() else root.sum().grad_fn
+            outer = () if seed is None else (Scale("multiplied", float(seed.flatten()[0].abs())),)
+            for node, scales in ends_of(end):
+                so_far = LossTerm(TOO_LARGE, "unknown", 1.0, (*outer, *scales))
+                if node is None or node not in nodes:
+                    term = so_far if node is None else _reduction(node, so_far)
+                    # A sum of our own is not in the graph that runs: its gradient is the seed.
+                    is_ours = root.dim() > 0 and node is end
+                    self._add(term, len(so_far.scales), None if is_ours else node)
+                    nodes.add(node)
+
+    def _add(self, term: LossTerm, outer: int, node: Any) -> None:
+        place = len(self._gradients)
+        self._terms.append((term, outer, place))
+        self._gradients.append(None)
+        if node is not None:
+            self._hooks.append(node.register_prehook(partial(self._measure, place)))
+
+    def _measure(self, place: int, gradients: Sequence[Tensor | None]) -> None:
+        if gradients[0] is not None and gradients[0].numel() == 1:
+            self._gradients[place] = gradients[0].detach().clone()
+
+    def terms(self) -> tuple[LossTerm, ...]:
+        """Return the terms with their weights; the hooks are gone then."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        return tuple(_measured(t, outer, self._gradients[place]) for t, outer, place in self._terms)
 
 
-def _terms(root: Any, outer: Scales) -> Iterator[LossTerm]:
-    """Yield the reductions that a scalar is made of; `root` is its node of the graph."""
-    for node, scales in ends_of(root):
-        so_far = LossTerm(TOO_LARGE, "unknown", 1.0, (*outer, *scales))
-        inside = [] if node is None else _stacked_scalars(node)
-        if inside:
-            mean = (Scale("divided", float(len(inside))),) * (operation_of(node) == "Mean")
-            for child in inside:
-                yield from _terms(child, (*so_far.scales, *mean))
-        else:
-            term = so_far if node is None else _reduction(node, so_far)
-            yield replace(term, kind="zero") if 0.0 in term.times else term
+def _measured(term: LossTerm, outer: int, gradient: Tensor | None) -> LossTerm:
+    """Return a term with the weight that was measured; what no factor explains is one, too."""
+    read = product(term.scales)
+    found = read if gradient is None else float(gradient) * product(term.scales[outer:])
+    if close(abs(found), read) or not math.isfinite(found):  # a gradient in 16 bits is rounded
+        found = math.copysign(read, found)
+    elif read:
+        term = term.scaled(Scale("multiplied", abs(found) / read))
+    return replace(term, weight=found, kind=term.kind if found else "zero")
+
+
+def product(scales: Sequence[Scale]) -> float:
+    """Return what scales make together."""
+    return math.prod(s.by if s.operation == "multiplied" else 1 / s.by for s in scales)
 
 
 def _reduction(node: Any, so_far: LossTerm) -> LossTerm:
@@ -265,15 +292,6 @@ def _class_weights(node: Any) -> float | None:
     return float(weight[target[(target >= 0) & (target < len(weight))]].sum(dtype=torch.float64))
 
 
-def _stacked_scalars(node: Any) -> list[Any]:
-    """Return the losses of `torch.stack(losses).sum()`; an empty list of no stack."""
-    inner = operands_of(node)[0] if operation_of(node) in ("Mean", "Sum") else None
-    if inner is None or operation_of(inner) not in ("Stack", "Cat"):
-        return []
-    inside = operands_of(inner)
-    return inside if tuple(saved_by(node, "self_sym_sizes") or ()) == (len(inside),) else []
-
-
 def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
     """Return the shape that a loss function was given, and how many losses it reduces."""
     tensor = saved_by(node, "self")
@@ -326,18 +344,19 @@ def compares_others(graph: Sequence[Any]) -> bool:
         operation_of(node) == "Cat" and None in operands_of(node) and any(operands_of(node))
         for node in graph
     )
-    return joins and COMPARES in map(doubt_about, graph)
+    return joins and COMPARES in map(coupling_of, graph)
 
 
-def doubt_about(node: Any) -> str:
-    """Return the reason why a node of a loss may couple the samples; "" if it is a plain one."""
+COMPARES = "compares samples"
+"""A way in which a loss may couple its samples; the others are in `coupling_of`."""
+
+
+def coupling_of(node: Any) -> str:
+    """Return how a node of a loss may couple the samples; "" if it is a plain one."""
     if picks_among(node):
-        return "the loss sorts its samples, or picks the largest of them"
+        return "sorts samples"
     if _has_normalised_factor(node):
-        return (
-            "the weights of the samples have mean 0 and deviation 1, or mean 1, or maximum 1 in a "
-            "micro-batch, so they may be normalised in it"
-        )
+        return "normalised weights"
     name, shape = operation_of(node), shape_of(node)
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     shapes = [shape_of(*edge) for edge in edges if not is_of_parameters(edge[0])]
@@ -346,8 +365,6 @@ def doubt_about(node: Any) -> str:
         return COMPARES
     is_spread = any(len(size) < len(shape) or size[:1] < shape[:1] for size in shapes)
     if name in _BY_ELEMENT and shape and is_spread:
-        return "the loss has a statistic of the micro-batch in every sample"
+        return "statistic in every sample"
     over = [size for size in shapes if size and size[0] > 1 and 0 in (_dims(node, size) or [0])]
-    if name in _ALONG and shape and over:
-        return "the loss has a statistic of the micro-batch"
-    return ""
+    return "statistic" if name in _ALONG and shape and over else ""

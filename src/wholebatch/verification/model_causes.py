@@ -24,7 +24,7 @@ from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_stati
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.coupled_layers import layers_that_couple
 from wholebatch.verification.distances import TIMES_THE_FLOOR, Comparison, fit_of
-from wholebatch.verification.divided_batch import DividedBatch, other_counts
+from wholebatch.verification.divided_batch import DividedBatch, counts_of, other_counts
 from wholebatch.verification.evidence import Counts
 from wholebatch.verification.findings import Finding
 from wholebatch.verification.known_terms import gradient_rows
@@ -125,7 +125,9 @@ class ModelEvidence:
         *added, whole = [_added([row for row, _ in terms.values()]) for terms in parts]
         *units, of_all = [next(iter(terms.values()))[1] for terms in parts]
         values, left = fit_of(added, whole)
-        counts = Counts(len(micros), len(micros), others=other_counts([micros]))
+        counts = Counts(
+            len(micros), len(micros), others=other_counts([[counts_of(micro) for micro in micros]])
+        )
         return TotalWeights(tuple(values), left, tuple(units), of_all, counts)
 
 

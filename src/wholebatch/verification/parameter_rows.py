@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.verification.distances import TIMES_THE_FLOOR, apart
+
 _NUMBERS = 1 << 13
 """Numbers kept of a gradient; at least one of each parameter."""
 
@@ -64,6 +66,7 @@ class ParameterRows:
     def remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
+        self._hooks.clear()
 
     def _brings(self, index: int, gradient: Tensor | None) -> None:
         if self._parts is not None and gradient is not None:  # else somebody calls hooks by hand
@@ -104,6 +107,17 @@ class ParameterRows:
         """Return the parameters whose part of a row is not zero."""
         parts = self._padded(row).split(self.sizes) if row.numel() else ()
         return frozenset(i for i, part in enumerate(parts) if bool(part.any()))
+
+    def differing(self, was: Tensor, now: Tensor) -> frozenset[int]:
+        """Return the parameters whose numbers have changed by more than rounding explains."""
+        pairs = zip(
+            self._padded(was).split(self.sizes), self._padded(now).split(self.sizes), strict=True
+        )
+        steps = [torch.finfo(p.dtype).eps for p in self.parameters]
+        rows = enumerate(zip(pairs, steps, strict=True))  # in 16 bits every change is a large one
+        return frozenset(
+            i for i, ((a, b), eps) in rows if apart(b, a) > (eps < 1e-4) * TIMES_THE_FLOOR * eps
+        )
 
     def _padded(self, row: Tensor) -> Tensor:
         """Return a row with zeros for parameters that were adopted after it was recorded."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from wholebatch.plain_files import finite
@@ -148,6 +148,8 @@ class LoopTrial:
     own: tuple[float, ...] = ()
     """The weight that each term of the loss has of its own."""
     notes: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """Where the loss, the backward and the step stand, as file:line."""
 
     def with_answer(
         self, answer: str, reason: str = "", findings: Sequence[Finding] = ()
@@ -255,7 +257,7 @@ class Watched:
             None: "the end of the data is not known: no DataLoader was seen to give its batches",
         }
         windows = f"{self.windows} window{'' if self.windows == 1 else 's'} seen; {ends[self.end]}"
-        notes = [windows, "averages of the weights and the schedule's length were not judged"]
+        notes = [windows]
         if self.not_judged:
             notes.append(f"not judged, no optimizer step was seen: {listed(self.not_judged)}")
         notes += [
@@ -392,7 +394,19 @@ class LoopVerdict(_Answer):
         is_read = self.same and all(trial.source == "weights" for trial in self.trials)
         if is_read and units and all(math.isclose(min(u), max(u), rel_tol=1e-3) for u in units):
             notes[EQUAL_UNITS] = None
-        return [*notes | dict.fromkeys(self.watched.notes)]
+        of_watch = [*self.watched.notes]
+        if self.watched.windows:
+            about = {"averaged-per-micro-batch": "averages of the weights that are no copies"}
+            open_ones = [text for key, text in about.items() if key not in self.mistakes]
+            of_watch.append(f"not judged: {', '.join([*open_ones, 'the length of the schedule'])}")
+        return [*notes, *self._places, *of_watch]
+
+    @property
+    def _places(self) -> list[str]:
+        """Return where the loss, the backward and the step of a window stand that is not right."""
+        places = next((t.lines for t in self.trials if t.answer != RIGHT and t.lines), {})
+        listed = ", ".join(f"the {what} is at {line}" for what, line in places.items())
+        return [listed] if listed else []
 
     def _instead(self, key: str) -> str:
         """Return what to do, in the trainer at hand."""

@@ -21,7 +21,7 @@ from wholebatch.batch import to_device
 from wholebatch.distributed.process_group import of_all_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.readable_sizes import percent
-from wholebatch.verification.divided_batch import other_counts
+from wholebatch.verification.divided_batch import counts_of, other_counts
 from wholebatch.verification.evidence import Counts, KnownTerms, WindowEvidence
 from wholebatch.verification.example_models import ZOO, Case
 from wholebatch.verification.findings import STEPPED_TWICE, Finding
@@ -218,7 +218,9 @@ class _CaseTrials:
         else:
             windows = [replace(rank.windows[0], known=rank.known) for rank in ranks]
             counted = [list(next(iter(terms.values()))) for terms in units]
-            others = other_counts([rank.known.micro_batches for rank in ranks])
+            others = other_counts(
+                [list(map(counts_of, rank.known.micro_batches)) for rank in ranks]
+            )
             counts = Counts(
                 micro_batches=count,
                 usual=self.steps,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count as counter
 from typing import Any
 
@@ -58,6 +58,8 @@ class _Records:
     names: dict[int, str]
     left: int
     """Backwards after the last step."""
+    unused: int
+    """Batches at the end of the data that no backward came from."""
     unstepped: list[str]
     stepped_twice: bool
     reason: str
@@ -160,7 +162,9 @@ class Watch:
             windows=list(recorder.windows),
             counts=dict(recorder.window_counts),
             names=recorder.optimizer_names,
-            left=len(left) + (recorder.open_ledger if is_over else 0),
+            # After an overflow a loss scaler has skipped the step: nothing is left.
+            left=len(left) * (not recorder.overflowed) + recorder.open_ledger * is_over,
+            unused=recorder.passes.unused if is_over else 0,
             unstepped=recorder.unstepped,
             stepped_twice=recorder.stepped_twice,
             reason=recorder.failure or self._nothing_seen(len(left)),
@@ -249,6 +253,10 @@ def _trials(records: Sequence[_Records], *, is_given: bool) -> list[LoopTrial]:
     if trials and left:
         number = f"{left} micro-batch{'' if left == 1 else 'es'} after the last optimizer step"
         trials.append(_wrong("after the last step", Finding("no-update", number)))
+    unused = max(rank.unused for rank in records)
+    if trials and unused and not left:
+        number = f"{unused} batch{'' if unused == 1 else 'es'} at the end of the data without one"
+        trials.append(_wrong("after the last backward", Finding("no-update", number)))
     return trials or [_not_judged("the loop", records[0].reason)]
 
 
@@ -264,20 +272,38 @@ def _of_optimizer(ranks: Sequence[Sequence[WindowEvidence]], prefix: str) -> lis
     shared = sorted(set.intersection(*map(set, by_number)))
     if not shared:
         return [_not_judged(prefix, "the ranks have made different steps")]
-    counts = Counter(len(window.backwards) for row in by_number for window in row.values())
+    every = [window for row in by_number for window in row.values()]
+    of_one_pass = [w for w in every if len({micro.loader_pass for micro in w.backwards}) < 2]
+    counts = Counter(len(window.backwards) for window in of_one_pass or every)
     usual = max(counts, key=lambda count: (counts[count], count))
     first = len(by_number[0][shared[0]].backwards)
     trials: list[LoopTrial] = []
-    own: Sequence[float] = ()
+    own: dict[Hashable, tuple[float, ...]] = {}
     for number in shared:
         window = [row[number] for row in by_number]
         count = max(len(evidence.backwards) for evidence in window)
-        # A loss's own weight may grow with the windows; a short one has that of the first.
-        known = own if len(window[0].backwards) != first else ()
         numbers = Counts(count, usual, first, len(ranks), number)
-        trials.append(judge(window, numbers, f"{prefix}window {number}", own=known))
-        own = own or (trials[-1].own if trials[-1].answer == RIGHT else ())
+        trial = judge(window, numbers, f"{prefix}window {number}", own=own)
+        if count == 1 == number and trial.answer == RIGHT and _is_off_by_one(by_number[0], shared):
+            variant = f"the first window has 1 micro-batch, all others {usual}"
+            trial = trial.with_answer(DIFFERENT, findings=[Finding("only-the-first", variant)])
+        if window[0].rate_is_zero and number > 1 and trial.answer == RIGHT:
+            is_last = number == shared[-1]  # a schedule may well end at 0
+            doubt = f"the learning rate is 0 in window {number}"
+            notes = (*trial.notes, doubt) if is_last else trial.notes
+            trial = replace(trial, notes=notes)
+            if not is_last:
+                trial = trial.with_answer(NOT_JUDGED, f"{doubt}: a schedule may be too fast")
+        trials.append(trial)
     return trials
+
+
+def _is_off_by_one(windows: Mapping[int, WindowEvidence], numbers: Sequence[int]) -> bool:
+    """True if the first window alone has one micro-batch, and it is no tail of its data."""
+    first, *later = (windows[number].backwards for number in numbers)
+    full = [micros for micros in later if len(micros) > 1]
+    is_tail = not full or full[0][0].loader_pass != first[0].loader_pass
+    return len(first) == 1 and not is_tail and len(later[0]) > 1 and len(full) >= len(later) - 1
 
 
 def watch(model: nn.Module | None = None, optimizer: Any = None) -> Watch:

@@ -72,13 +72,21 @@ class Weights:
         return next(is_right, readings[0])
 
 
+Part = Sequence[Sequence[int]]
+"""The places of some backwards of a window, by rank: those of one loss."""
+
+
 def weights_of(
-    ranks: Sequence[WindowEvidence], counts: Counts, own: Sequence[float] = ()
+    ranks: Sequence[WindowEvidence],
+    counts: Counts,
+    own: Sequence[float] = (),
+    part: Part | None = None,
 ) -> Weights | Unknown:
     """Return the weight of each micro-batch in the step, or the reason why it is not known.
 
     `ranks` are the evidence of one window, one of each rank. `own` are the weights that the terms
-    of the loss have of their own, where another window has told them.
+    of the loss have of their own, where another window has told them. `part` are the backwards of
+    one loss, where a window has several.
     """
     if ranks[0].known is not None:
         return _fitted(ranks)
@@ -87,17 +95,27 @@ def weights_of(
     known = factors_of(ranks)
     if isinstance(known, Unknown):
         return known
-    factors, floor = known
+    every, floor = known
+    part = part or [range(len(window.backwards)) for window in ranks]
+    factors_left = iter(every)
+    factors = []
+    for window, places in zip(ranks, part, strict=True):
+        row = [next(factors_left) for _ in window.backwards]
+        factors += [row[place] for place in places]
+    micro_batches = [
+        window.backwards[i].terms for window, row in zip(ranks, part, strict=True) for i in row
+    ]
     try:
-        micro_batches = [micro.terms for window in ranks for micro in window.backwards]
-        terms = read_terms(micro_batches, counts, factors, own)
+        terms = read_terms(micro_batches, counts, factors)
     except Unreadable as unread:
         return Unknown(
             f"the weight of the loss cannot be read: {unread}. Use wb.verify, which runs the "
             "undivided batch, or give the units to wb.Accumulator"
         )
+    if len(own) == len(terms):
+        terms = [[way.with_own(o) for way in ways] for ways, o in zip(terms, own, strict=True)]
     off = max(min(reading.off for reading in readings) for readings in terms)
-    sizes = tuple(len(window.backwards) for window in ranks)
+    sizes = tuple(map(len, part))
     return Weights(tuple(map(tuple, terms)), sizes, off, SAME_WEIGHT, floor)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -25,17 +25,17 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-from wholebatch.coupled.last_reduction import DDP_SINK
+from wholebatch.coupled.last_reduction import DDP_SINK, passes_on
 from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
+from wholebatch.verification.loop_calls import LoopCalls, user_line
 from wholebatch.verification.loss_terms import (
-    COMPARES_OTHERS,
+    MeasuredLoss,
     compares_others,
-    doubt_about,
+    coupling_of,
     loss_graph,
-    terms_of,
 )
 from wholebatch.verification.parameter_rows import ParameterRows
 from wholebatch.verification.running_program import replaced, trainer_at_hand
@@ -61,9 +61,7 @@ _MOST_BACKWARDS = 1 << 9
 class _Brought(Backward):
     """A backward that some optimizer has still to step on, with the rows of all parameters."""
 
-    number: int = 0
-    touched: frozenset[int] = frozenset()
-    """Parameters that it brought a gradient."""
+    measured: MeasuredLoss | None = None
     moved_parameters: frozenset[int] = frozenset()
     rates_by_optimizer: Mapping[int, tuple[float, ...]] | None = None
 
@@ -117,7 +115,7 @@ class WindowRecorder:
         self.after_step: Tensor | None = None
         """The weights after the last step."""
         self._known: dict[int, torch.optim.Optimizer] = {}
-        self._modules = CalledModules()
+        self._modules, self._calls = CalledModules(), LoopCalls()
         self._history: list[_Brought] = []
         self._stepped_at: dict[int, tuple[int, int]] = {}
         """How many backwards came before the last step on a parameter, and whose step it was."""
@@ -130,6 +128,12 @@ class WindowRecorder:
         self._loss_scale = 1.0
         self._own: LedgerWindow | None = None
         self._own_parameters: set[int] = set()
+        self._own_since = 0
+        """The number of the first backward of a window of wholebatch."""
+        self._is_brief = False
+        self._brief: list[Backward] = []
+        """Backwards since the last step, of which no gradients are recorded."""
+        self._module_hook: Any = None
         self._undo = ExitStack()
 
     # ------------------------------------------------------------- open and close
@@ -138,14 +142,14 @@ class WindowRecorder:
         if hasattr(torch.compiler, "set_stance"):  # compiled code hides how a loss is made
             self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         for hook in (
-            register_module_forward_pre_hook(self._enter_call),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
             self._undo.callback(hook.remove)
-        self._undo.callback(self.rows.remove_hooks)
         around = {place: attrgetter(method)(self) for place, method in _REPLACED.items()}
         self._undo.enter_context(replaced(around))
+        self._record_in_full()
+        self._undo.callback(self._record_briefly)
         own_windows.observers.append(self)
         self._undo.callback(own_windows.observers.remove, self)
         if self.model is not None:
@@ -156,6 +160,22 @@ class WindowRecorder:
 
     def __exit__(self, *error: object) -> None:
         self._undo.close()
+
+    def _record_in_full(self) -> None:
+        self._calls.begin()
+        self._calls.is_paused = self._step_depth > 0
+        self._module_hook = register_module_forward_pre_hook(self._enter_call)
+        if self.rows.parameters:
+            self._weights, self.after_step = self.rows.weights(), None
+        self._is_brief = False
+
+    def _record_briefly(self) -> None:
+        """Count backwards, measure losses and read rates, and nothing else."""
+        self._calls.is_paused = True
+        self._calls.end()
+        self._module_hook.remove()
+        self.rows.remove_hooks()
+        self._is_brief = True
 
     # ------------------------------------------------------------- backwards
 
@@ -174,17 +194,26 @@ class WindowRecorder:
             raise self.over
         if self._inside or self.failure or torch.compiler.is_dynamo_compiling():
             return run()
-        if self._own is not None and self._own.is_open:
-            self._note_own_backward(tensors)
-            return run()
-        began = self._before_backward(tensors, grad_tensors)
-        self._inside = True
-        try:
-            with self.rows.contributions() as brought:
+        if self._is_brief and self._own is None:
+            measured = self._before_brief(tensors, grad_tensors)
+            if measured is not None:
                 result = run()
-        finally:
-            self._inside = False
-        self._after_backward(began, brought)
+                self._after_brief(measured)
+                return result
+        is_own = self._own is not None and self._own.is_open
+        with self._calls.paused():
+            if is_own:
+                self._note_own_backward(tensors)
+            began = None if is_own else self._before_backward(tensors, grad_tensors)
+            self._inside = True
+            try:
+                if began is None:
+                    return run()
+                with self.rows.contributions() as brought:
+                    result = run()
+            finally:
+                self._inside = False
+            self._after_backward(began, brought)
         return result
 
     @_never_fails
@@ -193,9 +222,7 @@ class WindowRecorder:
         if not self._number:
             self.trainer = trainer_at_hand()
         self.passes.note_backward()
-        listed = [roots] if isinstance(roots, Tensor) else list(roots)
-        listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
-        starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+        listed, starts = _roots_of(roots, seeds)
         for module in self._modules.modules.values() if self.model is None else ():
             self.rows.adopt(module)
         if self.rows.is_sharded or not self.rows.parameters:
@@ -203,73 +230,67 @@ class WindowRecorder:
         before, weights = self.rows.gradients(), self.rows.weights()
         if self.overflowed and not before.any():  # a loss scaler has skipped the step
             self._history.clear()
-        was = torch.cat([self._weights, weights])[: len(weights)]
-        is_changed = self.after_step is not None and not weights[: len(self.after_step)].equal(
-            self.after_step
+        was = torch.cat([self._weights, weights[len(self._weights) :]])
+        after_step, batchnorms = self.after_step, self._modules.batchnorms()
+        is_changed = after_step is not None and bool(
+            self.rows.differing(torch.cat([after_step, weights[len(after_step) :]]), weights)
         )
         optimizers = () if self._step_depth else self._known.values()  # a closure: it has begun
         self._weights, self.after_step = weights, None
         scale, self._loss_scale = self._loss_scale, 1.0
         nodes = [root.grad_fn for root in listed]
         graph = list(loss_graph(nodes))
-        terms = [term for r, s in zip(listed, starts, strict=False) for term in terms_of(r, s)]
-        operations = {node.name() for node in graph} - {DDP_SINK}
-        batchnorms = self._modules.batchnorms()
-        doubt = "the loop changes the weights beside the step" if is_changed else ""
-        doubt = doubt or self._doubt_about(graph)
-        self._nodes.update(graph)
-        return _Brought(
+        is_first = not self.pending
+        self._calls.trained = self._trained
+        changed = self._modules.changed(
+            is_first=is_first, trained=self._trained, written=self._calls.written
+        )
+        is_evaluated = self._modules.evaluated() and not is_first
+        loader_pass, batch, counted = self.passes.take()
+        began = _Brought(
             before=before,
             after=before,
             contribution=before,
-            terms=tuple(terms),
+            number=self._number,
+            measured=MeasuredLoss(listed, starts),
             loss_scale=scale,
-            operations=frozenset(operations),
-            targets=frozenset(term.target for term in terms if term.target is not None),
+            operations=frozenset(n.name() for n in graph if not passes_on(n)) - {DDP_SINK},
             batchnorms=batchnorms,
             is_averaged=self._modules.is_averaged,
-            doubt=doubt,
-            number=self._number,
-            moved_parameters=self.rows.filled(weights - was),
+            loader_pass=loader_pass,
+            batch=batch,
+            counted=counted,
+            carried=self._calls.carried_into(nodes),
+            changed=changed,
+            coupling=next(filter(None, map(coupling_of, graph)), ""),
+            compares_others=compares_others(graph),
+            shares_graph=not self._nodes.isdisjoint(graph),
+            has_hooks=self.rows.has_foreign_hooks,
+            is_evaluated=is_evaluated,
+            is_changed_beside=is_changed,
+            lines={"loss": self._calls.loss_line, "backward": user_line()},
+            moved_parameters=self.rows.differing(was, weights),
             rates_by_optimizer=dict(enumerate(map(rates_of, optimizers))),
         )
-
-    def _doubt_about(self, graph: Sequence[Any]) -> str:
-        """Return a reason to doubt that the samples of a loss are apart."""
-        if compares_others(graph):
-            shared = COMPARES_OTHERS
-        elif not self._nodes.isdisjoint(graph):
-            shared = "two backwards of the window have a part of their graph in common"
-        elif self.rows.has_foreign_hooks:
-            shared = (
-                "the loop has hooks on parameters, and they may change the gradient of each "
-                "micro-batch"
-            )
-        else:
-            shared = ""
-        is_first = not self.pending
-        moved = self._modules.moved(is_first=is_first, trained=self._trained)
-        evaluated = self._modules.evaluated()
-        shared = shared or ("" if is_first else evaluated) or moved
-        return shared or next(filter(None, map(doubt_about, graph)), "")
+        self._nodes.update(graph)
+        return began
 
     @property
     def _trained(self) -> set[int]:
         return {id(self.rows.parameters[i]) for i in self._had_gradient} | self._own_parameters
 
     @_never_fails
-    def _after_backward(self, began: _Brought | None, brought: Sequence[Tensor]) -> None:
+    def _after_backward(self, began: _Brought, brought: Sequence[Tensor]) -> None:
         """Keep the backward, if it brought a watched parameter a gradient."""
-        if began is None:
-            return
+        terms = () if began.measured is None else began.measured.terms()
         touched = self.rows.filled(brought[0])
+        self._number += 1
+        self._calls.number = self._number
         if touched:
-            after = self.rows.gradients()
             self._had_gradient |= touched
-            self._number += 1
-            self._history.append(
-                replace(began, after=after, contribution=brought[0], touched=touched)
-            )
+            done = {"after": self.rows.gradients(), "contribution": brought[0]}
+            micro = replace(began, **done, touched=touched, terms=terms, measured=None)
+            self._history.append(micro)
 
     @property
     def pending(self) -> list[_Brought]:
@@ -284,6 +305,66 @@ class WindowRecorder:
     def _steps_since(self, micro: _Brought) -> set[int]:
         """Return the parameters of a backward that have been stepped on after it."""
         return {i for i in micro.touched if self._stepped_at.get(i, (0, 0))[0] > micro.number}
+
+    # ------------------------------------------------------------- windows like those before
+
+    @_never_fails
+    def _before_brief(self, roots: Any, seeds: Any) -> MeasuredLoss | None:
+        """Measure the loss of a backward; None if its window is to be recorded in full.
+
+        Near the end of the data a window may be shorter than those that are known.
+        """
+        self.passes.note_backward()
+        sizes = [len(window.backwards) for window in self.windows]
+        if not self._brief and self.passes.left + 1 < max(sizes, default=0):
+            self._record_in_full()
+            return None
+        return MeasuredLoss(*_roots_of(roots, seeds))
+
+    @_never_fails
+    def _after_brief(self, measured: MeasuredLoss) -> None:
+        nothing = torch.zeros(0)
+        loader_pass, batch, _ = self.passes.take()
+        optimizer = next(iter(self._known.values()))
+        micro = Backward(
+            before=nothing,
+            after=nothing,
+            contribution=nothing,
+            number=self._number,
+            terms=measured.terms(),
+            rates=() if self._step_depth else rates_of(optimizer),
+            loader_pass=loader_pass,
+            batch=batch,
+        )
+        self._number += 1
+        self._brief.append(micro)
+
+    def _see_briefly(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
+        """Keep a window only if none like it is known; then the next one is recorded in full."""
+        window = replace(self._new_window(optimizer, indices), is_brief=True)
+        window = replace(window, backwards=tuple(self._brief), line=user_line())
+        self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
+        rates = {micro.rates for micro in self._brief}
+        if _kind_of(window) not in self._kinds(window.optimizer) or len(rates) > 1:
+            self.windows.append(window)
+            self._record_in_full()
+        self._brief.clear()
+        self._stepped()
+
+    def _kinds(self, optimizer: int) -> set[Hashable]:
+        """Return what the windows of an optimizer that were kept are like."""
+        return {_kind_of(window) for window in self.windows if window.optimizer == optimizer}
+
+    @property
+    def _is_known_enough(self) -> bool:
+        """True if the one optimizer that steps has made enough windows, and nothing is left."""
+        counts = self.window_counts
+        return (
+            len(counts) == 1
+            and min(counts.values()) >= _MOST_WINDOWS
+            and not self._history
+            and self._own is None
+        )
 
     # ------------------------------------------------------------- clips, scales
 
@@ -311,17 +392,26 @@ class WindowRecorder:
     @_never_fails
     def window_began(self, window: Any) -> None:
         """Read a window of wholebatch from its ledger, and not from its backwards."""
-        self._own = LedgerWindow(window)
+        self._own, self._own_since = LedgerWindow(window), self._number
         self.passes.note_backward()
         self._own_parameters |= self._own.parameters
         self._history.clear()
 
     @_never_fails
     def _note_own_backward(self, totals: Any) -> None:
-        assert self._own is not None
+        if self._own is None or self._is_brief:
+            return
+        roots = [totals] if isinstance(totals, Tensor) else list(totals)
+        sources = self._calls.carried_into([root.grad_fn for root in roots])
         self._own.note_backward(
-            totals, lambda is_first: self._modules.moved(is_first=is_first, trained=self._trained)
+            totals,
+            lambda is_first: self._modules.changed(
+                is_first=is_first, trained=self._trained, written=self._calls.written
+            ),
+            carries=any(source >= self._own_since for source in sources),
         )
+        self._number += 1
+        self._calls.number = self._number
 
     @_never_fails
     def window_closes(self, window: Any) -> None:
@@ -332,7 +422,9 @@ class WindowRecorder:
             return
         for optimizer in own.optimizers:
             kept = self._new_window(optimizer, [])
-            self._keep(replace(kept, ledger=own.ledger(optimizer), doubt=own.doubt))
+            self._keep(replace(kept, ledger=own.ledger(optimizer)))
+        if not self._is_brief and min(self.window_counts.values(), default=0) >= _MOST_WINDOWS:
+            self._record_briefly()
 
     @property
     def open_ledger(self) -> int:
@@ -346,6 +438,7 @@ class WindowRecorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Record the step now, or after its closure has made the gradients."""
         self._step_depth += 1
+        self._calls.is_paused = True
         if self._step_depth > 1 or self._own is not None:  # of a wrapper
             return None
         closure, evaluations = kwargs.get("closure", args[1] if len(args) > 1 else None), 0
@@ -381,8 +474,16 @@ class WindowRecorder:
         elif not indices:
             self.steps_on_copies |= bool(self.pending)
             self.other_optimizers[id(optimizer)] = type(optimizer).__name__
+        elif self._is_brief and id(optimizer) in self._known:
+            self._see_briefly(optimizer, indices)
         elif not self.rows.is_sharded:
+            is_new = id(optimizer) not in self._known
             self._keep(self._window(optimizer, indices))
+            if self._is_brief and is_new:
+                self._record_in_full()
+            elif not self._is_brief and self._is_known_enough:
+                self.passes.counts = False
+                self._record_briefly()
 
     def _gradient(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> Tensor:
         """Return the gradient of a step; a fused optimizer divides by its scale itself."""
@@ -428,9 +529,6 @@ class WindowRecorder:
         since, stepped_by = max(steps, default=(0, window.optimizer))
         mine = [b for b in self._history if b.number >= since and b.touched & own]
         gradient = self._gradient(optimizer, indices)
-        doubt = next((micro.doubt for micro in mine if micro.doubt), "")
-        if window.number > 1 and not any(float(group["lr"]) for group in optimizer.param_groups):
-            doubt = "the learning rate is 0; a schedule may be stepped too often"
         self.lost_steps |= not mine
         self.stepped_twice |= not mine and stepped_by != window.optimizer and bool(gradient.any())
         self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
@@ -451,7 +549,8 @@ class WindowRecorder:
                 for clip in self._clips
                 if clip.number > since
             ),
-            doubt=doubt,
+            line=user_line(),
+            rate_is_zero=not any(float(group["lr"]) for group in optimizer.param_groups),
         )
 
     def _of(self, micro: _Brought, window: WindowEvidence) -> Backward:
@@ -465,18 +564,18 @@ class WindowRecorder:
         return replace(micro, **rows, rates=rates, moved=moved)  # type: ignore[arg-type]
 
     def _keep(self, window: WindowEvidence) -> None:
-        """Keep a window: the first ones, those of another size, and the last one."""
-        same = [other for other in self.windows if other.optimizer == window.optimizer]
-        is_new = len(window.backwards) not in {len(other.backwards) for other in same}
-        if len(same) >= _MOST_WINDOWS and not is_new:
-            self.windows.remove(same[-1])
-        self.windows.append(window)
+        """Keep a window: the first ones, and those that are not like them."""
+        count = sum(other.optimizer == window.optimizer for other in self.windows)
+        if count < _MOST_WINDOWS or _kind_of(window) not in self._kinds(window.optimizer):
+            self.windows.append(window)
         self._stepped()
 
     @_never_fails
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._step_depth = max(0, self._step_depth - 1)
-        if not (self.rows.is_sharded or self._step_depth) and self.rows.parameters:
+        self._calls.is_paused = self._step_depth > 0
+        is_seen = not (self.rows.is_sharded or self._step_depth or self._is_brief)
+        if is_seen and self.rows.parameters:
             self.after_step = self.rows.weights()
 
     @property
@@ -485,3 +584,18 @@ class WindowRecorder:
         without = sorted(self._had_gradient - set(self._stepped_at))
         owned = self._own_parameters
         return [self.rows.names[i] for i in without if id(self.rows.parameters[i]) not in owned]
+
+
+def _roots_of(roots: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what a backward begins at, and the gradients that it begins with."""
+    listed = [roots] if isinstance(roots, Tensor) else list(roots)
+    listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
+    starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
+    return listed, starts
+
+
+def _kind_of(window: WindowEvidence) -> Hashable:
+    """Return what makes a window like others: its size, its losses, and changes of its rate."""
+    losses = frozenset(tuple(term.node for term in micro.terms) for micro in window.backwards)
+    size = len(window.backwards if window.ledger is None else window.ledger.units)
+    return size, losses, len({micro.rates for micro in window.backwards}) > 1

@@ -130,13 +130,14 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     if is_first_alone:
         words = f"the first window has 1 micro-batch, others {usual}"
         yield "only-the-first", words, means(usual)
-    yield "not-divided", "mean losses added", means(1)
+    yield "not-divided", f"mean losses added, and nothing divides: {_came(count)}", means(1)
     yield "not-divided", "sums added", list(row)
     yield "not-divided", f"the mean, times {count}", mean(size)
     for by in nominals:
         if by != count and not is_first_alone:
-            yield "nominal-count", f"mean losses divided by {by}", means(by)
-            yield "nominal-count", f"the mean, times {count}/{by}", mean(size / by)
+            words = f"`/ {by}` where {_came(count)}"
+            yield "nominal-count", words, means(by)
+            yield "nominal-count", f"the mean, times {count}/{by}: {words}", mean(size / by)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", means(size)
     own = [unit / (sum(row) or 1.0) for unit in row]
     yield "mean-of-means", "each rank's own mean, averaged over the ranks", own
@@ -158,6 +159,10 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     for words, weights in (("sums", mean()), ("means", means(size))):
         so_far = [weight * (size - place) for place, weight in enumerate(weights)]
         yield "counted-twice", f"the {words} so far, added again with every backward", so_far
+
+
+def _came(count: int) -> str:
+    return f"{count} micro-batch{'' if count == 1 else 'es'} came"
 
 
 def _one_more_or_less(row: Sequence[float], total: float) -> _Variants:

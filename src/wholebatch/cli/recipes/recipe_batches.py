@@ -104,11 +104,21 @@ class Batches:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """A checksum of a dataset's length and of three of its samples; None for a stream."""
+        """A checksum of a dataset's length and of three of its samples.
+
+        None for a stream, and for samples that cannot be read or are others each time.
+        """
         if self.length is None:
             return None
-        digest = hashlib.sha256(str(self.length).encode())
-        for place in sorted({0, self.length // 2, self.length - 1}):
+        try:
+            first, again = self._digest(self.length), self._digest(self.length)
+        except Exception:  # a sample that is broken: training says so if it comes to it
+            return None
+        return first if first == again else None
+
+    def _digest(self, length: int) -> str:
+        digest = hashlib.sha256(str(length).encode())
+        for place in sorted({0, length // 2, length - 1}):
             with seeded(self._seed, "fingerprint", place):
                 leaves, _ = flatten(self._data[place])
             for leaf in leaves:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -27,10 +27,11 @@ from wholebatch.integrations.transformers.exact_trainer import (
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import Close, Memory, Samples, close_with_only
+from wholebatch.options import Close, Memory, Samples, close_with_only, known_options
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.replaced_attributes import replaced_attributes
 
+T = TypeVar("T")
 _TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")
 
 
@@ -102,8 +103,13 @@ _OF_TRL: dict[str, type[ExactTrainerMixin]] = {
 }
 
 
+@known_options(
+    steps="set gradient_accumulation_steps in the TrainingArguments",
+    clip_norm="set max_grad_norm in the TrainingArguments",
+    precision="set bf16=True or fp16=True in the TrainingArguments",
+)
 def exact(
-    trainer: type[Any],
+    trainer: type[T],
     *,
     units: UnitsFunction | None = None,
     loss: Coupled | None = None,
@@ -113,7 +119,7 @@ def exact(
     batchnorm: str = "exact",
     close: Close | None = None,
     audit: bool = True,
-) -> type[Any]:
+) -> type[T]:
     """Return a subclass of `trainer` whose updates are those of the undivided global batch.
 
     The trainer's loss stays a mean. `units(inputs)` counts what it is a mean over, from the inputs
@@ -175,4 +181,5 @@ def exact(
         # The module whose code is the user's own: what it reads is watched (compile/).
         "__module__": trainer.__module__,
     }
-    return type(f"Exact{trainer.__name__}", (windows, trainer), options)
+    made: Any = type(f"Exact{trainer.__name__}", (windows, trainer), options)
+    return made  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """The kinds of calls: which effect on training a call has.
 
-A method called `step` may belong to an optimizer, a schedule, a scaler, an engine or a game. The
+A method called `step` may belong to an optimizer, a schedule, a scaler or a game. The
 constructor of the receiver decides. Its name decides only if the constructor is not in the file.
 """
 
@@ -25,16 +25,7 @@ _OPTIMIZER = re.compile(
     r"|^(Fused|Bert|CPU)?(Adam|SGD|Lion|LAMB|Lamb)|Adafactor|RMSprop|Adagrad|LBFGS"
 )
 _SCALER = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
-_ENGINE = re.compile(r"(^|_)engine$|^ds_model$", re.I)
-_ROLES = (
-    ("scheduler", _SCHEDULER), ("scaler", _SCALER), ("optimizer", _OPTIMIZER), ("engine", _ENGINE),
-)  # fmt: skip
-MODEL_NAME = re.compile(
-    r"^(?!save|load|get|build|create|make|valid|eval|test|init|export|unwrap|prepare|set|move|update|log)"
-    r"(\w*model|\w*_module|net|network|\w*_net|unet\w*|transformer|module|encoder|decoder|dit"
-    r"|backbone|net[A-Z]\w*|gpt|vae|controlnet|\w*ranker|generator|discriminator|policy|actor|critic)$",
-    re.I,
-)
+_ROLES = (("scheduler", _SCHEDULER), ("scaler", _SCALER), ("optimizer", _OPTIMIZER))
 # Not a closure, but the rate of `optimizer.step(lr)`.
 _RATE = re.compile(r"(^|_)lr($|_)|rate|epoch|^[\d.]+$")
 # Functions by the name of what they do to the gradients, to DDP's reduction and to BatchNorm.
@@ -51,11 +42,9 @@ _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatc
 
 
 def role(receiver: ast.expr, makers: Makers) -> str:
-    """Return the role of a receiver: optimizer, scheduler, scaler, engine or ""."""
+    """Return the role of a receiver: optimizer, scheduler, scaler or ""."""
     for maker, index in makers(receiver):
         name = maker.rpartition(".")[2]
-        if maker.endswith("deepspeed.initialize"):
-            return ("engine", "optimizer", "", "scheduler")[index] if index in (0, 1, 3) else ""
         if name.endswith("GradScaler"):
             return "scaler"
         if index is not None:
@@ -143,7 +132,7 @@ def _backward(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
         return Effect("backward", None, owner, "tensor")
     if kind == "optimizer" or owner_name in {"booster", "amp", "mp_trainer"}:
         return Effect("backward", owner, first, "wrapper")
-    return Effect("backward", owner, first, "deepspeed" if kind == "engine" else "engine")
+    return Effect("backward", owner, first, "engine")
 
 
 def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
@@ -160,6 +149,4 @@ def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
     held = next((a for a in call.args if role(a, makers) == "optimizer"), None)
     if held is not None:
         return Effect("step", held, detail="wrapper")
-    if kind == "engine" or (not call.args and MODEL_NAME.match(last_part(owner))):
-        return Effect("engine_step", owner)
     return None

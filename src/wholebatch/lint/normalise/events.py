@@ -4,7 +4,7 @@ An event is a call that matters to training. Its path is the loops, conditions a
 around it, outermost first, also those around the helpers that were inlined. Every question of a
 rule ("is this clip under the boundary?") is a question about such paths.
 
-The kinds of events are backward, step, clear, clip, unscale, schedule, engine_step, rescale (of
+The kinds of events are backward, step, clear, clip, unscale, schedule, rescale (of
 gradients), hold_sync (of DDP's reduction), freeze (of BatchNorm), by_hand (gradients are read) and
 call (any other).
 """

@@ -64,7 +64,7 @@ def last_part(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Name):
-        return node.id.partition("@")[0]
+        return node.id.partition("@")[0].rpartition(".")[2]
     return ""
 
 

@@ -13,7 +13,7 @@ from ..windows.window import is_optimizer_of
 from .rule_base import ERROR, NOTE, Report, rule
 
 
-@rule("WB104", "gradients cleared every micro-batch")
+@rule("WB104", "gradients cleared every micro-batch", "error or note")
 def cleared_every_micro_batch(file: File) -> Iterator[Report]:
     """`zero_grad` runs for every micro-batch, so only the last one of a window counts.
 
@@ -55,7 +55,7 @@ def cleared_before_step(file: File) -> Iterator[Report]:
     """
     for window in file.windows:
         unknown = window.loop.virtual and window.shape == "plain"
-        if unknown or window.shape in {"deepspeed", "last_only"} or window.is_by_hand:
+        if unknown or window.shape == "last_only" or window.is_by_hand:
             continue
         steps = window.closing_steps()
         for clear in _clears(window):
@@ -115,7 +115,7 @@ def _holds_others(clear: Event, step: Event, window: Window) -> bool:
     return clear.owner != step.owner and "parameters(" in makers and f"{clear.owner}." not in makers
 
 
-@rule("WB118", "backward only at the boundary")
+@rule("WB118", "backward only at the boundary", "error or note")
 def backward_at_boundary(file: File) -> Iterator[Report]:
     """The backward runs only at the boundary, so all micro-batches but the last are lost.
 
@@ -140,7 +140,7 @@ def _is_sum(event: Event, window: Window) -> bool:
     return any(t.call is None for t in terms) or any(s.loop is window.loop for s in carried)
 
 
-@rule("WB122", "gradients never cleared")
+@rule("WB122", "gradients never cleared", "error or note")
 def never_cleared(file: File) -> Iterator[Report]:
     """Gradients are never cleared, so every update adds up all batches since the start.
 

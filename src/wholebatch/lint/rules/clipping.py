@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from ..normalise import Event, Loop, NormalFile
 from ..normalise.events import Context
-from ..normalise.syntax import dotted, is_call, names_in, shown, text, values_of
+from ..normalise.syntax import dotted, is_call, keyword, names_in, shown, text, values_of
 from ..windows import File, Window
 from ..windows.values import iterated
-from .rule_base import Report, rule
+from .rule_base import ERROR, NOTE, Report, rule
 
 _UNSCALES_ITSELF = re.compile(r"accelerator|fabric|scaler|amp\.|trainer", re.I)
 
 
-@rule("WB105", "clipped every micro-batch")
+@rule("WB105", "clipped every micro-batch", "error or note")
 def clipped_every_micro_batch(file: File) -> Iterator[Report]:
     """Gradients are clipped for every micro-batch instead of once per update.
 
@@ -65,25 +65,27 @@ def _updated(loop: Loop, file: NormalFile) -> Iterator[str]:
             yield from names_in(maker.args[0])
 
 
-@rule("WB106", "clipped before unscale")
+@rule("WB106", "clipped before unscale", "error or note")
 def clipped_before_unscale(file: File) -> Iterator[Report]:
     """Gradients are clipped while they are still multiplied by the loss scale.
 
     The norm is thousands of times too large, so every update is clipped to almost nothing, and by
-    another factor whenever the scale changes. Call `scaler.unscale_(optimizer)` before clipping.
+    another factor whenever the scale changes. Call `scaler.unscale_(optimizer)` before clipping. It
+    is a note where the scaler may be disabled.
     """
     for window in file.windows:
         events = [*window.events, *window.after] if window.shape == "nested" else window.events
         for clip in (e for e in events if e.kind == "clip"):
             before = [e for e in events if e.order < clip.order and not e.excludes(clip)]
             scalers = [_scaler(e, window) for e in before if e.kind == "backward"]
-            scaler = next((name for name in reversed(scalers) if name), None)
+            scaler = next((owner for owner in reversed(scalers) if owner is not None), None)
             if scaler is None or any(e.kind == "unscale" for e in before) or _unscales(clip):
                 continue
             yield Report(
                 clip.node,
                 "gradients are clipped while still multiplied by the loss scale: call "
-                f"`{scaler}.unscale_(optimizer)` first",
+                f"`{shown(scaler)}.unscale_(optimizer)` first",
+                ERROR if _is_enabled(scaler, window) else NOTE,
             )
 
 
@@ -96,12 +98,19 @@ def _unscales(clip: Event) -> bool:
     return scaled or bool(_UNSCALES_ITSELF.search(" ".join(map(text, [call.func, *call.args[:1]]))))
 
 
-def _scaler(backward: Event, window: Window) -> str | None:
+def _is_enabled(scaler: ast.expr, window: Window) -> bool:
+    """True if the file makes the scaler, and does not ask whether to enable it."""
+    made = [call for call, _ in window.file.reader.made_by(scaler)]
+    options = [keyword(call, "enabled") for call in made if is_call(call, "GradScaler")]
+    return bool(options) and all(o is None or text(o) == "True" for o in options)
+
+
+def _scaler(backward: Event, window: Window) -> ast.expr | None:
     """Return the scaler of `scaler.scale(loss).backward()`, also if the scaled loss has a name."""
     scaled = window.file.value(backward.argument)
     if is_call(scaled, "scale") and isinstance(scaled.func, ast.Attribute):
         owner = scaled.func.value
         made = [name for name, _ in window.file.reader.makers(owner)]
         if "scaler" in text(owner).lower() or any(name.endswith("GradScaler") for name in made):
-            return shown(owner)
+            return owner
     return None

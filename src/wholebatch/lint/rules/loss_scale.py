@@ -18,7 +18,7 @@ from ..normalise.syntax import (
     written,
 )
 from ..windows import File, Window
-from ..windows.loss_terms import LOSS_NAME, Divisor, Term, terms_of
+from ..windows.loss_terms import LOSS_NAME, Divisor, Term
 from ..windows.values import integer, varies
 from .rule_base import NOTE, Report, rule
 
@@ -179,8 +179,8 @@ def _divides_inside(base: ast.expr) -> bool:
 def loss_divided_twice(file: File) -> Iterator[Report]:
     """The loss is divided by the accumulation steps, and the framework divides it again.
 
-    Accelerate, Lightning, DeepSpeed and the transformers Trainer divide by themselves: the gradient
-    is K times too small. Leave the division to the framework. It is a note where its settings are
+    Accelerate, Lightning and the transformers Trainer divide by themselves: the gradient is K times
+    too small. Leave the division to the framework. It is a note where its settings are
     in another file.
     """
     for window in file.windows:
@@ -190,10 +190,7 @@ def loss_divided_twice(file: File) -> Iterator[Report]:
 
 def _divided_again(window: Window) -> Iterator[Report]:
     reported: set[int] = set()
-    # An engine's backward may be on another branch than the steps of the loop.
-    engines = [e for e in window.inner if e.detail in {"deepspeed", "engine"}]
-    terms = [(e, t) for e in engines for t in terms_of(e, window.file)]
-    for event, term in (*window.terms, *terms):
+    for event, term in window.terms:
         counts = [d for d in term.divisors if window.counts(d)]
         by_count = window.every_key in window.rescaled_by and window.every_key != ""
         if not counts and by_count and _is_whole(term, window):
@@ -210,7 +207,7 @@ def _divided_again(window: Window) -> Iterator[Report]:
         if framework or is_again:
             reported.add(id(written(counts[0].node)))
             same = text(window.every) == counts[0].key
-            certain = is_again or (framework == "Accelerate" and same) or bool(window.engine_steps)
+            certain = is_again or (framework == "Accelerate" and same)
             level = window.level if certain else NOTE
             yield _twice(counts[0].node, counts[0].written, framework, level)
 
@@ -234,28 +231,8 @@ def _framework(event: Event, window: Window) -> str:
     """Return the framework whose backward this is, if it divides the loss; or ""."""
     if event.detail == "framework":
         return window.file.framework(window.loop)
-    if event.detail in {"deepspeed", "engine"}:
-        imports = window.file.index.imports.values()
-        known = event.detail == "deepspeed" or any("deepspeed" in i for i in imports)
-        scales = keyword(event.node, "scale_wrt_gas")
-        ones = window.engine_steps and all(number(n) == 1 for n in window.engine_steps)
-        kept = text(scales) == "False" or ones or _steps_once(window)
-        return "DeepSpeed" if known and not kept else ""
     divides = window.shape == "accelerate" or window.accelerator_divides
     return "Accelerate" if event.detail == "accelerate" and divides else ""
-
-
-def _steps_once(window: Window) -> bool:
-    """True if the loop steps the engine once per window, and nothing here tells it their size."""
-    steps = window.of("engine_step")
-    once = window.shape == "boundary" and any(
-        window.is_ours(b) and not b.inverse for step in steps for b in window.boundaries(step)
-    )
-    if window.shape != "boundary":
-        steps += [e for e in window.after if e.kind == "engine_step"]
-        depth = min((len(e.loops) for e in window.backwards), default=0)
-        once = bool(steps) and all(len(e.loops) < depth for e in steps)
-    return once and not window.engine_steps
 
 
 @rule("WB119", "divided but stepped", "error or note")

@@ -35,7 +35,7 @@ def batchnorm(file: File) -> Iterator[Report]:
     Its means and variances are those of a micro-batch. Use GroupNorm, freeze it, or
     `wb.WholeBatch`, which normalises over the whole batch.
     """
-    normal, windows = file.normal, [w for w in file.accumulating if w.shape != "deepspeed"]
+    normal, windows = file.normal, file.accumulating
     if not windows and not framework_accumulates(normal):
         return
     if windows and any(e.kind == "freeze" for e in normal.events):

@@ -53,7 +53,7 @@ def _unread_backwards(file: File) -> Iterator[ast.AST]:
 def _has_own_step(event: Event, window: Window) -> bool:
     """True if the optimizer that steps after this backward does so whenever it runs."""
     depth = len(event.loops)
-    steps = [e for e in window.of("step", "engine_step") if e.loops[:depth] == event.loops]
+    steps = [e for e in window.of("step") if e.loops[:depth] == event.loops]
     steps = [e for e in steps if e.order > event.order] or steps
     return any(not _may_wait(step, event, window) for step in steps)
 
@@ -69,7 +69,7 @@ def _waits(event: Event, window: Window) -> bool:
     """True if every step of a loop waits for a condition, and so does the clearing."""
     if window.loop.virtual:
         return False
-    steps, clears = window.of("step", "engine_step"), window.of("clear")
+    steps, clears = window.of("step"), window.of("clear")
     return bool(steps) and all(_may_wait(e, event, window) for e in (*steps, *clears))
 
 

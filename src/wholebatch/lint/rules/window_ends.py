@@ -102,7 +102,7 @@ def _cleared_before(window: Window) -> bool:
     return cleared and (bool(window.loop.parents) or per_epoch)
 
 
-@rule("WB110", "boundary off by one")
+@rule("WB110", "boundary off by one", "error or note")
 def boundary_off_by_one(file: File) -> Iterator[Report]:
     """The condition that ends a window is true one micro-batch too early or too late.
 

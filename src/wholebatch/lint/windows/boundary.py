@@ -232,6 +232,7 @@ class _Conditions:
 
     def _position(self, expr: ast.expr) -> _Position | None:
         """Return the counter and the constant of `i + c + epoch * n`, or None."""
+        expr = strip_casts(expr)
         if isinstance(expr, ast.Name):
             symbol = self.file.symbols.get(expr.id)
             if symbol is None or symbol.kind == "set" or symbol.loop is not self.loop:

@@ -23,7 +23,7 @@ from ..normalise.syntax import (
 )
 from .boundary import Boundary
 from .values import integer, iterated
-from .window import Window, names_behind
+from .window import Window
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|islice|mini_?batch|sub_?batch|accum", re.I)
 _ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
@@ -114,7 +114,7 @@ def _within(event: Event, loop: Loop, unread: Container[Loop]) -> bool:
 
 def _decided(window: Window, read: set[Loop]) -> Window | None:
     """Return a window whose shape is known, or None if the loop is not understood."""
-    special = _framework(window) or _accelerate(window) or _deepspeed(window)
+    special = _framework(window) or _accelerate(window)
     if special is not None:
         return special
     # A window inside has steps of its own.
@@ -184,17 +184,6 @@ def _in_accumulate(event: Event, loop: Loop | None) -> bool:
     return any("accumulate" in names_in(c) for inner in loops for c in event.contexts(inner))
 
 
-def _deepspeed(window: Window) -> Window | None:
-    steps = window.of("engine_step")
-    engines = {e.owner for e in window.inner if e.detail in {"deepspeed", "engine"}}
-    if not engines or not any(e.owner in engines for e in steps):
-        return None
-    # The engine's configuration decides whether it accumulates; the file must at least mention it.
-    words = names_in(window.file.reader.roots[window.events[0].root])
-    named = any("gradient_accumulat" in word or word == "gas" for word in words)
-    return shaped(window, "deepspeed" if window.engine_steps or named else "plain")
-
-
 def _with_boundary(window: Window, steps: list[Event]) -> Window | None:
     ends = _ends(window, steps)
     if not ends:
@@ -260,7 +249,8 @@ def _nested(window: Window) -> Window | None:
     if is_call(iterable, "range", "trange"):
         return _repeated(window, iterable)
     held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
-    names = " ".join(names_behind(window.file, iterable)) + " " + shown(window.loop.target)
+    over = window.file.reader.names_behind(window.loop.iterable or iterable)  # type: ignore[arg-type]
+    names = " ".join([*over, shown(window.loop.target)])
     if _MICRO_NAME.search(names) or any(map(window.file.reader.holds_sync, held)):
         return window
     # A loss that is divided by their number, and stepped with after the loop.

@@ -16,7 +16,6 @@ from ..normalise.syntax import (
     is_accumulation_name,
     is_call,
     last_part,
-    names_in,
     number,
     shown,
     strip_casts,
@@ -39,7 +38,7 @@ class Window:
     """One training loop. `shape` says how its windows end.
 
     The shapes are boundary (a condition on a counter), nested (an inner loop over the
-    micro-batches), accelerate, deepspeed, plain (an update for every batch: nothing is
+    micro-batches), accelerate, framework, plain (an update for every batch: nothing is
     accumulated), and last_only (the backward is at the boundary too: only the last micro-batch
     of a window has one).
     """
@@ -266,18 +265,6 @@ class Window:
             return True
         return None if None in options or "deepspeed_plugin" in options else False
 
-    @cached_property
-    def engine_steps(self) -> list[ast.expr]:
-        """Return what configurations of engines here set as their number of micro-batches."""
-        values: list[ast.expr] = []
-        for node in self.file.index.nodes:
-            if isinstance(node, ast.Dict):
-                pairs = zip(node.keys, node.values, strict=True)
-                values += [value for key, value in pairs if _is_steps_key(key)]
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-                values += [node.value] if _is_steps_key(node.targets[0].slice) else []
-        return values
-
     # -- the end of the loop -----------------------------------------------------------------
 
     @cached_property
@@ -340,18 +327,8 @@ def _is_over_optimizers(loop: Loop, file: NormalFile) -> bool:
     return last_part(loop.target).lower().startswith("opt") and loop.iterable is not None
 
 
-def _is_steps_key(key: ast.expr | None) -> bool:
-    return isinstance(key, ast.Constant) and key.value == "gradient_accumulation_steps"
-
-
 def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
     """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
     names = {s.owner for s in steps}
     is_optimizer = "opt" in clear.owner.lower()
     return clear.owner in names - {""} or (len(names) == 1 and not is_optimizer)
-
-
-def names_behind(file: NormalFile, expr: ast.AST | None) -> frozenset[str]:
-    """Return the names in an expression and in what it stands for."""
-    parts = [part for part in (expr, file.value(expr)) if part is not None]
-    return names_in(*parts)
