@@ -96,8 +96,8 @@ bench: $(VENV)/.dev-all ## measure on this machine; writes docs/benchmarks/
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 
-compare: $(VENV)/.dev-all ## hold every integration beside its library's own accumulation; writes docs/comparison.md
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/comparison.py
+compare: $(VENV)/.dev-all ## measure if public trainers' updates depend on the split; writes docs/split-dependence.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/split_dependence.py
 
 kills: $(VENV)/.dev ## kill `train` 20 times at random moments, on one process and on two ranks: the same bits
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/kills.py

@@ -5,7 +5,7 @@
 A byte-level language model in float64 on this repository's LICENSE, plain SGD with a learning rate
 of 1, so that the update is the very gradient that the optimizer saw. The error is the relative L2
 distance of an update to that of the undivided batch, the largest over the windows of an epoch.
-Writes docs/benchmarks/exactness.md and .json and the table in the README; fails if wholebatch's
+Writes docs/benchmarks/exactness.md and .json; fails if wholebatch's
 own error is above 1e-12.
 """
 
@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from which_mean import written
 
 import wholebatch as wb
 
@@ -232,24 +231,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-SHORT = {
-    "the last micro-batch has 1 sample, not 8": "a smaller last micro-batch",
-    "different numbers of tokens": "different numbers of tokens",
-    "short last window: 2 of 4": "too few micro-batches, at the end",
-}
-"""The rows of the README's table, and their names there."""
-
-
-def short_table(rows: list[Row]) -> str:
-    """Return the three rows of the README."""
-    lines = ["| an update with | usual loop | wholebatch |", "|---|---:|---:|"]
-    for row in rows:
-        if row.case in SHORT:
-            ours = max(row.accumulator, row.whole_batch)
-            lines.append(f"| {SHORT[row.case]} | **{shown(row.usual_loop)}** | {shown(ours)} |")
-    return "\n".join(lines)
-
-
 def write(rows: list[Row]) -> None:
     facts = f"torch {torch.__version__}, float64, {date.today().isoformat()}"
     folder = ROOT / "docs" / "benchmarks"
@@ -260,11 +241,6 @@ def write(rows: list[Row]) -> None:
     (folder / "exactness.md").write_text("\n".join(page), encoding="utf-8")
     record = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
     (folder / "exactness.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    lines = ["", short_table(rows), ""]
-    readme.write_text(written(text, "exactness", lines), encoding="utf-8")
 
 
 def main() -> int:

@@ -11,8 +11,8 @@ _FENCE = re.compile(r"^```.*?^```[^\n]*$", re.M | re.S)
 # A search for a word of the field finds the page about all of it first, and not its list.
 WEIGHT = {"gradient-accumulation.md": 8, "memory.md": 4}
 FIRST_SCREEN = "<!-- The site shows the first screen of README.md here. -->"
-INTERNAL = "internals"
-"""The folder of notes for developers, which the site leaves out (`exclude_docs` in mkdocs.yml)."""
+INTERNAL = {"internals", "benchmarks"}
+"""Folders that the site leaves out: notes and records (`exclude_docs` in mkdocs.yml)."""
 
 
 def inside(markdown: str, page: Path, docs: Path) -> str:
@@ -26,7 +26,7 @@ def inside(markdown: str, page: Path, docs: Path) -> str:
     def kept(match: re.Match[str]) -> str:
         words, target = match[1], match[2]
         file = Path(page.parent / target).resolve()
-        if file.is_relative_to(docs.resolve()) and INTERNAL not in file.parts:
+        if file.is_relative_to(docs.resolve()) and not INTERNAL & {*file.parts}:
             return match[0]
         name = file.relative_to(docs.resolve().parent).as_posix()
         if words.strip("`") == name:

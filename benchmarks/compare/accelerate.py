@@ -49,4 +49,4 @@ def train(problem: Problem, mode: Mode) -> Tensor:
 
 
 def rows() -> list[Row]:
-    return rows_of(f"Accelerate {__version__}", train, flat(Reader()))
+    return rows_of("Accelerate", __version__, train, flat(Reader()))

@@ -54,4 +54,4 @@ def train(problem: Problem, mode: Mode) -> Tensor:
 
 
 def rows() -> list[Row]:
-    return rows_of(f"Fabric {__version__}", train, flat(Reader()))
+    return rows_of("Fabric", __version__, train, flat(Reader()))

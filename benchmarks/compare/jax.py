@@ -129,7 +129,8 @@ def distance(got: Any, want: Any) -> float:
 
 
 def rows() -> list[Row]:
-    found = []
+    """Return the rows of optax's two accumulations, both beside `accumulate`."""
+    rows = []
     ours_of = accumulate(loss_sum, micro_batch=3)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     sharded = jax.shard_map(
@@ -141,34 +142,16 @@ def rows() -> list[Row]:
     place = partial(jax.device_put, device=NamedSharding(mesh, P("data")))
     for case in SIZES:
         whole = by_gradient(case, jax.grad(loss_mean))
-        two = case == "two processes"
+        two = case == "two processes"  # two devices of one process
         spread = place if two else lambda batch: batch
-        exact = by_gradient(
-            case, lambda p, b, two=two: (sharded if two else ours_of)(p, b)[1], spread
-        )
-        even = case != "uneven"
-        own = by_gradient(case, own_microbatch, spread) if even else None
-        note = "" if even else "micro-batches of one size only"
-        if two:
-            note = "two devices of one process"
-        found.append(
-            Row(
-                f"optax {optax.__version__}, microbatch",
-                case,
-                None if own is None else distance(own, whole),
-                distance(exact, whole),
-                "float64",
-                note,
-            )
-        )
+        gradient_of = sharded if two else ours_of
+        exact = by_gradient(case, lambda p, b, f=gradient_of: f(p, b)[1], spread)
+        ours = distance(exact, whole)
+        own = None  # its micro-batches have one size
+        if case != "uneven":
+            own = distance(by_gradient(case, own_microbatch, spread), whole)
+        rows.append(Row("optax.microbatch", optax.__version__, case, own, ours))
         if not two:
-            found.append(
-                Row(
-                    f"optax {optax.__version__}, MultiSteps",
-                    case,
-                    distance(by_multi_steps(case), whole),
-                    distance(exact, whole),
-                    "float64",
-                )
-            )
-    return sorted(found, key=lambda row: row.library)
+            own = distance(by_multi_steps(case), whole)
+            rows.append(Row("optax.MultiSteps", optax.__version__, case, own, ours))
+    return rows

@@ -150,30 +150,21 @@ def train_in(placed: Any, mode: Mode) -> Any:
 def rows_of(
     backend: str,
     *,
-    rounds: Callable[[Case], str] = lambda case: "",
+    precision: str = "float64",
     in_two: Callable[[Mode], Any] | None = None,
     own_in_two: bool = True,
-    note_in_two: str = "two devices of one process",
 ) -> list[Row]:
-    """The rows of one backend; `in_two` trains the masked case on two devices.
-
-    `rounds` says where Keras itself rounds to float32 in its own whole batch: no float64 there.
-    """
+    """Return the rows of one backend; `in_two` trains the masked case on two devices."""
     keras.config.set_floatx("float64")
-    library = f"Keras {keras.__version__}, {backend}"
-    found = []
+    trainer = f"Keras, {backend}"
+    rows = []
     for name, case in CASES.items():
         whole = train(case, "whole")
         own, ours = (distance(train(case, mode), whole) for mode in ("own", "ours"))
-        note = rounds(case)
-        precision = "float32" if note else "float64"
-        found.append(Row(library, name, own, ours, precision, note))
+        rows.append(Row(trainer, keras.__version__, name, own, ours, precision))
     if in_two is not None:
-        case = CASES["masked tokens"]
-        whole = train(case, "whole")
+        whole = train(CASES["masked tokens"], "whole")
         theirs = distance(in_two("own"), whole) if own_in_two else None
         ours = distance(in_two("ours"), whole)
-        note = "; ".join(filter(None, (note_in_two, rounds(case))))
-        precision = "float32" if rounds(case) else "float64"
-        found.append(Row(library, "two processes", theirs, ours, precision, note))
-    return found
+        rows.append(Row(trainer, keras.__version__, "two processes", theirs, ours, precision))
+    return rows

@@ -24,5 +24,4 @@ def rows() -> list[Row]:
         "TensorFlow",
         in_two=in_two,
         own_in_two=False,  # RuntimeError: merge_call called while defining a new graph
-        note_in_two="two devices; its own accumulation does not run under MirroredStrategy",
     )

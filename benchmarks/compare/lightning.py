@@ -75,4 +75,4 @@ def train(problem: Problem, mode: Mode, **options: Any) -> Tensor:
 
 
 def rows() -> list[Row]:
-    return rows_of(f"Lightning {__version__}", train, flat(Reader()))
+    return rows_of("Lightning", __version__, train, flat(Reader()))

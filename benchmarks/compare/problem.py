@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,43 +135,39 @@ Train = Callable[[Problem, Mode], Tensor]
 
 
 def rows_of(
-    library: str,
+    trainer: str,
+    version: str,
     train: Train,
     start: Tensor,
     *,
     precision: str = "float64",
-    note: str = "",
+    cases: Sequence[str] = tuple(PROBLEMS),
+    with_ours: bool = True,
 ) -> list[Row]:
-    """The rows of a library: every case, by its own accumulation and with wholebatch."""
+    """Return the rows of a trainer: every case, by its own accumulation and with wholebatch."""
     rows = []
-    for name, problem in PROBLEMS.items():
+    for name in cases:
+        problem = PROBLEMS[name]
         reference = train(problem, "whole")
         run = partial(train, problem) if problem.ranks == 1 else partial(in_two_processes, train)
-        rows.append(
-            Row(
-                library=library,
-                case=name,
-                own=distance(run("own"), reference, start),
-                ours=distance(run("ours"), reference, start),
-                precision=precision,
-                note=note,
-            )
-        )
+        own = distance(run("own"), reference, start)
+        ours = distance(run("ours"), reference, start) if with_ours else None
+        rows.append(Row(trainer, version, name, own, ours, precision))
     return rows
 
 
 def in_two_processes(train: Train, mode: Mode) -> Tensor:
     """Train in two processes on this machine, and return what the first of them has."""
-    worker = ROOT / "benchmarks" / "compare_worker.py"
+    worker = ROOT / "benchmarks" / "split_dependence.py"
     start = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.pt"
-        function = (train.__module__, train.__name__)
-        command = [sys.executable, "-m", *start, str(worker), *function, mode, str(result)]
+        function = (train.__module__, train.__name__, mode, str(result))
+        command = [sys.executable, "-m", *start, str(worker), "--as-rank", *function]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'benchmarks'}",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "benchmarks"))),
             "GLOO_SOCKET_IFNAME": "lo",
         }
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Transformers' Trainer, with and without wholebatch.
+"""Transformers' Trainer, with and without wholebatch, on four models.
 
-Two models: one in float64 whose forward does not take `num_items_in_batch`, as most that users
-write do not, and a Llama in float32, which does: there the Trainer's own counting works.
+A model of one's own and BERT do not divide by `num_items_in_batch`; nor does T5. A Llama does, in
+float32 also in a float64 model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     __version__,
@@ -24,6 +28,7 @@ from transformers import (
 from compare.problem import (
     LEARNING_RATE,
     LENGTH,
+    PROBLEMS,
     WORDS,
     Mode,
     Problem,
@@ -65,6 +70,44 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def bert() -> BertForSequenceClassification:
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,  # type: ignore[call-arg]
+    )
+    return BertForSequenceClassification(config).double()
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(5)
+    config = T5Config(
+        vocab_size=WORDS,
+        d_model=16,
+        d_ff=32,
+        d_kv=8,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).double()  # its norms compute in float32
+
+
+class Classes(Tokens):
+    """The same samples, with one label each."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index, 0].abs() % 3}
+
+
 def arguments(problem: Problem, mode: Mode, folder: str, **options: Any) -> dict[str, Any]:
     size, steps = problem.batches(mode)
     return {
@@ -89,9 +132,10 @@ def arguments(problem: Problem, mode: Mode, folder: str, **options: Any) -> dict
 
 def train_model(model: Any, problem: Problem, mode: Mode, **options: Any) -> Tensor:
     kind = exact(Trainer) if mode == "ours" else Trainer
+    data = (Classes if isinstance(model, BertForSequenceClassification) else Tokens)(problem)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(**arguments(problem, mode, folder, **options))
-        kind(model=model, args=args, train_dataset=Tokens(problem)).train()
+        kind(model=model, args=args, train_dataset=data).train()
     return flat(model)
 
 
@@ -105,19 +149,30 @@ def train_llama(problem: Problem, mode: Mode) -> Tensor:
     return train_model(llama(), problem, mode)
 
 
+def train_bert(problem: Problem, mode: Mode) -> Tensor:
+    """One epoch of the Trainer, with one that takes it and ignores it."""
+    return train_model(bert(), problem, mode)
+
+
+def train_bert_told(problem: Problem, mode: Mode) -> Tensor:
+    """The same, and the Trainer is told that the model ignores it."""
+    model: Any = bert()
+    model.accepts_loss_kwargs = False
+    return train_model(model, problem, mode)
+
+
+def train_t5(problem: Problem, mode: Mode) -> Tensor:
+    return train_model(t5(), problem, mode)
+
+
 def rows() -> list[Row]:
-    library = f"Transformers {__version__}"
-    own_model = rows_of(
-        library,
-        train,
-        flat(Reader()),
-        note="a model without num_items_in_batch",
-    )
-    with_count = rows_of(
-        library,
-        train_llama,
-        flat(llama()),
-        precision="float32",
-        note="a Llama, which takes num_items_in_batch",
-    )
-    return [*own_model, *with_count]
+    classes = [case for case in PROBLEMS if case != "masked tokens"]
+    told = "Trainer, BERT, accepts_loss_kwargs=False"
+    single = {"precision": "float32"}
+    return [
+        *rows_of("Trainer, Llama", __version__, train_llama, flat(llama()), **single),
+        *rows_of("Trainer, BERT", __version__, train_bert, flat(bert()), cases=classes),
+        *rows_of(told, __version__, train_bert_told, flat(bert()), cases=classes),
+        *rows_of("Trainer, T5", __version__, train_t5, flat(t5()), **single),
+        *rows_of("Trainer, a model of one's own", __version__, train, flat(Reader())),
+    ]

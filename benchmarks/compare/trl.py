@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, with and without wholebatch; a Llama in float32."""
+"""TRL's trainers, with and without wholebatch, on a Llama in float32 (DPO and others: float64)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import __version__
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -26,6 +26,7 @@ from compare.problem import (
 )
 from compare.row import Row
 from compare.transformers import arguments, llama
+from tests.integrations import trl_training as runs
 from wholebatch.integrations.transformers import exact
 
 
@@ -67,11 +68,31 @@ def train(problem: Problem, mode: Mode) -> Tensor:
     return flat(model)
 
 
+def preference(name: str, samples: int) -> tuple[float, float]:
+    """Return the errors of one update of DPO, KTO, Reward or GRPO, in 4 batches."""
+    runs.SAMPLES = samples
+    make = runs.TRAINERS[name]
+
+    def update(kind: Any, batches: int) -> Tensor:
+        if name == "GRPO":  # it generates its samples, in float32
+            return runs.trained(make(kind, batches))
+        model = runs.llama()
+        if name == "Reward":
+            model = runs.llama(LlamaForSequenceClassification, num_labels=1)
+        return runs.trained(make(kind, batches, model=runs.in_float64(model)))
+
+    whole = update(exact, 1)
+    theirs = runs.off(update(lambda kind: kind, 1), whole)
+    assert theirs < 1e-5, f"{name}: {theirs} from TRL's own undivided batch"  # it scores in float32
+    return runs.off(update(lambda kind: kind, 4), whole), runs.off(update(exact, 4), whole)
+
+
 def rows() -> list[Row]:
-    return rows_of(
-        f"TRL {__version__} SFTTrainer",
-        train,
-        flat(llama()),
-        precision="float32",
-        note="a Llama, which takes num_items_in_batch",
-    )
+    rows = rows_of("SFTTrainer, Llama", __version__, train, flat(llama()), precision="float32")
+    for name in runs.TRAINERS:
+        precision = "float64" if name == "Reward" else "float32"  # TRL's losses are in float32
+        sizes = {"equal": 16} if name == "GRPO" else {"equal": 16, "uneven": 14}
+        for case, samples in sizes.items():
+            errors = preference(name, samples)
+            rows.append(Row(f"{name}Trainer", __version__, case, *errors, precision))
+    return rows

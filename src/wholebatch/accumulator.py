@@ -353,11 +353,14 @@ class Accumulator(LoopWindows):
     def discard(self) -> None:
         """Drop the open window; the next micro-batch begins a new one."""
         ledger, places = self._ledger, range(len(self._ledger.micro_batches))
+        joins = self._loop is not None and ledger.sync.ranks > 1
+        if joins:
+            ledger.keep_seed()
         ledger.discard()
         self._leave_window()
         if self._loop is None:
             ledger.sync.restore()
-        elif ledger.sync.ranks > 1:  # the window of the other ranks goes on, and gets 0 from here
+        elif joins:  # the window of the other ranks goes on, and gets 0 from here
             ledger.micro_batches = [MicroBatch(place) for place in places]
             self._window_gone = False
 

@@ -10,7 +10,6 @@ from wholebatch.loop import Member
 from wholebatch.memory.micro_batch_fitting import Fitting
 from wholebatch.runner import Runner, WindowRun
 from wholebatch.window.autocast import Precision
-from wholebatch.window.close import read_scalars
 from wholebatch.window.ledger import Turn
 from wholebatch.window.units import UnitsCount
 from wholebatch.window.window import Step
@@ -78,8 +77,7 @@ class BatchWindows(Member):
     def _begin_again(self) -> None:
         """Drop an attempt that ran out of memory; all ranks keep the seed they have agreed on."""
         ledger = self._ledger
-        if ledger.open is not None and ledger.next_seed is None:
-            ledger.next_seed = read_scalars([ledger.open.seed])[0]
+        ledger.keep_seed()
         ledger.discard()
         self._runner.executor.let_go()
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from scripts.laws_table import PAGE, parts_of, with_table
@@ -50,6 +51,80 @@ def test_the_update_is_the_same_bit_for_bit_without_the_audit() -> None:
     assert len(gradients) == len(others) == 3
     for mine, theirs in zip(gradients, others, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too; `sparse` rows have gradients of their own kind."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 3, sparse=sparse)
+        self.head = nn.Linear(3, 7, bias=False)
+        if not sparse:
+            self.head.weight = self.rows.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.rows(x))
+        return out
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(7, 3), nn.Sequential(nn.Dropout(0.3), nn.Linear(3, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.head, self.rows(x), use_reentrant=False)
+        return out
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
+    "sparse": lambda: Tied(sparse=True),
+    "checkpointed": Checkpointed,
+    "16 bit": lambda: Tied().bfloat16(),
+    "batchnorm": lambda: nn.Sequential(nn.Embedding(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 7)),
+    "a hook": lambda: hooked(Tied()),
+}
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["total", "mean", "parts", "terms", "run"])
+def test_every_way_to_a_window_is_the_same_without_the_audit(case: str, way: str) -> None:
+    found = []
+    for audit in (True, False):
+        torch.manual_seed(0)
+        model = CASES[case]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        acc = wb.Accumulator(model, optimizer, steps=3, batchnorm="allow", audit=audit)
+        data = torch.Generator().manual_seed(1)
+        micros = [torch.randint(7, (2, n), generator=data) for n in (3, 2, 4, 5, 2)]
+
+        def loss(micro: Tensor, model: nn.Module = model) -> Tensor:
+            return F.cross_entropy(model(micro[0]).float(), micro[1], reduction="sum")
+
+        for place, micro in enumerate(acc.over(micros)):
+            units = micro.shape[1]
+            if way == "terms" and place % 3 == 0:
+                acc.announce({"ce": sum(m.shape[1] for m in micros[place : place + 3])})
+            if way == "run":
+                acc.run(lambda m, loss=loss: wb.Loss(loss(m), m.shape[1]), micro)
+            elif way == "terms":
+                acc.backward(wb.Loss.terms({"ce": (loss(micro), units)}))
+            elif way == "mean":
+                acc.backward(mean=loss(micro) / units, units=units)
+            else:
+                if way == "parts":
+                    acc.backward(loss(micro) * 0.5, units=units, more=True)
+                acc.backward(loss(micro), units=units)
+        assert acc.updates == 2
+        found.append([value.clone() for value in model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_the_page_shows_the_docstrings() -> None:

@@ -366,8 +366,8 @@ KINDS: dict[str, tuple[Any, float | None]] = {
 STAGES = {
     0: ["counts", "exhausted", "unused", "own clipping", "discarded", "late"],
     1: ["tail", "unused", "grouped", "offloaded", "prescaled"],
-    2: ["tokens", "own clipping", "discarded", "late", "offloaded"],
-    3: [*list(KINDS)[:4], "own clipping", "discarded", "grouped", "late", "offloaded"],
+    2: ["own clipping", "discarded", "late", "offloaded"],
+    3: ["counts", "tail", "exhausted", "own clipping", "discarded", "grouped", "late", "offloaded"],
 }
 
 

@@ -88,13 +88,8 @@ def by_accumulator(engine: str, case: str, clip: float | None, make: Any, sync: 
     seen = SeenFull(model, optimizer)
     mine = micros_of(case, dist.get_rank())
     acc = wb.Accumulator(model, optimizer, steps=3, clip_norm=clip, close=wb.Close(sync=sync))
-    if case == "counts":  # windows of one's own size: closed by hand, or found by the loader's end
-        for window in mine:
-            for m in acc.over(window):
-                acc.backward(loss(model, m))
-    else:
-        for m in acc.over([m for window in mine for m in window]):
-            acc.backward(loss(model, m))
+    for m in acc.over([m for window in mine for m in window]):
+        acc.backward(loss(model, m))
     return errors(model, seen, reference(case, clip, make))
 
 
@@ -105,10 +100,8 @@ def by_run(engine: str, case: str) -> Any:
     seen = SeenFull(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=3, clip_norm=0.05)
     of_micro = partial(loss, model)
-    mine = micros_of(case, dist.get_rank())
-    for micros in mine if case == "counts" else [[m for window in mine for m in window]]:
-        for m in acc.over(micros):
-            acc.run(of_micro, m)
+    for m in acc.over([m for window in micros_of(case, dist.get_rank()) for m in window]):
+        acc.run(of_micro, m)
     return errors(model, seen, reference(case, 0.05, sgd))
 
 
@@ -293,11 +286,14 @@ def no_gradient_anywhere() -> dict[str, float]:
 
 
 def cases_of(engine: str) -> dict[str, Callable[[], Any]]:
-    """Return the runs of one engine. Options take turns over the cases: pairs are enough."""
+    """Return the runs of one engine. Options take turns over the cases: pairs are enough.
+
+    Whole windows without options are in tests/split_invariance/engines.py.
+    """
     cases: dict[str, Callable[[], Any]] = {}
-    exact = ["tokens", "counts", "tail", "exhausted", "unlabelled"]
+    exact = ["tail", "exhausted", "unlabelled"]
     if engine == "hsdp":  # FSDP2 has all of them, on half as many ranks
-        exact = ["counts", "exhausted", "unlabelled"]
+        exact = ["exhausted", "unlabelled"]
     for turn, case in enumerate(exact):
         clip, make = ((None, sgd), (0.05, adamw))[turn % 2]
         cases[f"accumulator {case} {make.__name__} clip={clip}"] = partial(

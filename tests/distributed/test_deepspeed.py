@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_case_of_zero(report: dict[str, Any], stage: int) -> None:
     found = {case: row for case, row in report["errors"].items() if f"zero {stage} " in case}
-    assert len(found) >= 6
+    assert len(found) >= 5
     # The parameters are float32: what rounding them costs one process is added to the allowance.
     wrong = {
         case: row

@@ -24,29 +24,18 @@ def python_blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_readme_example_runs(tmp_path: Path) -> None:
-    (code,) = python_blocks(ROOT / "README.md")
-    done = processes.run_code(code, folder=tmp_path)
+def test_the_first_example_runs(tmp_path: Path) -> None:
+    done = processes.run_code(python_blocks(ROOT / "docs/index.md")[0], folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    updates = [line.split() for line in done.stdout.splitlines()]
-    assert [(line[0], line[2], line[4]) for line in updates] == [
-        ("1", "100.0", "13"),
-        ("2", "100.0", "13"),
-        ("3", "100.0", "13"),
-    ]
+    assert done.stdout.startswith("same update: ")
+    assert done.stdout.split()[-2:] == ["100.0", "13"]
 
 
-def test_readme_and_home_show_what_the_benchmarks_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chart_shows_what_the_benchmark_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from benchmarks.exactness import Row, short_table
     from scripts.charts import bars
 
-    folder = ROOT / "docs/benchmarks"
-    record = json.loads((folder / "exactness.json").read_text(encoding="utf-8"))
-    table = short_table([Row(**row) for row in record["rows"]])
-    assert table.count("\n") == 4
-    assert table in (ROOT / "README.md").read_text(encoding="utf-8")
-    measured = json.loads((folder / "speed.json").read_text(encoding="utf-8"))
+    measured = json.loads((ROOT / "docs/benchmarks/speed.json").read_text(encoding="utf-8"))
     drawn = (ROOT / "docs/images/speed.svg").read_text(encoding="utf-8")
     for name, _, label in bars(measured):
         assert {f"{name}</text>", f"{label}</text>"} <= set(re.findall(r"[^>]*</text>", drawn)), (
@@ -54,16 +43,8 @@ def test_readme_and_home_show_what_the_benchmarks_wrote(monkeypatch: pytest.Monk
         )
 
 
-def test_readme_says_how_much_faster_the_benchmark_was() -> None:
-    rows = json.loads((ROOT / "docs/benchmarks/speed.json").read_text(encoding="utf-8"))["rows"]
-    times = {(row["mode"], row["micro"]): row["ms"] for row in rows if row["model"] == "gpt-124m"}
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for micro in (4, 1):
-        peers = ("HF Trainer", "Lightning", "Accelerate", "loop")
-        best = min(times[peer, micro] for peer in peers)
-        assert f"{best / times['wholebatch graph', micro]:.1f} times" in text
-    compiled = times["loop + torch.compile", 4] / times["wholebatch graph", 4]
-    assert f"{compiled:.1f} times as fast as the hand-written loop under `torch.compile`." in text
+def test_the_readme_fits_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.slow
@@ -81,9 +62,11 @@ def test_readme_shows_what_verify_says() -> None:
             timeout=240,
         )
         assert done.returncode == 1, done.stderr
-        words = " ".join(re.sub(r"[\d.]+( s|e-\d+)", "0", done.stdout).split())
-        expected = " ".join(re.sub(r"[\d.]+( s|e-\d+)", "0", said).split())
-        assert expected in words, done.stdout
+        rest = " ".join(done.stdout.split())
+        for part in said.splitlines():  # every line of the page, in this order
+            words = " ".join(part.split())
+            assert words in rest, (words, done.stdout)
+            rest = rest[rest.index(words) + len(words) :]
 
 
 def test_the_pages_stay_short() -> None:
@@ -186,23 +169,6 @@ def test_messages_of_troubleshooting_are_in_the_source() -> None:
     for quote in {*quoted} - others - made_from_parts:
         for part in re.split(r"…|\d+|'mps'", quote):
             assert part.strip() in source, quote
-
-
-def test_readme_has_the_errors_of_the_comparison() -> None:
-    compared = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = {
-        "HF Trainer, TRL": "Transformers", "Accelerate": "Accelerate", "Lightning": "Lightning",
-        "Fabric": "Fabric", "Keras 3": "Keras", "JAX": "optax",
-    }  # fmt: skip
-    head = re.search(r"^\| library \|.*$", compared, flags=re.M)
-    assert head is not None
-    place = [cell.strip() for cell in head[0].split("|")].index("masked tokens")
-    for shown, library in names.items():
-        row = re.search(rf"^\| {library} .*$", compared, flags=re.M)
-        assert row is not None
-        measured = row[0].split("|")[place].strip()
-        assert re.search(rf"^\| {shown} \|.*\| {measured} \|", readme, flags=re.M), shown
 
 
 TRAINERS = "benchmarks/trainers.md"

@@ -153,7 +153,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 def test_version_is_a_release_number_and_in_the_changelog() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", wb.__version__)
-    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "## [0.1.0]\n\nNot released yet." in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

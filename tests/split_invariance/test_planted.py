@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
 from tests.split_invariance.planted_trainer import train
-from wholebatch.split_invariance import check, split_invariance
-from wholebatch.split_invariance.observed_run import Observed, Run
-from wholebatch.split_invariance.rank_jobs import observe_on
+from tests.split_invariance.shared_jobs import SharedJobs
 from wholebatch.testing import assert_split_invariant
 
 CAUSES = {
     "mean of means": "every micro-batch counts the same, whatever it holds: a mean of means",
-    "not divided": "a mean of means. Divide by the units .* count 2 times",
+    "not divided": "a mean of means. Divide by the units .* count 8 times",
     "K": "multiplied by K, the number of micro-batches of a rank",
     "1/K": "multiplied by 1/K, as if divided by the number of micro-batches twice",
     "2^N all": r"multiplied by 2\^\(K-1\), as if doubled between micro-batches",
@@ -26,7 +22,7 @@ CAUSES = {
     "adam": "multiplied by K, the number of micro-batches",
     "clipped each": r"gradients are clipped 8 times for 1 update\(s\)",
     "only the last": "only the last micro-batch is kept",
-    "kept cast": "hidden.weight gets a gradient from 1 of 2 backwards",
+    "kept cast": "hidden.weight gets a gradient from 1 of 8 backwards",
     "rate": "the gradients agree and the movements do not: the learning rate",
     "steps each": "the optimizer steps 9 times, and 2 times with the first split",
     "moves weights": "the right gradient is no sum of those of the micro-batches",
@@ -54,36 +50,17 @@ def test_a_right_trainer(bug: str) -> None:
     assert not report.causes
 
 
-Shown = dict[tuple[int, str, Run], list[Observed]]
-
-
 @pytest.fixture(scope="module")
-def shown_on_ranks() -> Shown:
-    """What every trainer shows on 1, 2 and 3 ranks: one job for each number, not for each bug."""
-    every: Shown = {}
-    for ranks in (1, 2, 3):
-        bugs = ["", *(RANKS if ranks < 3 else ())]
-        runs = [Run(8), Run(2), Run(2, records=True), Run(8, records=True)]
-        jobs = [(partial(train, bug=bug), run) for bug in bugs for run in runs]
-        found = observe_on(ranks, jobs)
-        for (function, run), of_ranks in zip(jobs, found, strict=True):
-            every[ranks, function.keywords["bug"], run] = of_ranks
-    return every
-
-
-def serve(monkeypatch: pytest.MonkeyPatch, shown: Shown) -> None:
-    def observe(ranks: int, jobs: Sequence[Any]) -> list[list[Observed]]:
-        return [shown[ranks, function.keywords["bug"], run] for function, run in jobs]
-
-    monkeypatch.setattr(check, "observe_on", observe)
+def on_ranks() -> SharedJobs:
+    trains = {bug: partial(train, bug=bug) for bug in ("", *RANKS)}
+    return SharedJobs(trains, (8, 2), (1, 2, 3), records=True)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("bug", RANKS)
-def test_a_bug_of_ranks(bug: str, shown_on_ranks: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
-    serve(monkeypatch, shown_on_ranks)
-    report = split_invariance(partial(train, bug=bug), micro_batches=(8, 2), ranks=(1, 2))
+def test_a_bug_of_ranks(bug: str, on_ranks: SharedJobs) -> None:
+    report = on_ranks.report(bug, (1, 2))
     assert not report.same
     assert RANKS[bug] in report.causes[0]
     drift = any("the ranks end with other parameters" in cause for cause in report.causes)
@@ -92,10 +69,7 @@ def test_a_bug_of_ranks(bug: str, shown_on_ranks: Shown, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_right_trainer_on_one_to_three_ranks(
-    shown_on_ranks: Shown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve(monkeypatch, shown_on_ranks)
-    report = split_invariance(partial(train, bug=""), micro_batches=(8, 2), ranks=(1, 2, 3))
+def test_the_right_trainer_on_one_to_three_ranks(on_ranks: SharedJobs) -> None:
+    report = on_ranks.report("", (1, 2, 3))
     assert report.same, str(report)
     assert len(report.splits) == 5

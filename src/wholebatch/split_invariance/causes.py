@@ -94,6 +94,8 @@ def name_shares(ranks: Sequence[Observed], right: Observed) -> list[str]:
     table = torch.stack([_first(backward, sizes) for backward in backwards], dim=1)
     used = _weights(table, _first(ranks[0].judged, sizes))
     wanted = _weights(table, _first(right.judged, sizes))
+    if wanted is None and right.draws:
+        return ["random numbers are drawn in the forwards (dropout?), other ones by each split"]
     if wanted is None:
         return [
             "the right gradient is no sum of those of the micro-batches: a sample's gradient "
@@ -130,6 +132,8 @@ def _name_weights(used: Tensor, wanted: Tensor) -> str:
         " ".join(f"{abs(each):.2f}" for each in row.tolist()) for row in share / most
     )
     shown = f" (shares, 1 for the largest{', a row for each rank' * (ranks > 1)}: {numbers})"
+    if parts > 1 and ((share[:, :-1] / share[:, 1:] - 2).abs() < 10 * _NEAR).all():
+        return f"each micro-batch doubles what was there before: 2^N{shown}"
     if gone.any():
         if gone.all(1).any():
             lost = [str(rank) for rank in range(ranks) if gone[rank].all()]
@@ -143,8 +147,6 @@ def _name_weights(used: Tensor, wanted: Tensor) -> str:
         if gone[:, :-1].all():
             return f"only the last micro-batch is kept{shown}"
         return f"micro-batches are missing{shown}"
-    if parts > 1 and ((share[:, :-1] / share[:, 1:] - 2).abs() < 10 * _NEAR).all():
-        return f"each micro-batch doubles what was there before: 2^N{shown}"
     if parts > 1 and ranks > 1 and ((share[:, :-1] / share[:, -1:] - 1 / ranks).abs() < 0.1).all():
         return f"only the last micro-batch is reduced over the ranks{shown}"
     if float((share / most - 1).abs().max()) < _NEAR:

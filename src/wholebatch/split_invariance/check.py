@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -84,6 +85,9 @@ def split_invariance(
         number: observe_runs(number, [Run(size) for size in (*micro_batches, micro_batches[0])])
         for number in ranks
     }
+    if not all(observed.gradients for shown in every.values() for run in shown for observed in run):
+        for observed in (one for shown in every.values() for run in shown for one in run):
+            observed.gradients.clear()  # of some runs only: they cannot be compared
     runs = {
         Layout(size, number): shown
         for number in ranks
@@ -108,7 +112,7 @@ def split_invariance(
             continue
         found, sure = merged(shown), None
         error, tensor = distance(found.judged, right.judged)
-        if tolerance is None and max(100 * rounding, 10 * noise) < error < _DOUBTFUL:
+        if tolerance is None and max(min(100 * rounding, 0.01), noise) < error < _DOUBTFUL:
             for each in (layout, first):
                 if each not in in_float64:
                     in_float64[each] = _float64(observe_runs, each)
@@ -117,7 +121,7 @@ def split_invariance(
                 sure = distance(pair[0].judged, pair[1].judged)[0]
         moved = distance(*({"": _flat(each.updates.values())} for each in (found, right)))[0]
         same = error <= max(allowed, 10 * noise) if sure is None else sure <= _FLOAT64
-        same = same and moved <= max(allowed, rounding) ** 0.5 and found.steps == right.steps
+        same = same and moved <= max(allowed, rounding) ** 0.5
         report.splits.append(Split(*layout, error, tensor, moved, same, sure))
     other = [split for split in report.splits if not split.same]
     wrong = [Layout(split.micro_batch, split.ranks) for split in other]
@@ -127,6 +131,12 @@ def split_invariance(
             "the gradients agree and the movements do not: the learning rate, weight decay "
             "or another part of the step depends on the split"
         ]
+    unsure = [split for split in other if split.error < _DOUBTFUL and split.float64 is None]
+    if tolerance is None and unsure and right.dtype is not torch.float64:
+        causes.append(
+            "or rounding, of autocast for example: train() cannot be run in float64, which would "
+            "tell. If it is, pass tolerance="
+        )
     causes += [
         f"the ranks end with other parameters ({gap:.1e} in {tensor}) after {layout}: what one "
         "of them has added is not reduced"
@@ -214,23 +224,22 @@ def _causes(
         return [
             f"the optimizer steps {most.steps} times, and {right.steps} times with the first split"
         ]
-    if right.draws:
-        return ["random numbers are drawn in the forwards (dropout?), other ones by each split"]
     causes = []
-    if most.clips > max(right.clips, right.steps):
-        causes.append(
-            f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
-            "when all micro-batches are added"
-        )
     factors = {each: constant_factor(found[each].judged, right.judged) for each in wrong}
     known = {layout: factor for layout, factor in factors.items() if factor is not None}
     if known:
         causes.append(name_factors(known, samples))
     rest = sorted(
         (each for each in wrong if each not in known),
-        key=lambda each: (each.parts(samples) == 1, each.ranks, -each.micro_batch),
+        key=lambda each: (each.parts(samples) < 3, each.parts(samples) < 2, each.ranks),
     )
     if rest and not causes:
-        [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
-        causes = name_shares(recorded, right)
+        with suppress(Exception):  # hooks on its parameters may disturb a trainer
+            [recorded] = observe_runs(rest[0].ranks, [Run(rest[0].micro_batch, records=True)])
+            causes = name_shares(recorded, right)
+    if most.clips > max(right.clips, right.steps):
+        causes.append(
+            f"gradients are clipped {most.clips} times for {right.steps} update(s): clip once, "
+            "when all micro-batches are added"
+        )
     return causes or ["not known: the gradients of single backwards could not be seen"]

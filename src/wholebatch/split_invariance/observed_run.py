@@ -18,7 +18,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from wholebatch.errors import OptionError
 
@@ -61,10 +64,11 @@ class Observed:
 class _Observer:
     def __init__(self) -> None:
         self.kept: dict[int, Tensor] = {}  # parameters by id, so that no id is used again
+        self.names: dict[int, str] = {}  # of the first model that is called
         self.start: dict[int, Tensor] = {}
         self.gradients: dict[int, list[Tensor]] = {}
         self.before_clipping: dict[int, Tensor] = {}
-        self.steps = self.clips = 0
+        self.steps = self.clips = self.stepping = 0
         self.random: Tensor | None = None
         self.backwards: list[dict[int, Tensor]] = []
 
@@ -74,11 +78,20 @@ class _Observer:
                 self.kept[id(parameter)] = parameter
                 self.start[id(parameter)] = parameter.detach().clone()
 
-    def step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.steps += 1
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.keep(parameters)
-        for p in parameters:
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        self.steps += self.stepping == 0  # an optimizer may step another one
+        self.stepping += 1
+        self.keep(_parameters(optimizer))
+        if not _has_closure(args, options):
+            self._see(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        self.stepping -= 1
+        if _has_closure(args, options):  # which has made the last backward
+            self._see(optimizer)
+
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        for p in _parameters(optimizer):
             if p.grad is not None:
                 gradient = self.before_clipping.pop(id(p), p.grad).detach().clone()
                 self.gradients.setdefault(id(p), []).append(gradient)
@@ -90,6 +103,7 @@ class _Observer:
         def first_forward(module: nn.Module, inputs: Any) -> None:
             handle.remove()  # later forwards, and graphs of them, are not disturbed
             self.keep(list(module.parameters()))
+            self.names = {id(p): _plain(name) for name, p in module.named_parameters()}
             self.random = torch.get_rng_state()
             for p in module.parameters() if records else ():
                 if p.requires_grad:
@@ -98,7 +112,8 @@ class _Observer:
         handle = register_module_forward_pre_hook(first_forward)
         with ExitStack() as stack:
             stack.callback(handle.remove)
-            stack.callback(register_optimizer_step_pre_hook(self.step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self.before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self.after_step).remove)
             clip = self._observed_clip(torch.nn.utils.clip_grad_norm_)
             for home in (torch.nn.utils, torch.nn.utils.clip_grad):
                 stack.enter_context(mock.patch.object(home, "clip_grad_norm_", clip))
@@ -140,6 +155,14 @@ class _Observer:
             self.backwards[-1][key] = own if before is None else before + own
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _has_closure(args: Any, options: Any) -> bool:
+    return any(map(callable, (*args[1:], *options.values())))
+
+
 def observe(train: Train, run: Run) -> Observed:
     """Return what `train(run.micro_batch)` shows; random generators start from the same seed."""
     observer, default = _Observer(), torch.get_default_dtype()
@@ -172,7 +195,7 @@ def observe(train: Train, run: Run) -> Observed:
                 found.gradients[name] = torch.cat([_full(gradient).flatten() for gradient in seen])
             if start is not None and start.shape == p.shape:
                 found.updates[name] = found.values[name] - _full(start)
-    names = {id(p): name for name, p in named.items()}
+    names = observer.names | {id(p): name for name, p in named.items()}
     found.backwards = [
         {names[key]: _full(each) for key, each in backward.items() if key in names}
         for backward in observer.backwards
@@ -190,11 +213,7 @@ def _named(result: Any) -> dict[str, Tensor]:
         named = {str(place): value for place, value in enumerate(result)}
     else:
         named = {}
-    named = {
-        str(name).removeprefix("_orig_mod.").removeprefix("module."): value
-        for name, value in named.items()
-        if value is not None
-    }
+    named = {_plain(str(name)): value for name, value in named.items() if value is not None}
     try:
         named = {n: v if isinstance(v, Tensor) else torch.tensor(v) for n, v in named.items()}
     except (TypeError, ValueError, RuntimeError):
@@ -205,6 +224,11 @@ def _named(result: Any) -> dict[str, Tensor]:
             "gradients, or a dict of tensors or arrays by name"
         )
     return named
+
+
+def _plain(name: str) -> str:
+    """Return the name of a parameter without what torch.compile and DDP put before it."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.")
 
 
 def _full(tensor: Tensor) -> Tensor:

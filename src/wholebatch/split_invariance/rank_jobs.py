@@ -39,7 +39,7 @@ def observe_on(ranks: int, jobs: Sequence[Job]) -> list[list[Observed]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        processes.start_processes(
+        processes.start_processes(  # type: ignore[attr-defined, no-untyped-call]
             _rank, (ranks, port, list(jobs), folder), nprocs=ranks, start_method="spawn"
         )
         return [

@@ -40,7 +40,6 @@ class Watch:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = optimizers
-        self._warned = False
         self.forget()
 
     def forget(self) -> None:
@@ -65,14 +64,14 @@ class Watch:
         rates = [group["lr"] for group in groups if "lr" in group]
         return [(0.0, rate._version) if isinstance(rate, Tensor) else (rate, 0) for rate in rates]
 
-    def warn_of_rates(self) -> None:
-        """Warn, once, of a learning rate that has changed since the window's first backward."""
+    def refuse_other_rates(self) -> None:
+        """Refuse a learning rate that has changed since the window's first backward."""
         rates = zip(self._rates, self._rates_now(), strict=False)
-        if not self._warned and any(before != now for before, now in rates):
-            self._warned = True
-            warn_user(
+        if any(before != now for before, now in rates):
+            raise WindowError(
                 "the learning rate changed in the middle of a window, and only its value at the "
-                "update counts: step the scheduler once per update, not once per micro-batch"
+                "update counts: step the scheduler once per update (scheduler= does), not once per "
+                "micro-batch"
             )
 
     def changed(self, inputs: Sequence[nn.Parameter]) -> tuple[nn.Parameter, str] | None:
@@ -251,14 +250,14 @@ class Untouched:
     def check(self, *, rates: bool = False) -> None:
         """Refuse to go on with a window that is no longer what its backwards made.
 
-        With `rates`, warn of a learning rate that has changed since its first backward.
+        With `rates`, refuse a learning rate that has changed since its first backward.
         """
         ledger, window = self._ledger, self._ledger.open
         change = None if window is None else self._watch.changed(window.inputs)
         if change is None or ledger.broken:
             if rates:
                 ledger.schedules.refuse_moved(in_window=window is not None)
-                self._watch.warn_of_rates()
+                self._watch.refuse_other_rates()
             return
         parameter, what = change
         clips = " (clip_norm= clips)" if self._by == "the loop" else ""

@@ -32,6 +32,7 @@ from wholebatch.window.close import (
     OnGradient,
     Store,
     power_of_two_near,
+    read_scalars,
     scalar_on,
 )
 from wholebatch.window.close_options import CloseOptions
@@ -203,6 +204,11 @@ class Ledger:
         if known.keys() != {SINGLE}:  # of terms, each of which has its own
             return 1.0
         return power_of_two_near(1.0 / (known[SINGLE] or 1.0))
+
+    def keep_seed(self) -> None:
+        """Begin the window that is open again with the seed that all ranks have agreed on."""
+        if self.open is not None and self.next_seed is None:
+            self.next_seed = read_scalars([self.open.seed])[0]
 
     def open_early(self) -> bool:
         """Open the window if its seed is known without a loss; return True if it is open."""

@@ -119,7 +119,7 @@ class GivenWindows(WholeBatch):
         """Refuse to go on if others have written the gradient since `make_gradient`."""
         change = self._watch.changed(self._ledger.target.trained())
         if change is None:
-            self._watch.warn_of_rates()
+            self._watch.refuse_other_rates()
             return
         parameter, what = change
         raise WindowError(

@@ -1,39 +1,23 @@
-"""How far off the update of well-known public scripts is: the table of docs/gallery.md.
+"""How public scripts add up their gradients, repeated in our own words on tiny models in float64.
 
-    python benchmarks/gallery.py           # print the table
-    python benchmarks/gallery.py --page    # write it into the page
-
-Each case repeats in our own words how a script adds up its gradients, on a tiny model in float64
-(Trainer, Accelerate and TRL run themselves, in float32). Its update, the one through wholebatch and
-the one of the undivided batch start from the same weights and see the same samples. SGD with a
-learning rate of 1: the update is the gradient.
+The update of the script, the one through wholebatch and the one of the undivided batch start from
+the same weights and see the same samples. SGD with a learning rate of 1: the update is the
+gradient. diffusers' script runs in Accelerate itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
-os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-from which_mean import written  # noqa: E402
+import wholebatch as wb
+from compare.row import Row
 
-import wholebatch as wb  # noqa: E402
-
-PAGE = ROOT / "docs" / "gallery.md"
 Batch = dict[str, Tensor]
 Errors = tuple[float, float]
 """How far off the script's update is, and ours."""
@@ -49,16 +33,15 @@ def compared(
     whole: Callable[[Any], None],
     theirs: Any,
     ours: Any,
-    part: str = "",
 ) -> Errors:
-    """Run the three loops from the same weights; `part` names the module to compare."""
+    """Run the three loops from the same weights."""
     start = build()
     moved = []
     for loop in (whole, theirs, ours):
         torch.manual_seed(3)
         model = copy.deepcopy(start)
         loop(model)
-        moved.append(flat(model.get_submodule(part)) - flat(start.get_submodule(part)))
+        moved.append(flat(model) - flat(start))
     right, usual, exact = moved
     return tuple(float((one - right).norm() / right.norm()) for one in (usual, exact))  # type: ignore[return-value]
 
@@ -163,7 +146,7 @@ def nanochat() -> Errors:
     return usual_loop(Language, mean_of_tokens, answer_tokens, texts(), (4, 4, 4, 4), muon_and_sgd)
 
 
-def run_clm() -> Errors:
+def diffusers() -> Errors:
     """Accelerate divides the last window of an epoch, of 2 batches, by 4 as well."""
     from accelerate import Accelerator
 
@@ -192,40 +175,6 @@ def run_clm() -> Errors:
         theirs=theirs,
         ours=ours,
     )
-
-
-# --------------------------------------------------------------------- trainers of other libraries
-
-
-def run_glue() -> Errors:
-    """Trainer on a classifier whose forward takes **kwargs: 4 equal micro-batches."""
-    import transformers
-
-    from tests.integrations.test_trainer_sums_means import gradient_of
-    from wholebatch.integrations.transformers import exact
-
-    with tempfile.TemporaryDirectory() as folder:
-        whole, usual, ours = (
-            gradient_of(kind, "bert", Path(folder), sizes)
-            for kind, sizes in (
-                (transformers.Trainer, (16,)),
-                (transformers.Trainer, (4,) * 4),
-                (exact(transformers.Trainer), (4,) * 4),
-            )
-        )
-    return tuple(float((one - whole).norm() / whole.norm()) for one in (usual, ours))  # type: ignore[return-value]
-
-
-def trl(name: str) -> Errors:
-    import datasets
-
-    from tests.integrations.trl_training import TRAINERS, off, trained
-    from wholebatch.integrations.transformers import exact
-
-    datasets.disable_progress_bars()
-    whole = trained(TRAINERS[name](lambda kind: kind, 1))
-    usual = trained(TRAINERS[name](lambda kind: kind, 4))
-    return off(usual, whole), off(trained(TRAINERS[name](exact, 4)), whole)
 
 
 # ------------------------------------------------------------------------------------------- images
@@ -341,53 +290,6 @@ def denoising_diffusion() -> Errors:
     return usual_loop(build, mean, lambda micro: micro["x"].numel(), batch, (8, 8, 8, 2))
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.make = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4)).double()
-        self.judge = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 1)).double()
-
-
-def biggan() -> Errors:
-    """Two discriminator steps per batch; zero_grad() is called once, before the first."""
-    draw = torch.Generator().manual_seed(1)
-    real = torch.randn(2, 16, 4, generator=draw, dtype=torch.float64) + 1
-    noise = torch.randn(2, 16, 8, generator=draw, dtype=torch.float64)
-
-    def judged(gan: Any, x: Tensor, z: Tensor) -> Tensor:
-        fake = gan.make(z).detach()
-        return F.relu(1 - gan.judge(x)) + F.relu(1 + gan.judge(fake))
-
-    def loop(gan: Any, size: int, *, clears: bool) -> None:
-        optimizer = torch.optim.SGD(gan.judge.parameters(), lr=0.1)
-        for x, z in zip(real, noise, strict=True):
-            parts = list(zip(x.split(size), z.split(size), strict=True))
-            for micro in parts:
-                (judged(gan, *micro).mean() / len(parts)).backward()
-            optimizer.step()
-            if clears:
-                optimizer.zero_grad()
-
-    def ours(gan: Any) -> None:
-        acc = wb.Accumulator(gan.judge, torch.optim.SGD(gan.judge.parameters(), lr=0.1), steps=4)
-        parts = [
-            micro
-            for x, z in zip(real, noise, strict=True)
-            for micro in zip(x.split(4), z.split(4), strict=True)
-        ]
-        for micro in acc.over(parts):
-            acc.backward(judged(gan, *micro).sum(), units=len(micro[0]))
-
-    return compared(
-        Gan,
-        whole=lambda gan: loop(gan, 16, clears=True),
-        theirs=lambda gan: loop(gan, 4, clears=False),
-        ours=ours,
-        part="judge",
-    )
-
-
 def detection() -> Errors:
     """Box losses are a mean over the matched anchors, and images have 1 to 40 of them."""
     draw = torch.Generator().manual_seed(1)
@@ -408,50 +310,17 @@ def detection() -> Errors:
     return usual_loop(build, mean, lambda micro: micro["matched"].sum(), batch, [2] * 4)
 
 
-@dataclass(frozen=True)
-class Case:
-    script: str
-    why: str
-    errors: Callable[[], Errors]
+LOOPS: dict[str, tuple[str, Callable[[], Errors]]] = {
+    "timm, train.py": ("equal", timm),
+    "diffusers, train_unconditional.py": ("short tail", diffusers),
+    "nanoGPT, train.py, masked targets": ("masked tokens", nanogpt),
+    "nanochat, chat_sft.py": ("masked tokens", nanochat),
+    "torchvision detection, loss / K": ("masked tokens", detection),
+    "open_clip, train.py --accum-freq": ("equal", open_clip),
+    "denoising-diffusion-pytorch": ("uneven", denoising_diffusion),
+}
+"""The case that each loop shows, and its errors."""
 
 
-CASES = [
-    Case("transformers, run_glue.py (Trainer)", "means are added, not averaged", run_glue),
-    Case("TRL, DPOTrainer", "mean of means over pairs", lambda: trl("DPO")),
-    Case("TRL, RewardTrainer", "mean of means over pairs", lambda: trl("Reward")),
-    Case("timm, train.py", "BatchNorm sees one micro-batch", timm),
-    Case("BigGAN-PyTorch before b70f16c", "old gradients stay in the second step", biggan),
-    Case("transformers, run_clm_no_trainer.py", "a short last window, divided by K", run_clm),
-    Case("nanochat, chat_sft.py", "mean of means over answer tokens; Muon", nanochat),
-    Case("nanoGPT, train.py, with masked targets", "mean of means over tokens", nanogpt),
-    Case("torchvision detection with loss / K", "mean of means over boxes", detection),
-    Case("open_clip, train.py --accum-freq", "the temperature counts K times", open_clip),
-    Case("denoising-diffusion-pytorch", "a smaller last batch counts as much", denoising_diffusion),
-]
-
-
-def table() -> list[str]:
-    lines = [
-        "| script | what goes wrong | its update is off by | with wholebatch |",
-        "|---|---|---:|---:|",
-    ]
-    for case in CASES:
-        usual, ours = case.errors()
-        lines.append(f"| {case.script} | {case.why} | {usual:.1%} | {ours:.0e} |")
-    return lines
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--page", action="store_true", help="write the table into the page")
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    lines = table()
-    print("\n".join(lines))
-    if given.page:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(written(page, "gallery", lines), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def rows() -> list[Row]:
+    return [Row(name, "", case, *errors()) for name, (case, errors) in LOOPS.items()]
