@@ -61,6 +61,9 @@ class Member(HasLedger):
         """True if the body of the loop steps with the gradient of a window."""
         return not (self._runs_forwards or self._ledger.target.steps)
 
+    def _before_window(self) -> None:
+        """Prepare a window before its first forward."""
+
     def _set_size(self, size: int) -> None:
         """Set the number of items of the window that begins."""
 
@@ -252,8 +255,8 @@ class Loop:
             if member._loop is not self:
                 raise WindowError(_NESTED)
             member._may_use_item = True
-            if not member._runs_forwards and not member._ledger.micro_batches:
-                member._ledger.before_window()
+            if not member._ledger.micro_batches:
+                member._before_window()
             member._is_last_item = None if ahead is None else ahead.last
             if ahead is None and member._leaves_gradients:
                 is_full = len(member._ledger.micro_batches) + 1 >= member._window_size
