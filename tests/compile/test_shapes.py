@@ -36,9 +36,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     made: list[bool] = []
     plain = make_graph.trace
 
-    def counted(*arguments: Any) -> Any:
-        made.append(arguments[-1] is not None)
-        return plain(*arguments)
+    def counted(program: Any, *rest: Any) -> Any:
+        made.append(bool(program.sizes))
+        return plain(program, *rest)
 
     monkeypatch.setattr(make_graph, "trace", counted)
     return made
@@ -288,10 +288,11 @@ def test_a_kind_is_recorded_once_it_has_come_often(
     """Until then the shared graph runs as it is: sizes that come once cost no recording."""
     recorded: list[int] = []
 
-    def capture(run: Any, tensors: list[Tensor], *_: Any, **__: Any) -> Any:
-        if len(tensors[0]) == 6:
+    def capture(run: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        rows = len(inputs.tensors[0])
+        if rows == 6:
             raise RuntimeError("operation not permitted when stream is capturing")
-        recorded.append(len(tensors[0]))
+        recorded.append(rows)
         return lambda *arguments: run(*arguments)
 
     monkeypatch.setattr(make_graph, "CapturedGraph", capture)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from wholebatch.compile.dynamo_settings import can_follow_more, dynamo_settings
+from wholebatch.compile.dynamo_settings import REASON, can_follow_more, dynamo_settings
 from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.model_parts import ModelParts
@@ -397,6 +397,9 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 def _why_not(problem: Exception) -> str:
     """Return why Dynamo cannot capture the code, with the line of the user's code."""
     text = str(problem)
+    own = re.search(rf"{REASON}([^'\"\n]*)", text)
+    if own is not None:
+        return own[1]
     places = re.findall(
         r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', text.partition("user code:")[2]
     )

@@ -46,7 +46,7 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
     """
     from torch._dynamo import config, symbolic_convert
     from torch._dynamo.variables import ConstDictVariable, UserDefinedClassVariable
-    from torch._dynamo.variables.torch import tracing_state_functions
+    from torch._dynamo.variables import torch as functions_of_torch
 
     tells: set[Any] = {print, warnings.warn}
     tells |= {
@@ -84,8 +84,8 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
     reads = {}
     if not hasattr(UserDefinedClassVariable, "resolve_cls_plain_attr"):  # before torch 2.13
         reads["var_getattr"] = _class_attributes_guarded(UserDefinedClassVariable.var_getattr)
-    # Here torch looks up what these functions answer; the dictionary is made once.
-    answers = tracing_state_functions()
+    # Here Dynamo looks up what these functions answer; the dictionary is made once.
+    answers = getattr(functions_of_torch, "tracing_state_functions", dict)()
     names = ",".join(map(re.escape, open_numbers))
     with (
         config.patch(known),
@@ -146,6 +146,10 @@ _TELLING = ("debug", "info", "warn", "error", "critical", "exception")
 # ------------------------------------------------------------- what Dynamo cannot follow by itself
 
 
+REASON = "wholebatch: "
+"""Marks a reason of ours in a message of Dynamo's."""
+
+
 class _Uniform:
     """A random number between 0 and 1 that answers only what is the same for all of them."""
 
@@ -170,7 +174,7 @@ def _apply(
     for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
         converted = function(tensor)
         if converted.dtype != tensor.dtype or converted.device != tensor.device:
-            raise RuntimeError("its forward moves or casts a module")
+            raise RuntimeError(f"{REASON}its forward casts or moves a {type(module).__name__}")
     return module
 
 
@@ -188,11 +192,25 @@ def grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     if right.dtype is not torch.bfloat16:
         kind = str(right.dtype).removeprefix("torch.")
         raise CannotTrace(
-            f"its experts multiply groups of tokens in {kind}, which reads the sizes of the groups "
-            "on the host; only bfloat16 does not (precision='bf16')"
+            f"{REASON}its experts multiply groups of tokens in {kind}, which reads their sizes on "
+            "the host: bfloat16 (precision=bf16) does not"
         )
     product: Tensor = _GROUPED_MM(left, right, **more)
     return product
+
+
+def _check_all_with(kind: Any, condition: Tensor, message: Any = None) -> None:
+    """Assert on the device, in the graph, instead of reading the result."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _CHECKS_WITH(kind, condition, message)
+    text = "an assertion of the model's code failed"
+    return torch.ops.aten._assert_async.msg(condition.all(), text)
+
+
+def _check_all(condition: Tensor, message: Any = None) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        return _CHECKS(condition, message)
+    return _check_all_with(RuntimeError, condition)
 
 
 def _grouped(left: Tensor, right: Tensor, **more: Any) -> Tensor:
@@ -203,16 +221,23 @@ def _grouped(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     return original
 
 
+def _can_use_grouped(*arguments: Any) -> bool:
+    """Take the grouped product in captured code, too: transformers would take a loop instead."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return bool(_ORIGINALS["_can_use_grouped_mm"](*arguments))
+
+
 def _weight_of(module: Any) -> Any:
     """Return the weight of a layer that DoRA of PEFT wraps, which is not quantised."""
     if torch.compiler.is_dynamo_compiling():
         return module.weight
-    return _OF_DORA["dequantize_module_weight"](module)
+    return _ORIGINALS["dequantize_module_weight"](module)
 
 
 def _clear(layer: Any) -> Any:
     """Clear no cache of DoRA's: it is empty in training."""
-    return None if torch.compiler.is_dynamo_compiling() else _OF_DORA["_cache_clear"](layer)
+    return None if torch.compiler.is_dynamo_compiling() else _ORIGINALS["_cache_clear"](layer)
 
 
 def _metadata(name: str) -> Any:
@@ -225,11 +250,17 @@ def _version(name: str) -> str:
 
 _RAND: Any = torch.rand
 _APPLY = nn.Module._apply
+_CHECKS: Any = torch._check_tensor_all
+_CHECKS_WITH: Any = torch._check_tensor_all_with
 _GROUPED_MM: Any = getattr(functional, "grouped_mm", None)
 _METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
-_OF_DORA: dict[str, Any] = {}
-REPLACEMENTS = (_rand, _apply, _grouped, _weight_of, _clear, _metadata, _version)
-"""The functions that stand in for others during a capture: no guard may be about them."""
+_ORIGINALS: dict[str, Any] = {}
+_FUNCTIONS = (
+    *(_rand, _apply, _check_all, _check_all_with, _grouped),
+    *(_can_use_grouped, _weight_of, _clear, _metadata, _version),
+)
+REPLACEMENTS = (*_FUNCTIONS, *(function.__code__ for function in _FUNCTIONS))
+"""What stands in for functions of others during a capture: no guard may be about it."""
 _SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
 
 
@@ -240,23 +271,32 @@ def can_follow_more() -> Iterator[None]:
     - LayerDrop with a probability of 0: models of transformers compare `torch.rand([])` with it.
     - `module.to()` in a forward, if it converts nothing.
     - Grouped products of experts, which follow autocast as `linear` does.
+    - Assertions on tensors.
     - Questions for installed packages: these stay the same.
     - DoRA of PEFT, which asks by a module's name if a weight is quantised.
     """
     for constant in (_metadata, _version):  # Not as a decorator: that would import Dynamo.
         torch.compiler.assume_constant_result(constant)
+    checks = {"_check_tensor_all": _check_all, "_check_tensor_all_with": _check_all_with}
+    of_torch: dict[str, Any] = {"rand": _rand, **checks}
     grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped}
+    experts = sys.modules.get("transformers.integrations.moe")
+    choices = {}
+    if grouped and hasattr(experts, "_can_use_grouped_mm"):
+        _ORIGINALS["_can_use_grouped_mm"] = experts._can_use_grouped_mm
+        choices = {"_can_use_grouped_mm": _can_use_grouped}
     dora = sys.modules.get("peft.tuners.lora.dora")
     layer = getattr(dora, "DoraLinearLayer", None)
     weights, caches = {}, {}
     if dora is not None and layer is not None:
-        _OF_DORA["dequantize_module_weight"] = dora.dequantize_module_weight
-        _OF_DORA["_cache_clear"] = layer._cache_clear
+        _ORIGINALS["dequantize_module_weight"] = dora.dequantize_module_weight
+        _ORIGINALS["_cache_clear"] = layer._cache_clear
         weights, caches = {"dequantize_module_weight": _weight_of}, {"_cache_clear": _clear}
     with (
-        replaced_attributes(torch, rand=_rand),
+        replaced_attributes(torch, **of_torch),
         replaced_attributes(functional, **grouped),
         replaced_attributes(nn.Module, _apply=_apply),
+        replaced_attributes(experts or _Uniform, **choices),
         replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
         replaced_attributes(dora or _Uniform, **weights),
         replaced_attributes(layer or _Uniform, **caches),

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -22,6 +25,8 @@ from wholebatch.warn_user import warn_user
 _LOG = logging.getLogger("wholebatch.compile")
 _TRACE_AFTER = 3.0
 """Seconds of training before "auto" makes its first graph; tracing takes about as long."""
+_SILENT = 1.0
+"""Seconds after which the user is told what the run waits for."""
 _COMPILE_PER_OPERATION = 0.012
 """Seconds that Inductor takes per operation (33 s for 2,700 of them beside an H200)."""
 _KINDS = 16
@@ -55,6 +60,7 @@ class Notes:
         self.history: list[str] = []
         self.reasons: list[str] = []
         """Why micro-steps run in a slower mode."""
+        self._work: tuple[str, float] | None = None
 
     def fell_back(self, from_: str, to: str, reason: str) -> None:
         """Warn that the mode named by `execute=` is not possible; under "auto", only log it."""
@@ -66,6 +72,25 @@ class Notes:
             self.history.append(text)
             warn_user(text, ExecuteWarning)
 
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Say what the run waits for, if that takes longer than a second, while it waits."""
+        self._work = what, time.perf_counter()
+        timer = threading.Timer(_SILENT, self._show, [f"{what}: the run waits for it"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._work = None
+
+    @property
+    def work(self) -> str | None:
+        """What the run waits for now, and for how long: "tracing, 9 s". Other threads may ask."""
+        work = self._work
+        return None if work is None else f"{work[0]}, {time.perf_counter() - work[1]:.0f} s"
+
     def runs_in(self, mode: str) -> None:
         """Tell that micro-steps run in this kind of graph from now on."""
         self.tell(f"micro-steps are now {_MODES[mode]}", shows=True)
@@ -75,7 +100,13 @@ class Notes:
         if text in self.history:
             return
         self.history.append(text)
-        if not shows or _LOG.isEnabledFor(logging.INFO):
+        if shows:
+            self._show(text)
+        else:
+            _LOG.info(text)
+
+    def _show(self, text: str) -> None:
+        if _LOG.isEnabledFor(logging.INFO):
             _LOG.info(text)
         elif not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             print(f"wholebatch: {text}", file=sys.stderr)

@@ -130,12 +130,20 @@ class GuardSet:
             return
         if isinstance(place, Number):
             self.numbers[place.name] = guard.value
-            self.number_sources[place.name] = str(guard.name)
+            name = str(guard.name)  # `args[1]`, where a source says `L['args'][1]`.
+            is_local = name.startswith("args")
+            self.number_sources[place.name] = name.replace(
+                "args", "L['args']", 1 if is_local else 0
+            )
 
 
 def _written(tensor: Tensor) -> tuple[int, int]:
     """Return what differs after a write into a tensor, or after other memory was put into it."""
     return version_of(tensor), tensor.data_ptr()
+
+
+_MAKE = ("__init__", "__setstate__")
+"""Methods that make a module: Dynamo replaces them when it is first used."""
 
 
 class TorchFunctions:
@@ -146,7 +154,11 @@ class TorchFunctions:
         of_torch = [kind for kind in kinds if kind.__module__.startswith("torch.nn.")]
         self._functions = []
         for owner in (torch, functional, Tensor, *of_torch):
-            named = {name: value for name, value in vars(owner).items() if callable(value)}
+            named = {
+                name: value
+                for name, value in vars(owner).items()
+                if callable(value) and name not in _MAKE
+            }
             self._functions.append((owner, list(named), list(named.values())))
 
     def are_unchanged(self) -> bool:

@@ -17,6 +17,12 @@ OPTIONS: dict[str, object] = {
     # with our choices from code that was not.
     "aot_inductor.metadata": {"wholebatch": "products padded by rule"},
 }
+_MIXED_ORDER = "triton.mix_order_reduction"
+"""Inductor computes the gradients of a norm's weights, as partial sums, with that of its input.
+
+On an H200 that takes 1.5% off a window of a Llama (RMSNorm), and adds 2 to 8% to those of a GPT and
+a ViT (layer norms).
+"""
 _ONE_AT_A_TIME = threading.RLock()
 _OURS = threading.local()
 
@@ -29,7 +35,8 @@ def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]
     """
     from torch._inductor import compile, config  # slow to import: paid only when compiling
 
-    known = {name: value for name, value in OPTIONS.items() if name in config.get_config_copy()}
+    options = {**OPTIONS, **({_MIXED_ORDER: False} if _normalises_with_bias(graph) else {})}
+    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
         stack.enter_context(_ONE_AT_A_TIME)
         choices = _parts_written_in_place(), _products_padded_by_rule(), _in_this_thread()
@@ -37,6 +44,13 @@ def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]
             stack.enter_context(context)
         compiled: Callable[..., Any] = compile(graph, arguments)
         return compiled
+
+
+def _normalises_with_bias(graph: Any) -> bool:
+    """True if the graph has the backward of a layer norm."""
+    backward = torch.ops.aten.native_layer_norm_backward.default
+    nodes = getattr(graph, "graph", None)
+    return nodes is not None and bool(nodes.find_nodes(op="call_function", target=backward))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from wholebatch.compile.capture import Place
+from wholebatch.compile.decide import Eager, Ready, Situation
 from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
 from wholebatch.compile.graph_inputs import Inputs, Key, without_sizes
 from wholebatch.compile.guards import GuardSet, TorchFunctions
@@ -198,29 +199,55 @@ class Kinds:
         for kind in self.by_key.values():
             kind.changes = max(0.0, kind.changes - _FORGETS)
 
-    def slot_of(self, kind: Kind, inputs: Inputs) -> Slot | None:
-        """Return the slot of what the code reads now; None if this kind runs eagerly.
-
-        Raise CannotTrace, once, for a kind whose values change too often.
-        """
-        fresh = None
+    def look_up(self, kind: Kind, inputs: Inputs) -> Slot | Eager:
+        """Return the slot of what the code reads now, or why this kind runs eagerly."""
         with self._as_traced():
-            for slot in kind.slots:
-                if slot.entry is None:
-                    fresh = slot
-                elif slot.entry.guards.hold(self._model, inputs.micro):
-                    return slot
+            held = next((slot for slot in kind.slots if self._holds(slot, inputs)), None)
+            if held is not None:
+                return held
+            fresh = next((slot for slot in kind.slots if slot.entry is None), None)
             if kind.is_eager:
-                return None
+                return Eager()
             if fresh is None and kind.slots:
                 if self._frees_numbers(kind, inputs):
-                    return None
-                self._note_change(kind, inputs)
+                    return Eager()
+                reason = self._changes_often(kind, inputs)
+                if reason is not None:
+                    return Eager(reason)
         if fresh is None:
             fresh = Slot()
             kind.slots.insert(0, fresh)
             del kind.slots[_STATES:]
         return fresh
+
+    def _holds(self, slot: Slot, inputs: Inputs) -> bool:
+        return slot.entry is not None and slot.entry.guards.hold(self._model, inputs.micro)
+
+    def situation(
+        self, kind: Kind, slot: Slot, inputs: Inputs, *, is_open: bool, first: bool
+    ) -> Situation:
+        """Return what the decision for this micro-batch must know."""
+        others = (other for other in self.by_key.values() if other is not kind)
+        graphs = [ready for other in others for ready in list(other.ready())[:1]]
+        own = sum(ready.joint.sizes is None for ready in graphs)
+        is_shared = slot.entry is not None and slot.entry.is_shared
+        ready = None
+        if slot.ready is not None:
+            joint = slot.ready.joint
+            ready = Ready(joint.compiled, joint.beside, joint.to_compile, joint.runs)
+        return Situation(
+            ready=ready,
+            is_open=is_open,
+            first=first,
+            times=slot.times + self.with_other_numbers(inputs),
+            is_another_slot=len(kind.slots) > 1,
+            is_shared=is_shared,
+            shared_is_compiled=is_shared and slot.entry is not None and True in slot.entry.joints,
+            own=own,
+            others=len(graphs) - own,
+            compiled=self.compiled(),
+            compiling=self.compiling(),
+        )
 
     def _frees_numbers(self, kind: Kind, inputs: Inputs) -> bool:
         """Make sizes of the numbers that were others in the last slot; True if there are any."""
@@ -241,19 +268,20 @@ class Kinds:
         self._constants.update(names)
         self.sizes.difference_update(names)
 
-    def _note_change(self, kind: Kind, inputs: Inputs) -> None:
-        """Count a change of what the code reads; raise CannotTrace if it changes too often."""
+    def _changes_often(self, kind: Kind, inputs: Inputs) -> str | None:
+        """Count a change of what the code reads; return the reason if it changes too often."""
         last = kind.slots[0].entry
         assert last is not None
         self.changes += 1
         kind.changes += 1.0
-        if kind.changes > _STATES - 1:
-            kind.is_eager = True
-            value = last.guards.broken_by(self._model, inputs.micro)
-            raise CannotTrace(
-                f"{value} changes often, and a graph is traced for one value: put it in the batch "
-                "as a tensor"
-            )
+        if kind.changes <= _STATES - 1:
+            return None
+        kind.is_eager = True
+        value = last.guards.broken_by(self._model, inputs.micro)
+        return (
+            f"{value} changes often, and a graph is made for one value: put it in the batch as a "
+            "tensor"
+        )
 
     @contextmanager
     def _as_traced(self) -> Iterator[None]:

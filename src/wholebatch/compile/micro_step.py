@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.compile import decide
+from wholebatch.compile.cuda_graph import wait_for
 from wholebatch.compile.execute_mode import CannotTrace, Execute, ExecutePlan, Notes, reason_of
 from wholebatch.compile.gradient_buffers import eager_into, empty_cache, is_nearly_full
 from wholebatch.compile.graph_check import EagerResult, NothingToCompare
@@ -146,27 +148,43 @@ class Executor:
         self._begin_window()
         self._plan.micro_batches += 1
         kind = self.kinds.of(inputs.key)
-        slot = self.kinds.slot_of(kind, inputs)
-        if slot is None or (slot.ready is not None and not is_open):
-            return None  # The seed of the first window is that of its first loss, by eager code.
+        slot = self.kinds.look_up(kind, inputs)
+        if isinstance(slot, decide.Eager):
+            return self._without_graph(slot)
         if slot.ready is None or not slot.ready.captured:
             slot.times += 1
-        stage = self._advance(kind, slot, inputs)
+        slot.entry = slot.entry or self.kinds.known_entry(inputs)
         if slot.ready is None and is_open:
             slot.ready = self._maker.with_other_numbers(slot, inputs)
-            stage = slot.stage if slot.ready is not None else stage
-        if stage is not slot.stage:
+        situation = self.kinds.situation(
+            kind, slot, inputs, is_open=is_open, first=not self._window.micro_batches
+        )
+        decision = decide.decide(situation, self._plan)
+        if isinstance(decision, decide.Eager):
+            return self._without_graph(decision, situation.own)
+        if isinstance(decision, decide.Make):
             run = partial(eager, micro)
-            return self._prepare(kind, slot, inputs, run, compiled=stage is Stage.COMPILED)
-        if slot.ready is None:
-            return None
-        if slot.ready.captured and slot.ready.joint.addresses() != slot.ready.addresses:
-            slot.ready = replace(slot.ready, run=slot.ready.joint)  # Record it again.
-        if not slot.ready.captured and self._maker.captures(slot):
-            with self._preparing():
-                seeds = self._seeds(slot.ready.form)
-                slot.ready = self._maker.captured(slot.ready, inputs, seeds)
-        return self._run(slot.ready, inputs)
+            return self._prepare(kind, slot, inputs, run, compiled=decision.compiled)
+        assert slot.ready is not None
+        if decision.compiles:
+            self._maker.compile_beside(slot.ready.joint, inputs)
+        return self._run(self._recorded(slot, slot.ready, inputs), inputs)
+
+    def _without_graph(self, decision: decide.Eager, graphs: int = 0) -> None:
+        if decision.reason is not None:
+            self.notes.fell_back(self.execute, "eagerly", decision.reason)
+        if decision.is_full:
+            told = f"{graphs} sizes of micro-batches have graphs; further ones run eagerly"
+            self.notes.tell(f"{told}: round the sizes", shows=True)
+
+    def _recorded(self, slot: Slot, ready: Prepared, inputs: Inputs) -> Prepared:
+        """Record the graph again if a tensor has moved, or if its kind came often enough."""
+        if ready.captured and ready.joint.addresses() != ready.addresses:
+            ready = slot.ready = replace(ready, run=ready.joint)
+        if not ready.captured and self._maker.captures(slot):
+            with self._preparing("recording a micro-step"):
+                ready = slot.ready = self._maker.captured(ready, inputs, self._seeds(ready.form))
+        return ready
 
     def _run(self, ready: Prepared, inputs: Inputs) -> Added:
         gradients = self.memory.gradients
@@ -179,42 +197,6 @@ class Executor:
         added = ready.form.read(*ready.run(inputs, self._seeds(ready.form)))
         self._window.record(added.terms)
         return added
-
-    def _advance(self, kind: Kind, slot: Slot, inputs: Inputs) -> Stage:
-        """Return the stage that this kind of micro-batch should be in now.
-
-        Where compilation was asked for, the first kinds are compiled at once. Otherwise a thread
-        compiles while the graph runs as traced, and the first micro-batch of a window switches.
-        """
-        plan, stage, kinds = self._plan, slot.stage, self.kinds
-        first = not self._window.micro_batches  # A second loss of a micro-batch never is.
-        slot.entry = slot.entry or kinds.known_entry(inputs)
-        shared = slot.entry if slot.entry is not None and slot.entry.is_shared else None
-        is_compiled = shared is not None and True in shared.joints
-        if stage is Stage.EAGER:
-            others = (other for other in kinds.by_key.values() if other is not kind)
-            now = [ready for other in others for ready in list(other.ready())[:1]]
-            first = first or (len(kind.slots) > 1 and slot.times > 1)
-            own = sum(ready.joint.sizes is None for ready in now)
-            by_shared = None if shared is None else len(now) - own
-            times = slot.times + kinds.with_other_numbers(inputs)
-            if not plan.prepares(own, times, first=first, shared=by_shared):
-                if shared is None and times > 1 and plan.is_full(own):
-                    told = f"{own} sizes of micro-batches have graphs; further ones run eagerly"
-                    self.notes.tell(f"{told}: round the sizes", shows=True)
-                return stage
-            at_once = plan.compiles_at_once(kinds.compiled()) or (plan.compiles and is_compiled)
-            return Stage.COMPILED if at_once else Stage.TRACED
-        if stage is Stage.COMPILED or slot.ready is None or not plan.compiles:
-            return stage
-        joint = slot.ready.joint
-        if joint.sizes is not None and is_compiled:
-            return Stage.COMPILED  # It only needs a new capture.
-        if joint.beside is not None:
-            return Stage.COMPILED if first and joint.beside.done() else stage
-        if plan.upgrades(joint.to_compile, kinds.compiled() + kinds.compiling(), joint.runs):
-            self._maker.compile_beside(joint, inputs)
-        return stage
 
     def _seeds(self, form: Form) -> list[Tensor]:
         """Return the seed for the backward of each total; it stays on the device."""
@@ -256,8 +238,8 @@ class Executor:
 
     @property
     def progress(self) -> str | None:
-        """The work that goes on beside the run, for a progress line."""
-        return "compiling beside the run" if self.kinds.compiling() else None
+        """What the run waits for, or what goes on beside it, for a progress line."""
+        return self.notes.work or ("compiling beside the run" if self.kinds.compiling() else None)
 
     # ---------------------------------------------------------------- prepare
 
@@ -287,17 +269,20 @@ class Executor:
             gradients = self.memory.gradients
             earlier = gradients.set_aside(range(len(gradients.parameters)))
         before = ForwardState(self._model)
+        began = time.perf_counter()
         with eager_into(self.memory.gradients, self._window):
             loss = eager()
+        wait_for(self._device)
+        seconds = time.perf_counter() - began
         self.mode = "eager"
         added = Added.of(loss)
-        done = EagerResult(inputs, Form.of(loss), added.comparable, before, earlier, alone)
+        done = EagerResult(inputs, Form.of(loss), added.comparable, before, earlier, alone, seconds)
         del loss
         self._precision.let_go()
         self.memory.settle()  # What is allocated from here on stays: keep it out of the gaps.
         began = time.perf_counter()
         try:
-            with self._preparing():
+            with self._preparing(f"{'compiling' if compiled else 'tracing'} a micro-step"):
                 seeds = self._seeds(done.form)
                 slot.ready = step = self._maker.made(slot, done, seeds, compiled=compiled)
         except CannotTrace as reason:
@@ -317,12 +302,13 @@ class Executor:
         return added
 
     @contextmanager
-    def _preparing(self) -> Iterator[None]:
+    def _preparing(self, what: str) -> Iterator[None]:
         """Put back what trial runs within this context change, and free their memory."""
         before = ForwardState(self._model)
         began = time.perf_counter()
         try:
-            yield
+            with self.notes.working(what):
+                yield
         finally:
             before.restore()
             self.kinds.accept_tensors()

@@ -301,14 +301,12 @@ def _put_ours(graph: fx.GraphModule, step: _MicroStep) -> None:
 
     - Attention knows a mask that is always causal, and gets others in rows.
     - A checkpointed body is recomputed in the backward, with the same random numbers.
-    - Assertions are made on the device, in the graph, instead of reading the result.
     """
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
     ours = {
         functional.scaled_dot_product_attention: attention,
         tag_activation_checkpoint: partial(_checkpointed, step.repeated),
-        torch._check_tensor_all_with: _assert_in_graph,
     }
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
@@ -340,10 +338,6 @@ def _checkpointed(
 ) -> Any:
     run = repeated.drawing_again(body) if preserve_rng_state else body
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def _assert_in_graph(_: type[Exception], condition: Tensor, message: Any = None) -> None:
-    torch.ops.aten._assert_async.msg(condition.all(), "an assertion of the model's code failed")
 
 
 def _refuse_writes(graph: fx.GraphModule, inputs: Sequence[bool]) -> None:

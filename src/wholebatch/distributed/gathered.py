@@ -49,6 +49,8 @@ def why_not(model: nn.Module) -> str | None:
         return f"it needs torch 2.11 or newer, and this is {torch.__version__}"
     if len({p.device_mesh for p in shards}) != 1:
         return "its parameters are on several meshes"
+    if shards[0].device_mesh.ndim > 2:  # Gradients are reduced over one dimension of replicas.
+        return f"its mesh has {shards[0].device_mesh.ndim} dimensions, and at most 2 are known"
     for shard in shards:
         *replicas, last = shard.placements
         if type(last) is not Shard or any(type(p) is not Replicate for p in replicas):

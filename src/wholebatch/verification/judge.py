@@ -31,6 +31,10 @@ _TWO_LOSSES = (
     "the backwards of the window are of different losses, and not equally many of each: add the "
     "losses and call backward once, or use wb.verify"
 )
+_REACHES_OTHERS = (
+    "a loss reaches the parameters of several optimizers, and its gradient is added to that of "
+    "another loss (a generator's, to its discriminator): freeze the others for it, or use wb.verify"
+)
 _TWO_PASSES = (
     "gradients are cleared and weights are moved in the middle of the window (SAM, or another "
     "optimizer of two passes): use wb.verify"
@@ -101,6 +105,9 @@ def judge(
         whole = _judged(trial, ranks, counts, own, None, None)
         if whole.answer == RIGHT:
             return whole
+    own_parameters = set(ranks[0].indices)
+    if len({micro.touched <= own_parameters for micro in every}) > 1:
+        return trial.with_answer(NOT_JUDGED, _REACHES_OTHERS)
     sizes = {len(row) for _, part in parts for row in part or ()}
     if len(sizes) > 1 or (sizes == {1} and not all(key in own for key, _ in parts)):
         return whole or trial.with_answer(NOT_JUDGED, _TWO_LOSSES)
@@ -260,7 +267,8 @@ def _carries(micros: Sequence[Backward]) -> bool:
     by_number = {micro.number: micro for micro in micros}
     pairs = [(by_number[n], m) for m in micros for n in m.carried if n in by_number]
     return any(
-        was.batch != now.batch or (was.operations, was.touched) == (now.operations, now.touched)
+        was.batch != now.batch
+        or _loss_of(was, reached=True, target=True) == _loss_of(now, reached=True, target=True)
         for was, now in pairs
     )
 

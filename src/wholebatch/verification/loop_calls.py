@@ -40,7 +40,7 @@ class LoopCalls(TorchFunctionMode):
     """Marks the outputs of micro-batches; `number` is that of the micro-batch now."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.number = 0
         self.trained: set[int] = set()
         """The ids of the trained weights."""
@@ -54,13 +54,13 @@ class LoopCalls(TorchFunctionMode):
 
     def begin(self) -> None:
         if not self._is_entered:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
             self._is_entered = True
 
     def end(self) -> bool:
         """Leave the mode, if it is the innermost one; True if it is left."""
         if self._is_entered and _get_current_function_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
             self._is_entered = False
         return not self._is_entered
 

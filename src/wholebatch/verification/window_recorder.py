@@ -53,7 +53,7 @@ _REPLACED = {
 """The functions that are replaced while a recorder is open, and what is called in their place."""
 
 _MOST_WINDOWS = 8
-"""Windows kept of one optimizer, and one of each further size."""
+"""Windows recorded in full; later ones are counted, until one comes that is not like these."""
 _MOST_BACKWARDS = 1 << 9
 
 
@@ -288,8 +288,14 @@ class WindowRecorder:
         self._calls.number = self._number
         if touched:
             self._had_gradient |= touched
-            done = {"after": self.rows.gradients(), "contribution": brought[0]}
-            micro = replace(began, **done, touched=touched, terms=terms, measured=None)
+            micro = replace(
+                began,
+                after=self.rows.gradients(),
+                contribution=brought[0],
+                touched=touched,
+                terms=terms,
+                measured=None,
+            )
             self._history.append(micro)
 
     @property
