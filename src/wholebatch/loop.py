@@ -15,7 +15,7 @@ A loop holds its members weakly, and a member keeps of a loop that was left only
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
@@ -36,7 +36,7 @@ _NESTED = (
 class Member(HasLedger):
     """What a loop drives: an accumulator or a WholeBatch."""
 
-    _runs_forwards: bool = False
+    _runs_forwards: ClassVar[bool] = False
     """True if it runs the forwards of an item itself, and meets the other ranks to do so."""
     _loop: Loop | None = None
     """The loop that drives it now."""
