@@ -7,7 +7,7 @@
 Every row trains two windows of the same batch and counts, in the second, the bytes of every tensor
 on the device that is alive at the peak. On a CPU, state "on the host" does not count, and neither
 does the memory inside kernels. Writes docs/benchmarks/gradient_memory.json, the table of
-docs/optimizer-state.md, and docs/images/gradient-memory.svg.
+docs/memory.md, and docs/images/gradient-memory.svg.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def main() -> int:
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     data = json.loads(file.read_text(encoding="utf-8"))
     table = page(data)
-    shown = options.out / "optimizer-state.md"
+    shown = options.out / "memory.md"
     if shown.exists():
         text = written(
             shown.read_text(encoding="utf-8"), "gradient_memory", ["", table.strip(), ""]

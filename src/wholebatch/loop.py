@@ -15,7 +15,7 @@ A loop holds its members weakly, and a member keeps of a loop that was left only
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
@@ -36,7 +36,7 @@ _NESTED = (
 class Member(HasLedger):
     """What a loop drives: an accumulator or a WholeBatch."""
 
-    _runs_forwards: bool = False
+    _runs_forwards: ClassVar[bool] = False
     """True if it runs the forwards of an item itself, and meets the other ranks to do so."""
     _loop: Loop | None = None
     """The loop that drives it now."""
@@ -60,6 +60,9 @@ class Member(HasLedger):
     def _leaves_gradients(self) -> bool:
         """True if the body of the loop steps with the gradient of a window."""
         return not (self._runs_forwards or self._ledger.target.steps)
+
+    def _before_window(self) -> None:
+        """Prepare a window before its first forward."""
 
     def _set_size(self, size: int) -> None:
         """Set the number of items of the window that begins."""
@@ -252,8 +255,8 @@ class Loop:
             if member._loop is not self:
                 raise WindowError(_NESTED)
             member._may_use_item = True
-            if not member._runs_forwards and not member._ledger.micro_batches:
-                member._ledger.before_window()
+            if not member._ledger.micro_batches:
+                member._before_window()
             member._is_last_item = None if ahead is None else ahead.last
             if ahead is None and member._leaves_gradients:
                 is_full = len(member._ledger.micro_batches) + 1 >= member._window_size

@@ -193,6 +193,12 @@ class LoopWindows(Member):
 
     # ---------------------------------------------------------- driven by a loop
 
+    def _before_window(self) -> None:
+        self._ledger.before_window()
+        self._ledger.sync.before_forwards()
+        for policy in self._batchnorms:
+            policy.begin_window()
+
     def _begin_window(self) -> None:
         """Refuse what has changed since the last window, before its first micro-batch."""
         plan = Plan(self._ledger.number, self._in_parts, self._planned_steps)

@@ -131,6 +131,7 @@ class RunLoss:
         self.modules = _all_modules(models, reads or loss)
         """All modules that the function uses."""
         self._number = 0  # of the last window with a micro-batch of this function
+        self._calls = 0  # in this window, before the one under way
         self._micro: Any = None  # of the call under way
         self._place: Place
         # Ranks that may have different numbers of micro-batches test alone.
@@ -175,11 +176,14 @@ class RunLoss:
         """Refuse a loss that does not add up; each test takes another micro-batch of its window."""
         place, before = self._place, self._number
         self._number = self._ledger.number
-        is_first = place.position == 0 or self._number != before  # of this function
+        begins_again = place.position == 0 and place.counts
+        is_first = begins_again or self._number != before  # of this function
+        # Micro-batches that do not count are calls too: ranks must test at the same one.
+        self._calls = 0 if is_first else self._calls + 1
         if is_first and place.in_parts:
             self._test.begin_window()
         turn = self._test.turn % max(place.steps, default=1)
-        if not self._test.is_due or not (place.last or place.position >= turn):
+        if not self._test.is_due or not (place.last or self._calls >= turn):
             return
         call, function = self._micro, self._call  # not `self`, which holds what holds `run`
 

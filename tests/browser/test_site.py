@@ -18,7 +18,7 @@ from tests.browser.chromium import Tab
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "index.html", "speed.html", "verify.html", "choose.html", "troubleshooting.html",
-    "integrations/transformers.html", "compatibility.html", "reference/training.html",
+    "integrations/transformers.html", "distributed.html", "reference.html",
     "lint/index.html", "install.html", "architecture.html", "integrations/own-loop.html",
 )  # fmt: skip
 # What people type -> the page that answers.
@@ -27,10 +27,10 @@ QUESTIONS = {
     "Hugging Face": "transformers.html", "LoRA": "transformers.html",
     "BatchNorm": "batchnorm.html", "torch.compile": "speed.html", "resume": "train.html",
     "no_sync": "gradient-accumulation.html", "learning rate": "scaling.html",
-    "GAN": "several-losses.html",
+    "GAN": "which-mean.html",
     "gradient checkpointing": "gradient-accumulation.html",
     "num_items_in_batch": "transformers.html",
-    "FSDP2": "engines.html", "packing": "packing.html", "gradient noise": "noise.html",
+    "FSDP2": "distributed.html", "packing": "which-mean.html", "gradient noise": "scaling.html",
     "warm-up": "scaling.html", "DPO": "which-mean.html",
     "install": "install.html", "mean over tokens": "which-mean.html", "plan": "plan.html",
 }  # fmt: skip
@@ -89,10 +89,10 @@ def test_page(browser: Tab, site: str, name: str, width: int) -> None:
 
 
 def test_examples_of_docstrings_are_code(browser: Tab, site: str) -> None:
-    browser.open(f"{site}/reference/training.html", scheme="light", width=1280)
+    browser.open(f"{site}/reference.html", scheme="light", width=1280)
     assert browser.run("return document.querySelectorAll('article .highlight .gp').length") >= 3
     assert browser.run("return document.querySelectorAll('article blockquote').length") == 0
-    names = browser.run("return [...document.querySelectorAll('article h2')].map(h => h.id)")
+    names = browser.run("return [...document.querySelectorAll('article h3')].map(h => h.id)")
     assert "wholebatch.whole_batch.WholeBatch" in names
 
 

@@ -28,35 +28,58 @@ class Internal(NamedTuple):
     """The private attributes and options of it that the engine uses."""
 
 
-_TRACE, _SHAPES = "no graphs: eager code", "a graph for each size"
-_CHOICES, _FAKE = "torch._inductor.choices", "torch._subclasses.fake_tensor"
+_EAGER, _SHAPES = "no graphs: eager code", "a graph for each size"
+_FAKE = "torch._subclasses.fake_tensor"
 
 INTERNALS = (
     Internal(
         "torch.fx.experimental.proxy_tensor",
         "make_fx",
-        "the trace of a micro-step",
-        _TRACE,
-        ("_allow_non_fake_inputs", "_disable_torch_fn_metadata_mode"),
+        "the trace of forward and backward",
+        _EAGER,
+        (
+            "_allow_non_fake_inputs",
+            "_disable_torch_fn_metadata_mode",
+            "get_proxy_mode",
+            "get_proxy_slot",
+        ),
     ),
-    Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _TRACE),
-    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _TRACE),
-    Internal("torch.utils._python_dispatch", "TorchDispatchMode", "reads of values", _TRACE),
-    Internal("torch.utils._python_dispatch", "_disable_current_modes", "causal masks", _TRACE),
-    Internal("torch._ops", "OpOverload", "what an operation writes", _TRACE, ("_schema",)),
+    Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _EAGER),
+    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER, ("FakeTensor",)),
+    Internal(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "the random numbers of a checkpoint; causal masks",
+        _EAGER,
+        ("_should_skip_dynamo", "_disable_current_modes"),
+    ),
+    Internal("torch._ops", "OpOverload", "what an operation writes", _EAGER, ("_schema",)),
     Internal(
         "torch._dynamo.eval_frame",
         "_debug_get_cache_entry_list",
-        "the guards of what the code reads",
-        _TRACE,
+        "the guards of what the code reads, and the text of one that fails",
+        _EAGER,
+        ("guard_manager", "check_verbose"),
     ),
-    Internal("torch._dynamo.guards", "install_guard", "other tensors in their place", _TRACE),
+    Internal(
+        "torch._dynamo.guards",
+        "install_guard",
+        "other tensors in their place",
+        _EAGER,
+        ("make_guard", "grapharg", "example_value"),
+    ),
     Internal(
         "torch._dynamo.symbolic_convert",
         "InstructionTranslator",
         "what the code writes",
-        _TRACE,
-        ("_get_modified_vars",),
+        _EAGER,
+        (
+            "side_effects",
+            "_get_modified_vars",
+            "store_attr_mutations",
+            "mutation_type",
+            "original_items",
+        ),
     ),
     Internal("torch._dynamo.symbolic_convert", "is_stdlib", "guards of os.getenv", "constants"),
     Internal("torch._dynamo.variables", "ConstDictVariable", "guards of missing keys", "constants"),
@@ -67,32 +90,46 @@ INTERNALS = (
         "constants",
     ),
     Internal(
-        "torch",
-        "_check_tensor_all_with",
-        "assertions of transformers and of distributions",
-        "those models eagerly",
-        ("_validate_args",),
+        "torch._dynamo.variables.torch",
+        "tracing_state_functions",
+        "code that asks if it is compiled takes the way of eager code",
+        "the other way, which is compared with eager code",
     ),
     Internal(
-        "torch.jit",
-        "ScriptFunction",
-        "functions of TorchScript (DeBERTa)",
-        "those models eagerly",
-        ("_torchdynamo_inline",),
+        "torch._higher_order_ops.wrap",
+        "tag_activation_checkpoint",
+        "checkpointed blocks are recomputed",
+        _EAGER,
+    ),
+    Internal(
+        "torch._library.custom_ops",
+        "OPDEFS",
+        "a backward of the user's that reads values is refused",
+        _EAGER,
+        ("_backward_fn", "_setup_context_fn"),
+    ),
+    Internal(
+        "torch",
+        "_check_tensor_all_with",
+        "assertions of transformers",
+        _EAGER,
+        ("_check_tensor_all",),
     ),
     Internal(
         "torch.nn",
         "Module._apply",
         "module.to() in a forward; the parts and hooks of a module",
-        _TRACE,
+        _EAGER,
         ("_parameters", "_buffers", "_modules"),
     ),
-    Internal("torch", "Tensor._version", "writes into tensors", _TRACE, ("_version",)),
+    Internal("torch", "Tensor._version", "writes into tensors", _EAGER),
     Internal(
-        "torch.fx.experimental.symbolic_shapes", "ShapeEnv", "dynamic sizes", _SHAPES, ("_expr",)
+        "torch.fx.experimental.symbolic_shapes",
+        "ShapeEnv",
+        "dynamic sizes",
+        _SHAPES,
+        ("_expr", "var_to_range"),
     ),
-    Internal("torch.fx.experimental.symbolic_shapes", "DimDynamic", "dynamic sizes", _SHAPES),
-    Internal("torch._dynamo.source", "ConstantSource", "dynamic sizes", _SHAPES),
     Internal(
         "torch._inductor",
         "compile",
@@ -103,15 +140,19 @@ INTERNALS = (
     Internal("torch._inductor.config", "patch", "options of Inductor", "graphs as traced"),
     Internal("torch._inductor.fx_passes.pad_mm", "_should_pad", "padded products", "GPT-2 eagerly"),
     Internal(
-        _CHOICES,
-        "InductorChoices.should_use_persistent_reduction",
-        "rows read once",
-        "slower norms",
+        "torch._inductor.lowering",
+        "pointwise_cat",
+        "the parts of joined products are written in place",
+        "Llama 9% slower",
+        ("V", "ConcatKernel", "is_storage_and_layout", "is_pointwise_use"),
     ),
-    Internal("torch._inductor.lowering", "pointwise_cat", "joined products", "slower backward"),
-    Internal("torch._inductor.virtualized", "V", "both of these", "slower"),
-    Internal("torch", "_foreach_zero_", "buffers zeroed by one kernel", "an error in tests"),
-    Internal("torch", "_foreach_copy_", "weights cast by one kernel", "an error in tests"),
+    Internal(
+        "torch",
+        "_foreach_zero_",
+        "buffers zeroed, and weights cast, by one kernel",
+        "an error in tests",
+        ("_foreach_copy_",),
+    ),
     Internal(
         "torch.optim.optimizer",
         "Optimizer.register_step_post_hook",
@@ -120,6 +161,7 @@ INTERNALS = (
         ("_optimizer_step_post_hooks",),
     ),
 )
+"""Every name counts, with or without an underscore: the attributes are those of torch's objects."""
 
 _TEST = "an error in tests"
 WINDOW_INTERNALS = (

@@ -145,3 +145,15 @@ def test_a_window_without_an_update_leaves_the_running_statistics(
     assert all(map(torch.equal, before, model.buffers()))
     train.step(samples(12))
     assert not any(map(torch.equal, before, model.buffers()))
+
+
+def test_a_frozen_norm_is_frozen_before_the_first_forward_of_a_window() -> None:
+    """An evaluation between two windows ends with `model.train()`."""
+    model = normed()
+    acc = wb.Accumulator(model, sgd(model), steps=2, batchnorm="freeze")
+    before = [buffer.clone() for buffer in model.buffers()]
+    for micro in acc.over([samples(4)] * 4):
+        if acc.backward(summed(model, micro), units=4) is not None:
+            model.eval()
+            model.train()
+    assert all(map(torch.equal, before, model.buffers()))

@@ -43,10 +43,10 @@ def test_same_update_as_the_undivided_batch(
     whole = Whole(model, make, clip_norm=clip)
     loss = whole.step(batch)
     optimizer = make(model)
-    seen = Seen(model, optimizer)
+    gradients = Seen(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=len(sizes), clip_norm=clip)
     [step] = trained(model, acc, pieces(batch, sizes))
-    whole.assert_same(model, seen)
+    whole.assert_same(model, gradients)
     assert step.loss == pytest.approx(loss, rel=1e-14)
     assert (step.update, step.units, step.micro_batches) == (1, 24.0, len(sizes))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -73,8 +73,8 @@ def test_steps_change_by_update_by_epoch_and_by_a_function() -> None:
     ):
         model = mlp()
         acc = wb.Accumulator(model, sgd(model), steps=steps)
-        made = trained(model, acc, pieces(samples(9), [1] * 9))
-        assert [s.micro_batches for s in made] == expected
+        reports = trained(model, acc, pieces(samples(9), [1] * 9))
+        assert [step.micro_batches for step in reports] == expected
     assert [s.micro_batches for s in trained(model, acc, pieces(samples(9), [1] * 9))] == [9]
 
 

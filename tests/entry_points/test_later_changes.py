@@ -35,8 +35,10 @@ def clamps(parameter: Tensor) -> None:
     parameter.grad.clamp_(-0.01, 0.01)
 
 
-def clamped(_: nn.Module, made: Any, __: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if one is None else one.clamp(-1e-3, 1e-3) for one in made)
+def clamped(_: nn.Module, gradients: Any, __: Any) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if gradient is None else gradient.clamp(-1e-3, 1e-3) for gradient in gradients
+    )
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -180,8 +182,8 @@ def windows(backward: Callable[..., Any], splits: Any, loss: Any = mean) -> tupl
             backward(acc, model, micro)
         whole.step(batch)
     pairs = zip(model.parameters(), whole.start.parameters(), strict=True)
-    made = [now.detach() - was.detach() for now, was in pairs]
-    return acc.updates, distance(made, whole.updates())
+    moved = [now.detach() - was.detach() for now, was in pairs]
+    return acc.updates, distance(moved, whole.updates())
 
 
 def chosen(model: nn.Module, micro: Batch) -> Tensor:
@@ -273,25 +275,25 @@ WRONG_UNITS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
 def test_units_that_do_not_follow_the_mean_are_told(name: str, number: int, given_as: str) -> None:
     """The mistake is in the first window, or only in the third: then the fourth tells of it."""
     loss = WRONG_UNITS[name]
-    made: list[Any] = []
+    accumulators: list[Any] = []
     told: list[int] = []
 
     def backward(acc: Any, model: nn.Module, micro: Batch) -> None:
-        made.append(acc)
+        accumulators.append(acc)
         told.append(len(caught))
         is_right = acc.updates + 1 < number
         right = each(model, micro).mean(), len(micro["y"])
-        given, units = right if is_right else (loss(model, micro), 4)
+        total, units = right if is_right else (loss(model, micro), 4)
         if given_as == "mean":
-            acc.backward(mean=given, units=units)
+            acc.backward(mean=total, units=units)
         else:
-            acc.backward(wb.mean_loss(given, units))
+            acc.backward(wb.mean_loss(total, units))
 
     with pytest.warns(UserWarning, match="the units of this loss do not follow") as caught:
         windows(backward, [(5, 3)] * 4)
     assert len(caught) == 1
     assert told.count(0) == (2 if number == 1 else 8)  # backwards before
-    assert made[0].updates == 4
+    assert accumulators[0].updates == 4
 
 
 def test_a_step_that_is_left_in_the_loop_is_warned_of() -> None:

@@ -120,9 +120,9 @@ def test_nothing_else_in_the_package_unpickles() -> None:
         "cli/parallel_ranks.py": "bytes of the other ranks, with weights_only=True",
     }
     package = Path(wholebatch.__file__).parent
-    found = {
+    names = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         if re.search(r"torch\.load\(|pickle\.(load|Unpickler)|weights_only=False", path.read_text())
     }
-    assert found == set(may)
+    assert names == set(may)

@@ -66,7 +66,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "empty": (lambda: {name: leaf[:0] for name, leaf in BATCH.items()}, "has no samples"),
     "nothing": (dict, "has no tensor with a first dimension"),
-    "generator": (lambda: (one for one in [BATCH]), "the batch is a generator, and step"),
+    "generator": (lambda: (batch for batch in [BATCH]), "the batch is a generator, and step"),
     "None": (lambda: None, r"the batch \(a NoneType\) has no tensor"),
 }
 
@@ -136,11 +136,11 @@ def test_an_error_of_the_users_own_puts_buffers_and_generators_back() -> None:
     calls: list[int] = []
 
     def fails(model: nn.Module, micro: Any) -> wb.Loss:
-        found = loss(model, micro)
+        returned = loss(model, micro)
         calls.append(1)
         if len(calls) >= 3:
             raise KeyError("mine")
-        return found
+        return returned
 
     refused(KeyError, "mine", loss=fails, audit=False)
     refused(KeyError, "mine", loss=fails, audit=False, batchnorm="exact")
@@ -250,19 +250,19 @@ def test_many_threads_make_whole_updates_only() -> None:
 def test_a_backward_inside_a_backward_is_refused() -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)
-    seen: list[str] = []
+    messages: list[str] = []
 
     def hook(gradient: torch.Tensor) -> None:
         with pytest.raises(WindowError, match=r"or run\(\) is running already"):
             acc.backward(summed(model, BATCH), units=12)
         with pytest.raises(WindowError, match="running already"):
             acc.flush()
-        seen.append("refused")
+        messages.append("refused")
 
     total = summed(model, BATCH)
     total.register_hook(hook)
     acc.backward(total, units=12)
-    assert set(seen) == {"refused"}  # the look at the first loss calls the hook too
+    assert set(messages) == {"refused"}  # the look at the first loss calls the hook too
 
 
 # ------------------------------------------------------------------ pickle and copy
@@ -290,19 +290,19 @@ def test_errors_travel(kind: Any, way: Any) -> None:
 
 
 def test_every_class_of_errors_is_in_the_list() -> None:
-    found = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)}
-    assert found == set(ERRORS)
+    classes = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)}
+    assert classes == set(ERRORS)
 
 
 @pytest.mark.parametrize("way", [pickle.dumps, copy.deepcopy])
 def test_what_holds_a_window_says_what_to_save_instead(way: Any) -> None:
     model = mlp()
-    for one in (
+    for holder in (
         wb.WholeBatch(model, sgd(model), loss=loss),
         wb.Accumulator(model, sgd(model), steps=2),
     ):
         with pytest.raises(UnsupportedError, match=r"cannot be pickled or copied.*state_dict\(\)"):
-            way(one)
+            way(holder)
 
 
 @pytest.mark.parametrize("model", [None, print, [None], sgd(mlp())])

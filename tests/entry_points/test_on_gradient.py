@@ -136,10 +136,10 @@ def test_in_a_stream_fused_or_not(function: Any, fused: bool, clip: float | None
 
 
 def test_gradients_of_16_bit_parameters_are_float32() -> None:
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def function(named: Named) -> None:
-        seen.extend(p.grad.dtype for _, p in named if p.grad is not None)
+        dtypes.extend(p.grad.dtype for _, p in named if p.grad is not None)
         adaptive_clipping(named)
 
     double = mlp()
@@ -154,7 +154,7 @@ def test_gradients_of_16_bit_parameters_are_float32() -> None:
     )
     low = {"x": batch["x"].bfloat16(), "y": batch["y"]}
     whole_batch(model, optimizer, [3, 11, 6], on_gradient=function).step(low)
-    assert set(seen) == {torch.float32}
+    assert set(dtypes) == {torch.float32}
     plain = copy.deepcopy(rounded).bfloat16()
     mean(plain, low).backward()
     with torch.no_grad():
@@ -168,17 +168,17 @@ def test_what_it_is_given() -> None:
     second.requires_grad_(False)
     second[0].requires_grad_(True)  # type: ignore[index]
     second[0].bias.requires_grad_(False)  # type: ignore[index]
-    given: list[str] = []
+    names: list[str] = []
     models = {"a": first, "b": second}
     train = wb.WholeBatch(
         models,
         torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
         loss=lambda both, m: wb.cross_entropy(both["a"](m["x"]) + both["b"](m["x"]), m["y"]),
         micro_batch=8,
-        close=wb.Close(on_gradient=lambda named: given.extend(name for name, _ in named)),
+        close=wb.Close(on_gradient=lambda named: names.extend(name for name, _ in named)),
     )
     train.step(samples(20))
-    assert given == [f"0.{name}" for name, _ in first.named_parameters()] + ["1.0.weight"]
+    assert names == [f"0.{name}" for name, _ in first.named_parameters()] + ["1.0.weight"]
 
 
 def test_a_gradient_hook_comes_before_it_and_clipping_after() -> None:
@@ -260,10 +260,11 @@ def test_what_cannot_be_called_is_refused() -> None:
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs/whole-gradient.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/integrations/own-loop.md").read_text(encoding="utf-8")
+    page = page.partition("\n## Work on the whole gradient\n")[2]
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
-        exec(compile(block, "whole-gradient.md", "exec"), names)
+        exec(compile(block, "own-loop.md", "exec"), names)
     norm, of_one = map(float, capsys.readouterr().out.split())
     assert norm > 0
     assert of_one == pytest.approx(names["norms"]["0.weight"])

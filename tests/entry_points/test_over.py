@@ -251,22 +251,22 @@ def test_accumulators_with_steps_of_their_own() -> None:
 
 def test_nesting_two_loops_of_one_accumulator_is_refused() -> None:
     model = mlp()
-    one = wb.Accumulator(model, sgd(model), steps=2)
+    first = wb.Accumulator(model, sgd(model), steps=2)
     other = wb.Accumulator(model, sgd(model), steps=2)
     with pytest.raises(wb.errors.WindowError, match="this loop is over: another"):
-        for _ in one.over([1, 2]):
-            assert list(one.over([])) == []
+        for _ in first.over([1, 2]):
+            assert list(first.over([])) == []
     x = samples(2)
-    for _ in one.over([1, 2]):
-        one.backward(summed(model, x), units=2)
+    for _ in first.over([1, 2]):
+        first.backward(summed(model, x), units=2)
         with pytest.raises(wb.errors.WindowError, match="a window is still open"):
-            one.over([1])
+            first.over([1])
         with pytest.raises(wb.errors.WindowError, match="already holds a gradient"):
             other.backward(summed(model, x), units=2)
         break
-    one.discard()
+    first.discard()
     with pytest.raises(wb.errors.OptionError, match="same model in one"):
-        wb.over([1], one, other)
+        wb.over([1], first, other)
     with pytest.raises(wb.errors.OptionError, match="at least one"):
         wb.over([1])
 
@@ -330,12 +330,12 @@ def test_an_error_of_the_loader_comes_when_its_item_is_due() -> None:
         raise OSError("disk")
 
     acc = wb.Accumulator(model, sgd(model), steps=3)
-    seen = 0
+    backwards = 0
     with pytest.raises(OSError, match="disk"):
         for micro in acc.over(loader()):
             acc.backward(summed(model, micro), units=3)
-            seen += 1
-    assert seen == 2
+            backwards += 1
+    assert backwards == 2
     assert acc.micro_batches == 2
 
 
@@ -343,12 +343,12 @@ def test_data_loader_with_a_sampler_that_repeats_to_fill_a_rank() -> None:
     from torch.utils.data import DistributedSampler
 
     data = TensorDataset(torch.arange(7.0).double())
-    seen = []
+    rows = []
     for rank in range(2):
         model = nn.Linear(1, 1).double()
         sampler: Any = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)
         acc = wb.Accumulator(model, sgd(model), steps=2)
         for (x,) in acc.over(DataLoader(data, batch_size=2, sampler=sampler)):
-            seen += x.tolist()
+            rows += x.tolist()
             acc.backward(model(x[:, None]).sum(), units=len(x))
-    assert sorted(seen) == [0, 1, 2, 3, 4, 5, 6]
+    assert sorted(rows) == [0, 1, 2, 3, 4, 5, 6]

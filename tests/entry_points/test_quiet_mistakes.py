@@ -139,7 +139,7 @@ def test_batches_of_several_widths_are_not_padded_with_a_class() -> None:
 
     model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 10)).double()
     some = [batch(3), batch(5)]
-    wanted = sum(float(loss(model, one).total.detach()) for one in some) / 16
+    wanted = sum(float(loss(model, part).total.detach()) for part in some) / 16
     train = wb.WholeBatch(
         model,
         torch.optim.SGD(model.parameters(), 0.0),
@@ -157,8 +157,8 @@ def test_loops_side_by_side_on_one_model_are_refused() -> None:
     acc = wb.Accumulator(model, torch.optim.SGD(model.parameters(), 0.1), steps=2)
     data = torch.randn(8, 3).split(2)
     with pytest.raises(WindowError, match="this loop is over: another"):
-        for one, _ in zip(acc.over(data), acc.over(data), strict=True):
-            acc.backward(model(one).square().sum(), units=2)
+        for micro, _ in zip(acc.over(data), acc.over(data), strict=True):
+            acc.backward(model(micro).square().sum(), units=2)
 
 
 def test_backward_without_gradients_breaks_no_window() -> None:
@@ -181,7 +181,7 @@ def test_a_save_after_flush_inside_a_loop_resumes_at_the_next_item() -> None:
             acc.load_state_dict(saved)
         read, state = [], {}
         for micro in acc.over(items):
-            read.append(next(i for i, one in enumerate(items) if one is micro))
+            read.append(next(i for i, item in enumerate(items) if item is micro))
             acc.backward(model(micro).square().sum(), units=2)
             if len(read) == 2 and saved is None:
                 acc.flush()

@@ -83,13 +83,13 @@ def test_the_loss_of_a_micro_batch_can_be_read_with_its_extras() -> None:
             with torch.no_grad():
                 logits = model(micro["x"])
             acc.run(loss, (micro["x"], micro["y"], 3.0))
-            found = acc.last_loss
-            assert found is not None
-            assert not found.total.requires_grad
-            assert distance([found.extras["logits"]], [logits]) < EXACT
-            assert int(found.extras["hits"]) == int((logits.argmax(-1) == micro["y"]).sum())
+            reported = acc.last_loss
+            assert reported is not None
+            assert not reported.total.requires_grad
+            assert distance([reported.extras["logits"]], [logits]) < EXACT
+            assert int(reported.extras["hits"]) == int((logits.argmax(-1) == micro["y"]).sum())
             want = 6.0 * functional.cross_entropy(logits, micro["y"])
-            assert float(found.total / found.units) == pytest.approx(float(want), rel=1e-12)
+            assert float(reported.total / reported.units) == pytest.approx(float(want), rel=1e-12)
         assert distance(model.parameters(), reference.model.parameters()) < EXACT
     assert mode(acc, loss) == "operations"
 
@@ -100,8 +100,8 @@ def test_autocast_around_the_call_belongs_to_the_forward() -> None:
 
     def loss(micro: Micro) -> wb.Loss:
         logits = model(micro["x"])
-        found = wb.cross_entropy(logits.float(), micro["y"])
-        return wb.Loss(found.total, found.units, extras={"logits": logits})
+        summed_loss = wb.cross_entropy(logits.float(), micro["y"])
+        return wb.Loss(summed_loss.total, summed_loss.units, extras={"logits": logits})
 
     for number in range(12):
         micro = samples(4, dtype=torch.float32)

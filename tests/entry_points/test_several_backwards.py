@@ -83,6 +83,6 @@ def test_without_an_optimizer_the_whole_gradient_is_left() -> None:
     for micro in acc.over(pieces(batch, (5, 1, 3))):
         step = acc.backward(summed(model, micro), units=len(micro["y"]))
     assert step is not None
-    made = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
     expected = [p.grad for p in whole.parameters()]
-    assert distance(made, expected) < EXACT  # type: ignore[arg-type]
+    assert distance(gradients, expected) < EXACT  # type: ignore[arg-type]

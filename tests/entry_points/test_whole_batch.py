@@ -62,7 +62,7 @@ def test_same_update_as_the_undivided_batch(
     model, batch = mlp(), samples(24)
     whole = Whole(model, adamw, clip_norm=clip)
     optimizer = adamw(model)
-    seen = Seen(model, optimizer)
+    gradients = Seen(model, optimizer)
     train = wb.WholeBatch(
         model, optimizer, loss=loss, micro_batch=micro_batch, units=units, clip_norm=clip
     )
@@ -70,7 +70,7 @@ def test_same_update_as_the_undivided_batch(
         value = whole.step(batch)
         step = train.step(batch)
         assert step.loss == pytest.approx(value, rel=1e-13)
-    whole.assert_same(model, seen, at_most=10 * EXACT)
+    whole.assert_same(model, gradients, at_most=10 * EXACT)
     assert (train.updates, step.update) == (3, 3)
     assert step.units == 24.0
 
@@ -103,12 +103,12 @@ def test_several_terms_each_with_its_own_units(micro_batch: int) -> None:
     whole = Whole(model, loss=whole_loss, clip_norm=0.1)
     value = whole.step(batch)
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    gradients = Seen(model, optimizer)
     train = wb.WholeBatch(
         model, optimizer, loss=terms, units=units, micro_batch=micro_batch, clip_norm=0.1
     )
     step = train.step(batch)
-    whole.assert_same(model, seen)
+    whole.assert_same(model, gradients)
     assert step.loss == pytest.approx(value, rel=1e-13)
     assert step.terms["main"] + 0.3 * step.terms["aux"] == pytest.approx(value, rel=1e-13)
 
@@ -154,23 +154,23 @@ def test_token_budgets_with_masked_tokens(budget: int) -> None:
     whole = Whole(model, loss=whole_loss)
     whole.step(batch)
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    gradients = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=wb.causal_lm, micro_batch=wb.tokens(budget))
     step = train.step(batch)
-    whole.assert_same(model, seen)
+    whole.assert_same(model, gradients)
     assert step.units == sum(length - 1 for length in lengths)
 
 
 def test_the_batch_stays_where_it_is() -> None:
     """Only the micro-batch travels: the loss function sees micro-batches on the model's device."""
-    model, seen = mlp(), []
+    model, sizes = mlp(), []
 
     def watching(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-        seen.append(len(micro["y"]))
+        sizes.append(len(micro["y"]))
         return loss(model, micro)
 
     wb.WholeBatch(model, sgd(model), loss=watching, micro_batch=4, audit=False).step(samples(10))
-    assert seen == [4, 4, 2]
+    assert sizes == [4, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -347,9 +347,9 @@ def test_gradients_are_compared_too() -> None:
     whole.step(batch)
     wrong = copy.deepcopy(model)
     optimizer = adamw(wrong)
-    seen = Seen(wrong, optimizer)
+    gradients = Seen(wrong, optimizer)
     (8 * functional.cross_entropy(wrong(batch["x"]), batch["y"])).backward()
     optimizer.step()
     update = [a - b for a, b in zip(wrong.parameters(), whole.start.parameters(), strict=True)]
     assert distance(update, whole.updates()) < 1e-4
-    assert distance(seen.gradients[0], whole.seen.gradients[0]) > 1
+    assert distance(gradients.gradients[0], whole.seen.gradients[0]) > 1

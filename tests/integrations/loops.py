@@ -95,12 +95,10 @@ def in_lightning(
         def __init__(self) -> None:
             super().__init__()
             self.model = model
-            self.seen: list[float] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             made = loss(self.model, batch)
             self.log("loss", made)
-            self.seen.append(float(made))
             return made
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -122,7 +120,6 @@ def in_lightning(
     )
     module = Module()
     trainer.fit(module, DataLoader(micros, batch_size=None))  # type: ignore[arg-type]
-    assert len(module.seen) == len(micros)  # nothing of the look is left
 
 
 class WithLoss(nn.Module):

@@ -1,4 +1,4 @@
-"""The table of docs/optimizer-state.md is the one that the benchmark wrote."""
+"""The table of docs/memory.md is the one that the benchmark wrote."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def test_table_is_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gradient_memory import page
 
     found = json.loads((ROOT / "docs/benchmarks/gradient_memory.json").read_text("utf-8"))
-    assert page(found).strip() in (ROOT / "docs/optimizer-state.md").read_text("utf-8")
+    assert page(found).strip() in (ROOT / "docs/memory.md").read_text("utf-8")

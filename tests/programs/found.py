@@ -6,6 +6,18 @@ from tests.programs.description import Micro, Program
 
 ONE = (Micro(1),)
 FOUND = (
+    # A short last window is closed by the loader's end: its Step is `last_step`.
+    Program(windows=((*ONE, *ONE), ONE), way="backward"),
+    # Complex parameters, whose optimizer's state is on the host.
+    Program(
+        model="complex",
+        windows=((Micro(3), Micro(3), Micro(1)),),
+        clip="norm",
+        memory="host",
+        optimizer="adamw",
+    ),
+    # A loss whose smallest losses are clamped to 0.
+    Program(windows=((Micro(4), *ONE, Micro(5), Micro(3)),) * 2, loss="hinge", way="backward"),
     # The limit of a clip by value was rounded to float32.
     Program(windows=(ONE, ONE), loss="terms", way="announce", loop="last", clip="value"),
     # A mean over one label was taken for a mean that is given as a sum.

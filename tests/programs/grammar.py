@@ -94,6 +94,8 @@ def _right(draw: Any) -> Program:
     precision = _precision(draw, model)
     if optimizer == "adafactor" and (precision != "float64" or model not in ("linear", "mlp")):
         optimizer = "nadam"  # it amplifies what is zero but for rounding
+    if event == "swap" and optimizer == "adamw fused":  # torch's kernel takes one memory layout
+        optimizer = "adamw"
     if event == "resume" and optimizer == "nadam":  # torch rounds its state when it is loaded
         optimizer = "adamw"
     if event == "group" and optimizer == "adagrad":  # torch's own fails: no state for the group
@@ -182,6 +184,7 @@ def _call(draw: Any, way: str, model: str, event: str) -> str:
     calls += ["output"] if event != "group" else []
     calls += ["parts"] if model not in ("batchnorm", "counter", "remembers") else []
     calls += ["pair"] if event not in ("group", "evaluate", "raise") else []
+    calls += ["vmapped"] if model in ("linear", "mlp", "lora", "tied", "complex") else []
     calls += ["in place"] if _may_be_in_place(way, model, event) else []
     return "plain" if model == "random" else _pick(draw, calls, 6)
 

@@ -427,7 +427,8 @@ def _module(
         f"class Behind(nn.Module):\n    def __init__(self):\n{init}\n\n    def forward(self, x):\n"
     )
     return Mistake(
-        rf"\(Behind\).*({words})" if words == MOVES else words,  # it is named
+        # It is named; a loop's test of calls names the model.
+        rf"\(Behind\).*({words})|depends on state that" if words == MOVES else words,
         ways=ways,
         losses=("ce", "smooth", "mse"),
         models=("linear", "mlp", "conv", "heads", "frozen", "lora"),
@@ -522,6 +523,11 @@ _MODULES = {
         "return x * (1.5 - torch.sigmoid(x.detach().mean()))", words=COUPLES
     ),
     "mixed with neighbours": _module("return 0.7 * x + 0.3 * x.roll(1, 0)", words=COUPLES),
+    "running statistics of InstanceNorm": _module(
+        "return self.norm(x[:, None])[:, 0]",
+        "self.norm = nn.InstanceNorm1d(1, affine=True, track_running_stats=True)",
+        MOVES + "|InstanceNorm",
+    ),
     "normalised gradient": _module(
         _HOOKED.replace("HOOK", "lambda g: g / (g.norm() + 1e-3)"),
         words=r"gradient|" + COUPLES,

@@ -513,6 +513,7 @@ CALLS = {
     "teacher": "(model({0}) - 0.5 * elder({0}))",
     "output": 'model({0})["logits"]',
     "pair": "model[1](model[0]({0}))",
+    "vmapped": "torch.vmap(lambda row: model(row[None])[0])({0})",
     "in place": "model({0}.mul_(0.5))",
     "parts": "torch.cat([model(*part) for part in zip(*(one.split(2) for one in ({0},)))])",
 }
@@ -540,6 +541,7 @@ JUDGED = "judge(logits.detach()[counted]).square().sum()"
 """The loss of a judge, over the units `counted.sum()`."""
 TEACHER = "elder = copy.deepcopy(model).eval().requires_grad_(False)"
 ROW_LOSSES = {
+    "hinge": "F.relu(1.0 - logits[:, 0])",
     "labels": "F.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype), "
     "pos_weight=torch.tensor([1.0, 2.0, 3.0]).to(logits), reduction='none').mean(1)",
     "poisson": "F.poisson_nll_loss(logits.clamp(max=2.0), target.abs().round(), "

@@ -637,7 +637,11 @@ def _steps(program: Program) -> str:
 # ---------------------------------------------------------------- the loop
 
 EVENTS = {
-    "swap": ["for p in model.parameters():\n    p.data = p.data * 0.5"],
+    # In another memory layout, too.
+    "swap": [
+        "for p in model.parameters():\n"
+        "    p.data = (p.data.t().contiguous().t() if p.dim() == 2 else p.data) * 0.5"
+    ],
     "gain": ["for p in model.parameters():\n    p.gain = 0.5"],
     "patch": ["globals()['activation'] = torch.relu"],
     "rate": ['for group in optimizer.param_groups:\n    group["lr"] *= 0.5'],
@@ -804,13 +808,19 @@ def _after_step(program: Program) -> list[str]:
     return lines
 
 
+def _tail(program: Program) -> list[str]:
+    """Return what follows a loop: a short last window closes when the loader has ended."""
+    return ["if step is None:", "    step = train.last_step", *_inner(_after_step(program))]
+
+
 def _over_loop(program: Program) -> str:
     lines = _loader(program, "loader", "[micro for window in windows for micro in window]")
     body = [*body_lines(program), *_after_step(program)]
     if program.event == "resume":
         body += [f"    if len(record) == {program.at}:\n        break"]
         more = _function("for micro in train.over(loader):", [*body_lines(program), *_plain_note()])
-        return "\n".join([*lines, _function("for micro in train.over(loader):", body), more])
+        first = _function("for micro in train.over(loader):", body)
+        return "\n".join([*lines, first, *_tail(program), more, *_tail(program)])
     if program.event == "left":
         rows = sum(map(len, program.windows[: program.at]))
         body += [f"    if len(record) == {program.at}:\n        break"]
@@ -820,12 +830,15 @@ def _over_loop(program: Program) -> str:
                 *lines,
                 "bar = train.over(loader)",  # a progress bar holds it
                 _function("for micro in bar:", body),
+                "step = None",
                 _function(f"for micro in train.over([*loader][{rows}:]):", more),
+                "if step is None and len(record) < len(windows):",
+                *_inner(["note(train.last_step)"]),
             ]
         )
     over = "wb.over(loader, train, judging)" if program.joint else "train.over(loader)"
     loop = _function(f"for micro in {over}:", body).split("\n")
-    return "\n".join([*lines, *_in_epochs(program, loop)])
+    return "\n".join([*lines, *_in_epochs(program, [*loop, *_tail(program)])])
 
 
 def _plain_note() -> list[str]:

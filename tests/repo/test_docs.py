@@ -126,7 +126,7 @@ def test_code_is_python(path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("gradient-accumulation", "choose", "memory", "optimizer-state", "speed"),
+        *("gradient-accumulation", "choose", "memory", "speed"),
         pytest.param("tune", marks=pytest.mark.slow),
     ],
 )

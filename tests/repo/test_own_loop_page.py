@@ -93,8 +93,8 @@ def test_teacher_and_centre_move_once_per_update() -> None:
 
 
 def test_a_judge_that_is_updated_more_often() -> None:
-    """The loops of docs/several-losses.md, beside two updates of the judge and one of the maker."""
-    blocks = python_blocks(ROOT / "docs/several-losses.md")
+    """The loops of docs/which-mean.md, beside two updates of the judge and one of the maker."""
+    blocks = python_blocks(ROOT / "docs/which-mean.md")
     (code,) = (block for block in blocks if "n_critic" in block)
     torch.manual_seed(0)
     judge, maker = nn.Linear(3, 1).double(), nn.Linear(2, 3).double()

@@ -59,6 +59,19 @@ def test_rounding_is_told_from_a_mistake_in_float64() -> None:
     assert least.float64 < 1e-12
 
 
+def test_where_float64_cannot_tell_it_is_said() -> None:
+    def train(micro_batch: int) -> nn.Module:
+        model = layers()
+        with torch.autocast("cpu", torch.bfloat16):
+            for inputs in data()[0].split(micro_batch):
+                (model.float()(inputs.float()).sum() / 8).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return model
+
+    with pytest.raises(AssertionError, match="or rounding, of autocast for example"):
+        assert_split_invariant(train)
+
+
 def test_dropout_and_batch_statistics() -> None:
     twice = (nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))  # one alone draws row by row
     with pytest.raises(AssertionError, match="random numbers are drawn in the forwards"):

@@ -38,7 +38,7 @@ class ComparedRows(Check):
         """Mark what a model has returned, in its graph: nothing is kept alive."""
         rows = next((len(tensor) for tensor in tensors_of(given) if tensor.dim()), 0)
         for tensor in tensors_of(output):
-            node = tensor.grad_fn
+            node: Any = tensor.grad_fn
             if node is None or not tensor.dim() or not 1 < len(tensor) == rows:
                 continue
             if tensor.dim() > 2 and tensor.shape[1] == rows:
@@ -81,7 +81,8 @@ class ComparedRows(Check):
 
 def _nodes_above_marks(loss: Tensor) -> Iterator[Any]:
     """Yield the nodes of a loss down to the outputs that are marked, these included."""
-    waiting, visited = [loss.grad_fn], set()
+    waiting: list[Any] = [loss.grad_fn]
+    visited: set[Any] = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in visited:

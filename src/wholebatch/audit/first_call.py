@@ -52,7 +52,7 @@ class FirstCall(Check):
         if any(isinstance(m, nn.SyncBatchNorm | DistributedDataParallel) for m in module.modules()):
             return
         try:
-            found = _difference(module, given, *rows)
+            found = _difference(module, given, max(rows))
         except Exception as error:  # it cannot be called with fewer rows
             _log.debug("a call of %s was not tested: %r", type(module).__name__, error)
             return
@@ -63,7 +63,7 @@ class FirstCall(Check):
                 "whole batch: run wb.verify. If they belong together (the nodes of one graph, the "
                 f"tokens of one text), nothing is wrong; {silenced(begin)}"
             )
-            self._warnings.append((*rows, warning))
+            self._warnings.append((max(rows), warning))
 
     def loss_is_known(self, micro: LossOfMicroBatch) -> Iterable[str]:
         return [warning for rows, warning in self._warnings if rows == micro.number]

@@ -77,6 +77,12 @@ def rehearse(
     return results
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @cache
 def _side(device: torch.device) -> torch.cuda.Stream:
     """Return one stream for all: cuBLAS keeps a workspace per stream (32 MiB on an H200)."""

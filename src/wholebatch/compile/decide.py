@@ -97,3 +97,8 @@ def decide(now: Situation, plan: ExecutePlan) -> Decision:
         return Make(compiled=True) if now.first and now.ready.beside.done() else Run()
     in_all = now.compiled + now.compiling
     return Run(compiles=plan.upgrades(now.ready.operations, in_all, now.ready.runs))
+
+
+def is_too_slow(as_traced: float, eager: float) -> bool:
+    """True if a graph as traced, which stays, is slower than eager code by more than chance."""
+    return as_traced > 1.5 * eager

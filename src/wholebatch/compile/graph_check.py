@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from wholebatch.compile.cuda_graph import Runnable, rehearse
+from wholebatch.compile.cuda_graph import Runnable, rehearse, wait_for
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.gradient_buffers import Casts, Gradients
 from wholebatch.compile.graph_inputs import Inputs
@@ -33,6 +34,8 @@ class EagerResult:
     """The gradients of the window's earlier micro-batches, by parameter, if they were kept."""
     alone: bool
     """True if this is the first micro-batch of its window."""
+    seconds: float
+    """The time that eager code has taken."""
 
     def gradients(
         self, used: Sequence[int], held: Sequence[Tensor | None]
@@ -64,6 +67,8 @@ class GraphCheck:
     seeds: list[Tensor]
     _rounding: float | None = None
     """The distance of the graph as traced with moved weights, once that has run."""
+    seconds: float = 0.0
+    """The time that the last run of a graph has taken."""
 
     def compare(
         self,
@@ -116,7 +121,11 @@ class GraphCheck:
             totals, rest = run(done.inputs, self.seeds)
             return done.form.read(totals, rest).comparable
 
-        return rehearse(results, device, captures=rehearses)
+        began = time.perf_counter()
+        found = rehearse(results, device, captures=rehearses)
+        wait_for(device)
+        self.seconds = time.perf_counter() - began
+        return found
 
     def _own_distance(self, plain: JointStep, wanted: Sequence[Tensor]) -> float:
         """Return how far the gradient moves with weights that rounding has moved.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from wholebatch.compile.compile_thread import in_a_thread
 from wholebatch.compile.cuda_graph import CapturedGraph, Runnable, rehearse
+from wholebatch.compile.decide import is_too_slow
 from wholebatch.compile.execute_mode import (
     CannotTrace,
     Execute,
@@ -202,6 +203,9 @@ class GraphMaker:
             run = self._captured(joint, done.inputs, seeds)
             if run is not joint:
                 check.compare(joint, run, plain=as_traced)  # What was captured is what will run.
+        stays = self._plan.captures and not self._plan.compiles and not joint.compiled
+        if stays and is_too_slow(check.seconds, done.seconds):
+            raise CannotTrace("as traced it is slower than eager code, and it cannot be compiled")
         entry.proven.add(joint.compiled)
         entry.checked.add(done.inputs.without_sizes)
         return Prepared(joint, run, done.form, joint.addresses())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.compile import decide
+from wholebatch.compile.cuda_graph import wait_for
 from wholebatch.compile.execute_mode import CannotTrace, Execute, ExecutePlan, Notes, reason_of
 from wholebatch.compile.gradient_buffers import eager_into, empty_cache, is_nearly_full
 from wholebatch.compile.graph_check import EagerResult, NothingToCompare
@@ -268,11 +269,14 @@ class Executor:
             gradients = self.memory.gradients
             earlier = gradients.set_aside(range(len(gradients.parameters)))
         before = ForwardState(self._model)
+        began = time.perf_counter()
         with eager_into(self.memory.gradients, self._window):
             loss = eager()
+        wait_for(self._device)
+        seconds = time.perf_counter() - began
         self.mode = "eager"
         added = Added.of(loss)
-        done = EagerResult(inputs, Form.of(loss), added.comparable, before, earlier, alone)
+        done = EagerResult(inputs, Form.of(loss), added.comparable, before, earlier, alone, seconds)
         del loss
         self._precision.let_go()
         self.memory.settle()  # What is allocated from here on stays: keep it out of the gaps.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 
 import torch
 
@@ -85,8 +87,9 @@ def split_invariance(
         number: observe_runs(number, [Run(size) for size in (*micro_batches, micro_batches[0])])
         for number in ranks
     }
-    if not all(observed.gradients for shown in every.values() for run in shown for observed in run):
-        for observed in (one for shown in every.values() for run in shown for one in run):
+    of_each_rank = [observed for shown in every.values() for run in shown for observed in run]
+    if not all(observed.gradients for observed in of_each_rank):
+        for observed in of_each_rank:
             observed.gradients.clear()  # of some runs only: they cannot be compared
     runs = {
         Layout(size, number): shown
@@ -97,53 +100,46 @@ def split_invariance(
     noise, tensor = distance(again.judged, right.judged)
     rounding = float(torch.finfo(right.dtype).eps)
     allowed = tolerance or (_FLOAT64 if right.dtype is torch.float64 else rounding**0.5)
-    report = SplitReport(False, _compared(right))
     if noise > allowed:
-        return replace(
-            report,
-            causes=[
-                f"{first} run twice differs by {noise:.1e} in {tensor}: each run draws other "
-                "numbers or data. Build everything in train(), from fixed seeds"
-            ],
+        cause = (
+            f"{first} run twice differs by {noise:.1e} in {tensor}: each run draws other numbers "
+            "or data. Build everything in train(), from fixed seeds"
         )
-    in_float64: dict[Layout, Observed | None] = {}
-    for layout, shown in runs.items():
-        if layout == first:
-            continue
-        found, sure = merged(shown), None
+        return SplitReport(False, _compared(right), causes=[cause])
+    doubtful = max(min(100 * rounding, 0.01), noise) if tolerance is None else math.inf
+    in_float64 = cache(partial(_float64, observe_runs))
+    splits = []
+    for layout in [*runs][1:]:
+        found, sure = merged(runs[layout]), None
         error, tensor = distance(found.judged, right.judged)
-        if tolerance is None and max(min(100 * rounding, 0.01), noise) < error < _DOUBTFUL:
-            for each in (layout, first):
-                if each not in in_float64:
-                    in_float64[each] = _float64(observe_runs, each)
-            pair = in_float64[layout], in_float64[first]
-            if pair[0] is not None and pair[1] is not None:
-                sure = distance(pair[0].judged, pair[1].judged)[0]
+        if doubtful < error < _DOUBTFUL:
+            exact, exact_right = in_float64(layout), in_float64(first)
+            if exact is not None and exact_right is not None:
+                sure = distance(exact.judged, exact_right.judged)[0]
         moved = distance(*({"": _flat(each.updates.values())} for each in (found, right)))[0]
         same = error <= max(allowed, 10 * noise) if sure is None else sure <= _FLOAT64
         same = same and moved <= max(allowed, rounding) ** 0.5
-        report.splits.append(Split(*layout, error, tensor, moved, same, sure))
-    other = [split for split in report.splits if not split.same]
-    wrong = [Layout(split.micro_batch, split.ranks) for split in other]
-    causes = _causes(wrong, runs, right, observe_runs, samples) if wrong else []
-    if other and right.gradients and all(split.error <= allowed for split in other):
-        causes = [
-            "the gradients agree and the movements do not: the learning rate, weight decay "
-            "or another part of the step depends on the split"
-        ]
-    unsure = [split for split in other if split.error < _DOUBTFUL and split.float64 is None]
-    if tolerance is None and unsure and right.dtype is not torch.float64:
+        splits.append(Split(*layout, error, tensor, moved, same, sure))
+    other = [split for split in splits if not split.same]
+    causes = _causes(other, runs, right, observe_runs, samples, allowed) if other else []
+    if tolerance is None and right.dtype is not torch.float64 and any(map(_is_unsure, other)):
         causes.append(
             "or rounding, of autocast for example: train() cannot be run in float64, which would "
             "tell. If it is, pass tolerance="
         )
-    causes += [
-        f"the ranks end with other parameters ({gap:.1e} in {tensor}) after {layout}: what one "
-        "of them has added is not reduced"
-        for layout, (gap, tensor) in ((each, _between_ranks(runs[each])) for each in runs)
-        if gap > max(allowed, rounding**0.5)
-    ][:1]
-    return replace(report, same=not causes, causes=causes)
+    gaps = {layout: _between_ranks(shown) for layout, shown in runs.items()}
+    drift = [layout for layout, (gap, _) in gaps.items() if gap > max(allowed, rounding**0.5)]
+    if drift:
+        gap, tensor = gaps[drift[0]]
+        causes.append(
+            f"the ranks end with other parameters ({gap:.1e} in {tensor}) after {drift[0]}: what "
+            "one of them has added is not reduced"
+        )
+    return SplitReport(not causes, _compared(right), splits, causes)
+
+
+def _is_unsure(split: Split) -> bool:
+    return split.error < _DOUBTFUL and split.float64 is None
 
 
 def merged(ranks: Sequence[Observed]) -> Observed:
@@ -212,23 +208,28 @@ def _float64(observe_runs: Observe, layout: Layout) -> Observed | None:
 
 
 def _causes(
-    wrong: Sequence[Layout],
+    other: Sequence[Split],
     runs: Mapping[Layout, Sequence[Observed]],
     right: Observed,
     observe_runs: Observe,
     samples: int,
+    allowed: float,
 ) -> list[str]:
+    wrong = [Layout(split.micro_batch, split.ranks) for split in other]
     found = {layout: merged(runs[layout]) for layout in wrong}
     most = max(found.values(), key=lambda observed: (observed.steps, observed.clips))
     if most.steps != right.steps:
         return [
             f"the optimizer steps {most.steps} times, and {right.steps} times with the first split"
         ]
-    causes = []
+    if right.gradients and all(split.error <= allowed for split in other):
+        return [
+            "the gradients agree and the movements do not: the learning rate, weight decay or "
+            "another part of the step depends on the split"
+        ]
     factors = {each: constant_factor(found[each].judged, right.judged) for each in wrong}
     known = {layout: factor for layout, factor in factors.items() if factor is not None}
-    if known:
-        causes.append(name_factors(known, samples))
+    causes = [name_factors(known, samples)] if known else []
     rest = sorted(
         (each for each in wrong if each not in known),
         key=lambda each: (each.parts(samples) < 3, each.parts(samples) < 2, each.ranks),
