@@ -74,7 +74,7 @@ BROKEN: dict[str, tuple[Broken, str]] = {
     ),
     "config: unknown setting": (
         lambda run: (run / "config.json").write_text('{"recipe": "x", "settings": {"y": 1}}'),
-        "config.json is damaged: unknown setting 'y'",
+        "config.json: the setting 'y' is not known; the run began with",
     ),
     "config: folder": (
         lambda run: folder(run / "config.json"),

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     from wholebatch.memory.plan import Plan
 
 
+_TAKES_LONG = (
+    "note: windows run on fake tensors: seconds for small models, 10 minutes and more for 70 B; "
+    "--parameters N is arithmetic, at once"
+)
+
+
 def _gpu(text: str, label: str) -> Gpu:
     try:
         return find_gpu(text)
@@ -135,12 +141,8 @@ def plan(options: PlanOptions) -> int:
     if options.parameters is not None:
         return _by_arithmetic(options, options.parameters)
     with Spinner(console_of(stderr=options.as_json)) as doing:
-        if options.largest is not None or str(options.recipe).startswith("hf:"):
-            text = (
-                "note: windows run on fake tensors: seconds for small models, 10 minutes and more "
-                "for 70 B; --parameters N is arithmetic, at once"
-            )
-            say(console_of(stderr=True), text)
+        if options.largest is not None:
+            say(console_of(stderr=True), _TAKES_LONG)
         doing("importing torch")
         plan = _planned(options, doing)
     return 0 if plan.micro_batch is not None else 1
@@ -157,6 +159,8 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     doing("building the model without its weights")
     with collection_paused():
         subject = _model(options, device, budget, doing)
+    if str(options.recipe).startswith("hf:"):
+        say(console_of(stderr=True), _TAKES_LONG)
     size = options.batch_size or max(subject.batch_size, gpus)
     if size < gpus:
         raise OptionError(
@@ -424,5 +428,7 @@ def _show_ways(console: Console, plan: Plan, parameters: int) -> None:
         "what helps: --precision bf16, --checkpointing, --parallel fsdp2 --sync every on more "
         "--gpus, shorter samples; and what each way to keep the model's state takes:",
     )
-    gpu = f"--gpus {plan.ranks} --gpu-memory {plan.budget / 2**30:.4g}GiB"
-    say_command(console, " ", f"wholebatch plan --parameters {parameters} {gpu}")
+    whole_gib = plan.budget >= 2**30
+    size = f"{plan.budget / 2**30:.4g}GiB" if whole_gib else f"{plan.budget}B"
+    line = f"wholebatch plan --parameters {parameters} --gpus {plan.ranks} --gpu-memory {size}"
+    say_command(console, " ", line)

@@ -350,7 +350,6 @@ class TrainingStep:
             return skipped.output
         finally:
             self._batch = None
-        assert windows.last_loss is not None
         last = windows.last_loss
         assert isinstance(last, Loss)
         extras = dict(last.extras)
