@@ -219,7 +219,8 @@ def test_an_error_in_the_recipe_s_loss_is_short_and_names_its_line(
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_place(command: Command, recipe: Write) -> None:
-    path = recipe(EXACT, ("    x, y = micro\n", "    x, y = micro\n    x = x / (len(y) != 4)\n"))
+    untested = EXACT + "\naudit = False\n"  # the test of the loss may cut out four samples itself
+    path = recipe(untested, ("    x, y = micro\n", "    x, y = micro\n    x = x / (len(y) != 4)\n"))
     ran = command("train", path, "--micro-batch", 5, "--updates", 3, "--out", "here")
     assert ran.status == 2  # the third batch of the epoch has four samples
     assert "finite" in ran.err

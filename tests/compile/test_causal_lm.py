@@ -131,6 +131,7 @@ def test_slices_under_autocast_are_as_near_to_the_truth(dtype: torch.dtype) -> N
         lambda logits: torch.cat([logits[..., :5], logits[..., 5:]], dim=-1),
         lambda logits: logits.float().double(),
         lambda logits: torch.where(logits > 0, logits, 0.1 * logits),
+        lambda logits: logits + torch.arange(VOCABULARY).double(),
     ],
 )
 def test_logits_that_are_bent_afterwards_are_left_whole(bend: Callable[[Tensor], Tensor]) -> None:

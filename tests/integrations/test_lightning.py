@@ -313,26 +313,3 @@ def test_fsdp1_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"FSDPStrategy \(FSDP1\).*ModelParallelStrategy"):
         _check_strategy(FSDPStrategy())
-
-
-def test_a_teacher_that_follows_in_a_hook_per_batch_is_refused() -> None:
-    """on_train_batch_end runs once per micro-batch: the teacher moves within the window."""
-
-    class Taught(Module):
-        def __init__(self, rate: float) -> None:
-            super().__init__()
-            self.teacher, self.rate = mlp().requires_grad_(False), rate
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            apart = self.model(batch["x"]) - self.teacher(batch["x"])
-            return super().training_step(batch, batch_idx) + apart.square().mean()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            pairs = zip(self.teacher.parameters(), self.model.parameters(), strict=True)
-            for theirs, ours in pairs:
-                theirs.data.lerp_(ours.data, self.rate)
-
-    windows = [ExactAccumulation(units=lambda batch: len(batch["y"]))]
-    fit(Taught(0.0), windows, max_epochs=2)
-    with pytest.raises(UnsupportedError, match=r"same samples was .*changes with every"):
-        fit(Taught(0.1), windows, max_epochs=2)

@@ -90,14 +90,15 @@ def test_everything_is_put_back_into_the_same_objects() -> None:
 
 def test_what_changes_inside_an_object_is_left() -> None:
     model = nn.Linear(1, 1)
-    model.history = history = [1]  # type: ignore[assignment]
+    model.history = history = [1, [1]]  # type: ignore[assignment]
     model.tensor = torch.zeros(1)  # type: ignore[assignment]
     with ForwardState(model):
         model.history.append(2)
+        model.history[1].append(2)
         model.tensor += 1
         model.history, model.tensor = [3], torch.ones(2)  # type: ignore[assignment]
     assert model.history is history
-    assert model.history == [1, 2]
+    assert model.history == [1, [1, 2]]
     assert float(model.tensor) == 1.0
 
 

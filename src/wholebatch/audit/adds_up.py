@@ -187,9 +187,9 @@ def adds_up_in_groups(
 ) -> bool:
     """True if neighbouring samples belong together (pairs), and micro-batches hold them whole.
 
-    `both` has the samples of two micro-batches of these sizes. Every cut between groups must add
-    up, and one within a group must not: else nothing tells which belong together, and two
-    micro-batches may add up by chance (equally many labels). They run without gradients.
+    `both` has the samples of the first few micro-batches, of these sizes. Every cut between groups
+    must add up, at least three of them, and one within a group must not: else nothing tells which
+    belong together. They run without gradients.
     """
     rows = range(both.size)
     samples = ChosenSamples(model, run, both, rows, graph=False)
@@ -202,7 +202,9 @@ def adds_up_in_groups(
         whole = samples.whole()
         for group in range(2, within + 1):
             cuts = range(group, both.size, group)[:4]
-            if within % group == 0 and all(cut_adds_up(rows, cut) for cut in cuts):
+            if within % group or len(cuts) < 3:  # fewer may add up by chance
+                continue
+            if all(cut_adds_up(rows, cut) for cut in cuts):
                 return samples.draws.held and not cut_adds_up([*rows[1:], 0], group)
     return False
 

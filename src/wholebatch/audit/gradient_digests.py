@@ -28,7 +28,9 @@ def gradient_digests(
     """
     sums: dict[int, Tensor] = {}
 
-    def take(place: int, gradient: Tensor) -> Tensor | None:
+    def take(place: int, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # DDP's sink gives none to a parameter that this loss does not use
+            return None
         digest = _digest(gradient.detach(), parameters[place].detach())
         sums[place] = sums[place] + digest if place in sums else digest
         if gradient.layout is not torch.strided:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from wholebatch.errors import LossError
 from wholebatch.losses import sliced_cross_entropy as slices
 from wholebatch.losses.loss import Loss, cross_entropy
+
+_log = logging.getLogger("wholebatch")
+
+_bends_logits: WeakSet[Any] = WeakSet()
+"""The models that do something to the logits of their output layer."""
 
 
 def causal_lm(model: Any, micro: Any) -> Loss:
@@ -44,39 +49,74 @@ def causal_lm(model: Any, micro: Any) -> Loss:
         if "attention_mask" in micro:
             labels = labels.masked_fill(micro["attention_mask"] == 0, -100)
     args, kwargs = _arguments(model, micro)
-    logits = logits_of(model, labels, *args, **kwargs)
-    if isinstance(logits, LateLogits):
-        hidden = logits.hidden
-        if hidden.shape[:-1] == labels.shape:
-            return slices.linear_cross_entropy(hidden[:, :-1], logits.head, labels[:, 1:])
-        logits = logits.computed
+    rows, head = logits_of(model, labels, *args, **kwargs)
+    if head is not None and rows.shape[:-1] == labels.shape:
+        return slices.linear_cross_entropy(rows[:, :-1], head, labels[:, 1:])
+    logits = rows if head is None else slices.applied(head, rows)
     return cross_entropy(logits[:, :-1], labels[:, 1:], dim=-1)
 
 
-def logits_of(model: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor | LateLogits:
-    """Call a language model; return its logits, or what makes them where they are large."""
-    head = _output_layer(model, labels)
-    with ExitStack() as stack:
-        if head is not None:
-            stack.callback(vars(head).pop, "forward")
-            vars(head)["forward"] = lambda hidden: LateLogits(hidden, head)
-        return _logits(model(*args, **kwargs))
+def logits_of(
+    model: Any, labels: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, nn.Linear | None]:
+    """Call a language model; return its logits, or what its output layer gets, and the layer.
+
+    Where the logits are large, the output layer hands on what it is given. If the model returns
+    just that, the loss applies the layer in slices. If it scales or bends the logits, it is called
+    once more, and from then on it makes its logits itself.
+    """
+    head = None if model in _bends_logits else _output_layer(model, labels)
+    if head is None:
+        return _logits(model(*args, **kwargs)), None
+    given: list[Tensor] = []
+
+    def hand_on(hidden: Tensor) -> Tensor:
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):  # here, and not where the loss is computed
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        given.append(hidden)
+        return hidden
+
+    vars(head)["forward"] = hand_on
+    try:
+        logits = _logits(model(*args, **kwargs))
+        if len(given) == 1 and _is_itself(logits, given[0]):
+            return given[0], head
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # something needs numbers of the vocabulary
+        _log.debug("%s makes its logits itself: %r", type(model).__name__, error)
+    finally:
+        del vars(head)["forward"]
+    _bends_logits.add(model)
+    return _logits(model(*args, **kwargs)), None
+
+
+def _is_itself(logits: Tensor, hidden: Tensor) -> bool:
+    """True if a tensor is the other one, or a cast of it: a loss computes in float32 anyway."""
+    cast = logits.grad_fn
+    return logits is hidden or (
+        logits.shape == hidden.shape
+        and type(cast).__name__ == "ToCopyBackward0"
+        and cast is not None
+        and cast.next_functions[0][0] is hidden.grad_fn
+    )
 
 
 def in_slices(
-    logits: Tensor | LateLogits,
+    rows: Tensor,
+    head: nn.Linear | None,
     labels: Tensor,
     of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
 ) -> list[Tensor]:
-    """Return the sums that `of_rows(logits, labels)` gives, in slices where the logits are large.
+    """Return the sums that `of_rows(logits, labels)` gives, in slices if `head` makes the logits.
 
     Only the last logits have a label: prompt learning puts virtual tokens first.
     """
-    rows = logits.hidden if isinstance(logits, LateLogits) else logits
     if rows.shape[1] != labels.shape[1]:
         rows = rows[:, -labels.shape[1] :]
-    if isinstance(logits, LateLogits):
-        return slices.sums_in_slices(rows.flatten(0, 1), logits.head, labels.flatten(), of_rows)
+    if head is not None:
+        return slices.sums_in_slices(rows.flatten(0, 1), head, labels.flatten(), of_rows)
     return list(of_rows(rows.flatten(0, 1), labels.flatten()))
 
 
@@ -111,78 +151,13 @@ def _output_layer(model: Any, labels: Tensor) -> nn.Linear | None:
     return head if labels.numel() > slices.rows_at_once(head.out_features) else None
 
 
-def _logits(output: Any) -> Tensor | LateLogits:
+def _logits(output: Any) -> Tensor:
     logits: Any = getattr(output, "logits", output)
     if isinstance(logits, tuple) and logits:
         logits = logits[0]
-    if not isinstance(logits, Tensor | LateLogits) or logits.dim() != 3:
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
         raise LossError(
             f"the model returned {type(output).__name__}: wb.causal_lm needs logits of shape "
             "[samples, tokens, vocabulary], or an object with such .logits"
         )
     return logits
-
-
-class LateLogits:
-    """Logits that are computed when something uses them: a model may scale or bend them.
-
-    Otherwise the loss computes them, in slices.
-    """
-
-    def __init__(self, hidden: Tensor, head: nn.Linear, *, in_full: bool = False) -> None:
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):  # here, and not where they are used
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        self.hidden, self.head = hidden, head
-        self.dtype = torch.float32 if in_full else hidden.dtype
-        self._computed: Tensor | None = None
-
-    @property
-    def computed(self) -> Tensor:
-        """The logits themselves."""
-        if self._computed is None:  # Dynamo cannot follow a cached_property of Python 3.11.
-            dtype, bias = self.hidden.dtype, self.head.bias
-            with torch.autocast(self.hidden.device.type, enabled=False):
-                cast = None if bias is None else bias.to(dtype)
-                computed = functional.linear(self.hidden, self.head.weight.to(dtype), cast)
-                self._computed = computed.to(self.dtype)
-        return self._computed
-
-    def float(self) -> Any:
-        """Return them in float32, as Accelerate casts outputs: a loss computes in it anyway."""
-        if self.dtype is torch.float64:
-            return self.computed.float()
-        return LateLogits(self.hidden, self.head, in_full=True)
-
-    def dim(self) -> int:
-        return self.hidden.dim()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.computed, name)
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*map(_computed, args), **_computed(kwargs or {}))
-
-
-def _computed(value: Any) -> Any:
-    """Return the value with all logits in it computed."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_computed, value))
-    if isinstance(value, dict):
-        return {name: _computed(held) for name, held in value.items()}
-    return value.computed if isinstance(value, LateLogits) else value
-
-
-def _operator(name: str) -> Any:
-    return lambda self, *others: getattr(self.computed, name)(*map(_computed, others))
-
-
-_OPERATORS = (
-    "getitem setitem neg abs add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow matmul "
-    "rmatmul lt le gt ge eq ne len"
-)
-for _name in _OPERATORS.split():
-    setattr(LateLogits, f"__{_name}__", _operator(f"__{_name}__"))

@@ -100,10 +100,19 @@ def _slice(
 
     The weight is cast for each slice: the gradients of the slices are then added in its own dtype.
     """
-    dtype = hidden.dtype
     with torch.autocast(hidden.device.type, enabled=False):
-        cast = None if bias is None else bias.to(dtype)
-        return of_rows(functional.linear(hidden, weight.to(dtype), cast), labels)
+        return of_rows(_linear(hidden, weight, bias), labels)
+
+
+def applied(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return `head(hidden)` in the dtype of `hidden`, whether autocast is on or not."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _linear(hidden, head.weight, head.bias)
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    cast = None if bias is None else bias.to(hidden.dtype)
+    return functional.linear(hidden, weight.to(hidden.dtype), cast)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor]:

@@ -2,13 +2,15 @@
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
 moves BatchNorm's running statistics, other buffers, attributes of the user's own modules and random
-generators. Buffers and generators are put back exactly. Of attributes a shallow copy is made: a
-counter, or a tensor that was bound anew, is put back. What changes inside of an object (a list, a
-tensor that is no buffer, an object of another class) stays as the forward has left it.
+generators. Buffers and generators are put back exactly. Of attributes, and of lists and dicts among
+them, a shallow copy is made: a counter, a tensor that was bound anew, or an entry of a log is put
+back. What changes inside of other objects (a tensor that is no buffer, an object of another class)
+stays as the forward has left it.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections import deque
@@ -59,6 +61,9 @@ class ForwardState:
         modules = dict.fromkeys(module for model in models for module in model.modules())
         own = [m for m in modules if not type(m).__module__.startswith(_WRAPPERS)]
         self._attributes = {module: _shallow_copy(module) for module in own}
+        self._logs = [
+            (value, value.copy()) for fields in self._attributes.values() for value in _logs(fields)
+        ]
         self._buffers = {module: dict(module._buffers) for module in modules}
         self._contents = _contents_of(self._buffers)
         held = (value for fields in self._attributes.values() for value in fields.values())
@@ -77,6 +82,8 @@ class ForwardState:
         """Put everything back; without `random` only buffers and attributes."""
         for module, before in self._attributes.items():
             _put_back(vars(module), before)
+        for log, entries in self._logs:
+            _refill_log(log, entries)
         self.restore_buffers()
         if random:
             self.restore_random()
@@ -148,6 +155,35 @@ def _shallow_copy(module: nn.Module) -> dict[str, Any]:
         if type(value) is Tensor and value.grad_fn is not None:
             fields[name] = _RESULT
     return fields
+
+
+_TORCHS = frozenset(vars(nn.Module()))
+"""The names of a module's own dicts: parameters, buffers, modules and hooks."""
+
+
+def _logs(fields: dict[str, Any]) -> Iterator[Any]:
+    """Yield the lists, deques and dicts among the attributes of a user's module."""
+    for name, value in fields.items():
+        if name in _TORCHS or type(value) not in (list, dict, deque):
+            continue
+        # An LSTM's own list of its weights: an engine that shards them replaces them.
+        if not any(isinstance(entry, nn.Parameter) for entry in value):
+            yield value
+
+
+def _refill_log(log: Any, entries: Any) -> None:
+    """Let a list, deque or dict hold the entries that it held."""
+    now, before = ([*each.items()] if isinstance(log, dict) else each for each in (log, entries))
+    same = len(now) == len(before) and all(map(_is_entry, now, before))
+    if not same:
+        log.clear()
+        (log.update if isinstance(log, dict) else log.extend)(entries)
+
+
+def _is_entry(now: Any, before: Any) -> bool:
+    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
+        return all(map(operator.is_, now, before))  # an item of a dict
+    return now is before
 
 
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:

@@ -109,9 +109,9 @@ def _sft_loss(model: Any, inputs: Mapping[str, Any], *, weighs_by_probability: b
     labels, shifted = model_inputs.pop("labels", None), model_inputs.pop("shift_labels", None)
     # Shifted are the labels: a part of the logits would be a copy of them.
     labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
-    logits = logits_of(model, labels, **model_inputs, use_cache=False)
+    rows, head = logits_of(model, labels, **model_inputs, use_cache=False)
     of_rows = functools.partial(_sums_of_rows, weighs_by_probability=weighs_by_probability)
-    total, entropy, correct = in_slices(logits, labels, of_rows)
+    total, entropy, correct = in_slices(rows, head, labels, of_rows)
     count = (labels != IGNORED).sum()
     extras = {
         "labels": count,
