@@ -7,8 +7,10 @@ are replaced, code that asks if it is compiled, operations that Dynamo does not 
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -285,3 +287,16 @@ def test_two_executors_may_capture_at_once() -> None:
     assert modes == ["operations"] * 2
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_trainer_that_is_gone_leaves_no_model_behind() -> None:
+    """Dynamo keeps every backend that it was ever given."""
+    model = Pair()
+    run = traced(model, sgd(model.q), loss=entropy, audit=False)  # type: ignore[arg-type]
+    for _ in range(3):
+        run.step(samples(8))
+    assert mode_of(run) == "operations"
+    weight = weakref.ref(model.q.weight)
+    del run, model
+    gc.collect()
+    assert weight() is None

@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -189,9 +190,16 @@ class Capture:
             self.guards.extend(guards)
             return [checked(guard) for guard in guards]
 
+        this = weakref.ref(self)
+
+        def backend(graph: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+            capture = this()  # Dynamo keeps every backend: it must not hold the model.
+            assert capture is not None
+            return capture._keep(graph)
+
         compiled = torch.compile(
             types.FunctionType(code, names, _call.__name__),
-            backend=self._backend,
+            backend=backend,
             fullgraph=True,
             dynamic=False,
             options={"guard_filter_fn": to_check},
@@ -247,7 +255,7 @@ class Capture:
             if all(require_gradients(hook) for _, hook in before)
         )
 
-    def _backend(self, graph: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+    def _keep(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """Keep the graph; it is not run here."""
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -233,7 +233,8 @@ def _shows(loop: Loop) -> bool:
         "average per micro-batch": several,
         "schedule per micro-batch": several and loop.scheduler != "none",
         "step per micro-batch": several,
-        "cleared before the step": several,
+        # A scaler refuses to step without gradients.
+        "cleared before the step": several and loop.amp != "scaler",
         "a detached loss": loop.amp != "scaler",
         "tail leaked": loop.clear == "after" and loop.epochs > 1,
         "mean of means": loop.missing > 0,
