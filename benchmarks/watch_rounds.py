@@ -3,6 +3,7 @@
     python benchmarks/watch_rounds.py FOLDER
     python benchmarks/watch_rounds.py FOLDER --only gan --words
     python benchmarks/watch_rounds.py --history --page     # docs/internals/watch-figures.md
+    python benchmarks/watch_rounds.py --cost               # of a window, recorded and counted
 
 FOLDER has Python files and `labels.txt`, with one line for each loop:
 
@@ -209,6 +210,47 @@ def write(tables: dict[str, Counter[tuple[str, str]]]) -> None:
     PAGE.write_text(start + made + end, encoding="utf-8")
 
 
+def cost() -> str:
+    """Return what a watch adds to a window of 4 micro-batches of 12 layers of 256.
+
+    Windows with and without it take turns, in processor time; the fastest of each counts.
+    """
+    import time
+
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    import wholebatch as wb
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    micros = [(torch.randn(64, 256), torch.randint(0, 10, (64,))) for _ in range(4)]
+
+    def seconds() -> float:
+        began = time.process_time()
+        for x, y in micros:
+            (F.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.process_time() - began
+
+    plain, recorded, counted = [], [], []
+    for _ in range(8):
+        plain += [seconds() for _ in range(12)]
+        with wb.watch(model, optimizer):
+            recorded += [seconds() for _ in range(8)]
+            counted += [seconds() for _ in range(12)]
+    alone, full, brief = (1e3 * min(row) for row in (plain, recorded, counted))
+    return (
+        f"a window takes {alone:.1f} ms, {full:.1f} ms recorded ({full / alone:.2f} times), and "
+        f"{brief:.1f} ms counted ({100 * (brief / alone - 1):+.1f}%)"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?")
@@ -218,7 +260,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=300, help="limit of one loop")
     parser.add_argument("--words", action="store_true", help="print verdicts that are not wanted")
     parser.add_argument("--targets", action="store_true", help="fail where a target is missed")
+    parser.add_argument("--cost", action="store_true", help="print what a watch adds to a window")
     options = parser.parse_args()
+    if options.cost:
+        print(cost())
+        return 0
     if options.history == (options.folder is not None):
         parser.error("give a folder, or --history")
     with TemporaryDirectory() as scratch:

@@ -20,7 +20,7 @@ def test_this_torch_has_them() -> None:
     assert sum(1 + len(one.attributes) for one in torch_internals.INTERNALS) <= 58
     assert len(torch_internals.WINDOW_INTERNALS) <= 15
     assert len(torch_internals.TEST_AND_MEMORY_INTERNALS) <= 12
-    assert len(torch_internals.VERIFICATION_INTERNALS) <= 7
+    assert len(torch_internals.VERIFICATION_INTERNALS) <= 8
 
 
 # A named tuple's, Python's, DeepSpeed's, Transformers', PEFT's (a cache that DoRA clears).

@@ -303,6 +303,12 @@ VERIFICATION_INTERNALS = (
     ),
     Internal("torch", "Tensor._backward_hooks", "a loop that has hooks is not judged", _LESS),
     Internal(
+        "torch.overrides",
+        "_get_current_function_mode",
+        "a watch leaves its mode once it knows enough, where a loop has entered none after it",
+        "every call of torch of a watched loop costs two microseconds",
+    ),
+    Internal(
         "torch.utils._python_dispatch", "TorchDispatchMode", "the lines that draw numbers", _LESS
     ),
     Internal("torch.nn.modules.batchnorm", "_BatchNorm", "stays as it is in a proof", _LESS),

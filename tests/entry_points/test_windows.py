@@ -325,3 +325,29 @@ def test_what_a_window_does_before_its_first_forward(way: str) -> None:
         other.step()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.conj()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.01])
+def test_a_gradient_that_is_a_lazy_conjugate(clip_norm: float | None) -> None:
+    model, reference = Conjugated(), Conjugated()
+    x = torch.randn(12, 5, dtype=torch.complex128)
+    acc = wb.Accumulator(model, sgd(model), steps=3, clip_norm=clip_norm)
+    for part in x.split([5, 4, 3]):
+        acc.backward(model(part).abs().square().sum(), units=len(part))
+    (reference(x).abs().square().sum() / 12).backward()
+    assert reference.weight.grad is not None
+    reference.weight.grad = reference.weight.grad.resolve_conj()  # torch clips no other
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(reference.parameters(), clip_norm)
+    sgd(reference).step()
+    assert torch.allclose(model.weight, reference.weight, rtol=1e-12, atol=1e-14)

@@ -563,6 +563,18 @@ def _mask_name(program: Program) -> str:
     return f', mask="{NAMES[program.names]["mask"]}"'
 
 
+def _trim(program: Program) -> str:
+    """Return the argument that names the leaves to trim, if one is [samples, tokens, numbers]."""
+    if "target" not in program.fields:
+        return ""
+    fields = [name for name in program.fields if name != "weight"]
+    if program.batch in ("tuple", "list"):
+        names = [str(program.fields.index(name)) for name in fields]
+    else:
+        names = [NAMES[program.names][name] for name in fields]
+    return f", trim={tuple(names)!r}"
+
+
 def _build(program: Program) -> list[str]:
     """Return the lines that make model, optimizer, scheduler and what trains them."""
     place = f', "{program.device}"' if program.device != "cpu" else ""
@@ -595,7 +607,7 @@ def _build(program: Program) -> list[str]:
             mask = (
                 "" if program.names == "long" and program.batch == "dict" else _mask_name(program)
             )
-            size = f"wb.tokens({5 * program.micro_batch}{mask})"
+            size = f"wb.tokens({5 * program.micro_batch}{mask}{_trim(program)})"
         options = ["loss=loss", f"micro_batch={size}", *options]
         options += ["units=count"] if program.counts else []
         if program.precision in ("bf16", "fp16"):

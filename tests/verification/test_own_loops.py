@@ -220,23 +220,37 @@ def test_a_rate_that_ends_at_0_is_judged_and_noted() -> None:
     assert any("the learning rate is 0 in window 4" in note for note in verdict.notes)
 
 
-@pytest.mark.parametrize("with_loader", [False, True])
-@pytest.mark.parametrize(("tail", "found"), [(4, "right"), (3, "nominal-count")])
-def test_a_short_window_after_the_first_eight(tail: int, found: str, with_loader: bool) -> None:
-    """Later windows are only counted, until one of another size comes."""
+@pytest.mark.parametrize(
+    ("tail", "with_loader", "found"),
+    [(4, True, "right"), (4, False, "right"), (3, True, "nominal-count"), (3, False, "not judged")],
+)
+def test_a_short_window_after_the_first_eight(tail: int, with_loader: bool, found: str) -> None:
+    """Later windows are only counted, but for those at the end of a DataLoader."""
 
     def loop() -> None:
         model = nn.Linear(6, 3)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        batches: Any = samples(4 * (4 * 11 + tail))
-        for i, (x, y) in enumerate(batches if with_loader else list(batches)):
+        for i, (x, y) in enumerate(samples(4 * (4 * 11 + tail))):
             (F.cross_entropy(model(x), y) / 4).backward()
             if (i + 1) % 4 == 0 or i + 1 == 44 + tail:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    verdict = watched(loop)
+    batch = [torch.randn(4, 6), torch.randint(0, 3, (4,))]
+    verdict = watched(loop if with_loader else lambda: _by_hand(batch, 44 + tail))
     assert found_in(verdict) == found, str(verdict)
+    assert (found == "not judged") == ("was only counted" in verdict.line)
+
+
+def _by_hand(batch: list[Tensor], count: int) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(count):
+        x, y = batch[0] + i, (batch[1] + i) % 3
+        (F.cross_entropy(model(x), y) / 4).backward()
+        if (i + 1) % 4 == 0 or i + 1 == count:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_watch_counts_once_it_knows() -> None:

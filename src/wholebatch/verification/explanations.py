@@ -163,7 +163,7 @@ def _clipped_early(ranks: Ranks) -> Findings:
 
 def same_twice(ranks: Ranks) -> Findings:
     """Find a micro-batch whose gradient was brought twice."""
-    for window in (window for window in ranks if not window.is_brief):
+    for window in ranks:
         for (i, first), (j, second) in combinations(enumerate(window.backwards, start=1), 2):
             if apart(first.contribution, second.contribution) <= 1e-6:
                 yield Finding("counted-twice", f"number {i} and {j}")

@@ -95,9 +95,11 @@ def judge(
         return trial.with_answer(NOT_JUDGED, f"{_COMPARES_OTHERS}: use wb.verify")
     if any(_begins_again(window.backwards) for window in ranks):
         return trial.with_answer(NOT_JUDGED, _TWO_PASSES)
-    if ranks[0].is_brief and (len(ranks) > 1 or len(own) != 1):
-        return trial.with_answer(NOT_JUDGED, _ONLY_COUNTED.format(len(every)))
-    parts = [(next(iter(own)), None)] if ranks[0].is_brief else _parts(ranks)
+    if ranks[0].is_brief:
+        findings = findings_of(BESIDE, ranks)
+        reason = "" if findings else _ONLY_COUNTED.format(len(every))
+        return trial.with_answer(DIFFERENT if findings else NOT_JUDGED, reason, findings)
+    parts = _parts(ranks)
     if len(parts) == 1:
         return _judged(trial, ranks, counts, own, *parts[0])
     whole = None

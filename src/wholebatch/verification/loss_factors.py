@@ -102,7 +102,7 @@ def read_terms(
     constants = [in_all([term.scales for term in column]) for column in columns]
     shared = in_all(constants)
     return [
-        list(_readings(column, own, shared, counts, factors, len(columns)))
+        list(_readings(column, own, shared, counts, factors, columns))
         for column, own in zip(columns, constants, strict=True)
     ]
 
@@ -120,20 +120,24 @@ def _readings(
     shared: Sequence[Scale],
     counts: Counts,
     factors: Sequence[float],
-    columns: int,
+    columns: Sequence[Sequence[LossTerm]],
 ) -> Iterator[Reading]:
     """Yield the ways to read one term over the micro-batches, the likeliest first."""
     is_mean = terms[0].kind == "mean"
     sign = math.copysign(1.0, terms[0].weight)
     measured = [sign * term.weight * by for term, by in zip(terms, factors, strict=True)]
+    of_others = [[term.count for term in column] for column in columns]
     varying = [product(term.scales) / product(constants) for term in terms]
     for units in _units(terms):
         weights = measured if is_mean else [w * u for w, u in zip(measured, units, strict=True)]
         weighs = not all(close(value, varying[0]) for value in varying)
-        roles = _roles(counts, [units, *[varying] * weighs], factors, columns)
+        known = [units, *of_others, *[varying] * weighs]
+        roles = _roles(counts, known, factors, len(columns))
         kept = _uncancelled(constants)
         ways = dict.fromkeys(
-            way for rows in (constants, kept) for way in _own(rows, shared, roles, counts, columns)
+            way
+            for rows in (constants, kept)
+            for way in _own(rows, shared, roles, counts, len(columns))
         )
         for own, divisor in dict.fromkeys([*ways, (1.0, 0)]):
             own_weights = tuple(weight / own for weight in weights)
@@ -184,7 +188,7 @@ def _roles(
     """Return what a loop may multiply or divide by: its units, micro-batches, scale and ranks."""
     count, ranks = counts.micro_batches, counts.ranks
     totals = {sum(row) / over for row in units for over in (1, ranks)}
-    each = set(units[0][:1]) if all(close(unit, units[0][0]) for unit in units[0]) else set()
+    each = {row[0] for row in units if all(close(unit, row[0]) for unit in row)}
     steps = {n * over for n in (count, counts.usual, counts.first) for over in (1, ranks)}
     after = abs(factors[0]) * ranks  # between the last backward and the step
 

@@ -130,6 +130,8 @@ class WindowRecorder:
         self._own_parameters: set[int] = set()
         self._own_since = 0
         """The number of the first backward of a window of wholebatch."""
+        self._ends: set[str] = set()
+        """The last operations of the losses that were recorded."""
         self._is_brief = False
         self._brief: list[Backward] = []
         """Backwards since the last step, of which no gradients are recorded."""
@@ -170,7 +172,7 @@ class WindowRecorder:
         self._is_brief = False
 
     def _record_briefly(self) -> None:
-        """Count backwards, measure losses and read rates, and nothing else."""
+        """Count backwards and read rates, and nothing else."""
         self._calls.is_paused = True
         self._calls.end()
         self._module_hook.remove()
@@ -194,12 +196,8 @@ class WindowRecorder:
             raise self.over
         if self._inside or self.failure or torch.compiler.is_dynamo_compiling():
             return run()
-        if self._is_brief and self._own is None:
-            measured = self._before_brief(tensors, grad_tensors)
-            if measured is not None:
-                result = run()
-                self._after_brief(measured)
-                return result
+        if self._is_brief and self._own is None and self._count(tensors):
+            return run()
         is_own = self._own is not None and self._own.is_open
         with self._calls.paused():
             if is_own:
@@ -239,6 +237,7 @@ class WindowRecorder:
         self._weights, self.after_step = weights, None
         scale, self._loss_scale = self._loss_scale, 1.0
         nodes = [root.grad_fn for root in listed]
+        self._ends |= _ends_of(listed)
         graph = list(loss_graph(nodes))
         is_first = not self.pending
         self._calls.trained = self._trained
@@ -315,43 +314,40 @@ class WindowRecorder:
     # ------------------------------------------------------------- windows like those before
 
     @_never_fails
-    def _before_brief(self, roots: Any, seeds: Any) -> MeasuredLoss | None:
-        """Measure the loss of a backward; None if its window is to be recorded in full.
+    def _count(self, roots: Any) -> bool:
+        """Count a backward; False if its window, or its loss, is to be recorded in full.
 
         Near the end of the data a window may be shorter than those that are known.
         """
         self.passes.note_backward()
         sizes = [len(window.backwards) for window in self.windows]
-        if not self._brief and self.passes.left + 1 < max(sizes, default=0):
+        is_short = not self._brief and self.passes.left + 1 < max(sizes, default=0)
+        if is_short or not _ends_of(roots) <= self._ends:
             self._record_in_full()
-            return None
-        return MeasuredLoss(*_roots_of(roots, seeds))
-
-    @_never_fails
-    def _after_brief(self, measured: MeasuredLoss) -> None:
-        nothing = torch.zeros(0)
+            return False
         loader_pass, batch, _ = self.passes.take()
-        optimizer = next(iter(self._known.values()))
+        optimizer, nothing = next(iter(self._known.values())), torch.zeros(0)
         micro = Backward(
             before=nothing,
             after=nothing,
             contribution=nothing,
             number=self._number,
-            terms=measured.terms(),
             rates=() if self._step_depth else rates_of(optimizer),
             loader_pass=loader_pass,
             batch=batch,
         )
         self._number += 1
         self._brief.append(micro)
+        return True
 
     def _see_briefly(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
-        """Keep a window only if none like it is known; then the next one is recorded in full."""
+        """Keep a window only if none of its size is known; then the next is recorded in full."""
         window = replace(self._new_window(optimizer, indices), is_brief=True)
         window = replace(window, backwards=tuple(self._brief), line=user_line())
         self._stepped_at |= dict.fromkeys(indices, (self._number, window.optimizer))
+        sizes = {len(w.backwards) for w in self.windows if w.optimizer == window.optimizer}
         rates = {micro.rates for micro in self._brief}
-        if _kind_of(window) not in self._kinds(window.optimizer) or len(rates) > 1:
+        if len(self._brief) not in sizes or len(rates) > 1:
             self.windows.append(window)
             self._record_in_full()
         self._brief.clear()
@@ -598,6 +594,12 @@ def _roots_of(roots: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]
     listed = [root for root in listed if isinstance(root, Tensor) and root.grad_fn is not None]
     starts = [seeds] * len(listed) if isinstance(seeds, Tensor | None) else list(seeds)
     return listed, starts
+
+
+def _ends_of(roots: Any) -> set[str]:
+    """Return the last operations of losses."""
+    listed = [roots] if isinstance(roots, Tensor) else list(roots)
+    return {root.grad_fn.name() for root in listed if getattr(root, "grad_fn", None) is not None}
 
 
 def _kind_of(window: WindowEvidence) -> Hashable:

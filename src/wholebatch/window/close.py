@@ -215,6 +215,8 @@ def dense_gradients(parameters: Iterable[Holder]) -> list[Tensor]:
             if not gradient.is_coalesced():
                 gradient = parameter.grad = gradient.coalesce()
             gradient = gradient.values()
+        elif gradient.is_conj():  # a conjugate that is not written out has no real view
+            gradient = parameter.grad = gradient.resolve_conj()
         dense.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
     return dense
 

@@ -409,9 +409,10 @@ def _loss_scale(
 
 
 def name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
-    """Return the parameter's name in the first of these models that has it."""
-    for model in models:
+    """Return the parameter's name; of several models, with the place and class of the model."""
+    models = list(models)
+    for place, model in enumerate(models):
         for name, candidate in model.named_parameters():
             if candidate is parameter:
-                return name
+                return name if len(models) == 1 else f"{name} of {type(model).__name__} ({place})"
     return f"a parameter of shape {tuple(parameter.shape)}"
