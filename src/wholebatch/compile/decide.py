@@ -61,7 +61,7 @@ class Situation:
     times: int
     """How many micro-batches of this kind there were, this one included."""
     is_another_slot: bool
-    """True if its kind has a graph already, for another value of what the code reads."""
+    """True if its kind has a graph for another value of what the code reads, or one to prove."""
     is_shared: bool
     """True if an entry of open sizes serves it."""
     shared_is_compiled: bool

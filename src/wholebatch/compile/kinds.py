@@ -240,7 +240,7 @@ class Kinds:
             is_open=is_open,
             first=first,
             times=slot.times + self.with_other_numbers(inputs),
-            is_another_slot=len(kind.slots) > 1,
+            is_another_slot=len(kind.slots) > 1 or slot.entry is not None,
             is_shared=is_shared,
             shared_is_compiled=is_shared and slot.entry is not None and True in slot.entry.joints,
             own=own,
