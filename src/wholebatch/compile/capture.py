@@ -39,12 +39,12 @@ from wholebatch.window.replaced_attributes import emptied
 Place: TypeAlias = tuple[int, int] | str
 """A dimension of a tensor of a micro-batch (index and dimension), or the name of a number."""
 OFFSET = -1
-"""Stands for a tensor's place in its storage, in the place of a dimension."""
+"""Stands for a tensor's offset in its storage, in the place of a dimension; less, for a stride."""
 
 
 def is_offset(place: Place) -> bool:
-    """True for a tensor's place in its storage."""
-    return not isinstance(place, str) and place[1] == OFFSET
+    """True for how a tensor lies in its storage: its offset, or one of its strides."""
+    return not isinstance(place, str) and place[1] <= OFFSET
 
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -322,11 +322,13 @@ class Capture:
             if name == known:
                 return number
         kind = getattr(getattr(source, "prop", None), "name", None)
-        if kind not in ("SIZE", "STORAGE_OFFSET"):
+        if kind not in ("SIZE", "STRIDE", "STORAGE_OFFSET"):
             raise CannotTrace(f"{plain_name(name, self._loss)} is an open number")
         names = {"L": {"function": self._loss, "args": (self._model, self._inputs.micro)}}
         base = name_of(source.base)
         index = self._index_of(eval(base, names), base)  # Dynamo's names are Python.
+        if kind == "STRIDE":
+            return index, OFFSET - 1 - source.idx
         return index, source.idx if kind == "SIZE" else OFFSET
 
 

@@ -150,7 +150,10 @@ def _number(place: Place, inputs: Inputs) -> int:
     if isinstance(place, str):
         return inputs.sizes[place]
     index, dim = place
-    return inputs.given[index].storage_offset() if dim == OFFSET else inputs.given[index].shape[dim]
+    given = inputs.given[index]
+    if dim == OFFSET:
+        return given.storage_offset()
+    return given.shape[dim] if dim > OFFSET else given.stride(OFFSET - 1 - dim)
 
 
 def is_open(symbol: Any) -> bool:
