@@ -25,12 +25,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-from wholebatch.coupled.last_reduction import DDP_SINK, passes_on
 from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
 from wholebatch.verification.loop_calls import LoopCalls, user_line
+from wholebatch.verification.loss_ends import DDP_SINK, passes_on
 from wholebatch.verification.loss_terms import (
     MeasuredLoss,
     compares_others,
