@@ -90,6 +90,7 @@ def test_page(browser: Tab, site: str, name: str, width: int) -> None:
 
 def test_examples_of_docstrings_are_code(browser: Tab, site: str) -> None:
     browser.open(f"{site}/reference.html", scheme="light", width=1280)
+    browser.settle()
     assert browser.run("return document.querySelectorAll('article .highlight .gp').length") >= 3
     assert browser.run("return document.querySelectorAll('article blockquote').length") == 0
     names = browser.run("return [...document.querySelectorAll('article h3')].map(h => h.id)")

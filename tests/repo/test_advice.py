@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import loss
 from wholebatch.cli.app import COMMANDS
+from wholebatch.testing import assert_split_invariant
 
 SOURCE = Path(wb.__file__).parent
 
@@ -113,6 +114,8 @@ PARTS = {
     ),
     "two_pass_runner": {"rows"},  # of the contrastive losses, as the message says
     "pipeline": options_of(wb.Pipeline, wb.Close),
+    "batch/": options_of(wb.samples, wb.tokens),
+    "split_invariance/": options_of(assert_split_invariant),
     "memory/micro_batch_fitting": {"most"},  # a check of our own calls
 }
 """Options of what else raises messages, by the beginning of the path."""

@@ -158,15 +158,19 @@ class LossTest:
         except Exception as error:  # most often the loss's own, and the step will raise it
             free_memory_of_test()  # Not earlier: an error holds the tensors of its frames.
             result = AdditivityResult(conclusive=False)
-            every = layout.take(slice(None))
+            every, few = layout.take(slice(None)), layout.take(spread_rows(layout.size, count))
             runs = partial(self._runs, run, is_loss=not outputs)
-            if self._shares_forwards or runs(micros[0] if micros else every):
-                if not self._shares_forwards and runs(layout.take(spread_rows(layout.size, count))):
-                    raise  # it does not come again
-                self._tell(f"{count} samples could not be run ({error!r})")
-            elif runs(every):
+            is_own = not self._shares_forwards
+            is_run = not is_own or runs(micros[0] if micros else every)
+            if is_own and is_run and runs(few):
+                raise  # it does not come again
+            # A single row may run all the same: it broadcasts with what is no value per sample.
+            is_single = is_own and bool(micros) and micro == 1
+            if (is_single or not is_run) and runs(every):
                 found = unrunnable(self._model, layout, layout.size, name, error)
                 result = AdditivityResult((found,), conclusive=False)
+            elif is_run:
+                self._tell(f"{count} samples could not be run ({error!r})")
         findings = [f for f in result.findings if not self._is_of_groups(f, run, micros)]
         if not micros:
             findings = self._without_doubtful(findings)
