@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from wholebatch.coupled.last_reduction import Reduction, last_reductions
+from wholebatch.audit.scalar_graph import Part, parts_of
 from wholebatch.verification.evidence import Ledger
-from wholebatch.verification.given_as_mean import sum_or_mean
 
 Rates = tuple[float, ...]
 
@@ -26,7 +25,7 @@ class LedgerWindow:
     def __init__(self, window: Any) -> None:
         self._window = window
         self._rates: dict[int, Rates] = {}
-        self._reductions: list[list[Reduction]] = []
+        self._parts: list[list[Part]] = []
         self._changed, self._carries = "", False
         if window.current.known is None:  # else it may be announced long before its first backward
             self._note_rates()
@@ -49,9 +48,9 @@ class LedgerWindow:
         if not self._rates:
             self._note_rates()
         listed = [totals] if isinstance(totals, torch.Tensor) else list(totals)
-        self._changed = self._changed or changed(not self._reductions)
+        self._changed = self._changed or changed(not self._parts)
         self._carries |= carries
-        self._reductions.append(last_reductions(listed[0]) if len(listed) == 1 else [])
+        self._parts.append(parts_of(listed[0]) if len(listed) == 1 else [])
 
     def _note_rates(self) -> None:
         self._rates = {id(optimizer): rates_of(optimizer) for optimizer in self.optimizers}
@@ -67,13 +66,25 @@ class LedgerWindow:
         columns = [[float(m.units[n]) for m in micro_batches if n in m.units] for n in names]
         before = self._rates.get(id(optimizer))
         units = max(columns, key=sum, default=[])
-        are_seen = len(columns) == 1 and len(units) == len(self._reductions)
-        totals = zip(self._reductions, units, strict=are_seen)
+        are_seen = len(columns) == 1 and len(units) == len(self._parts)
+        totals = zip(self._parts, units, strict=are_seen)
         return Ledger(
             units=tuple(units),
             are_units_given=self._window.are_units_given,
-            has_means=are_seen and all(sum_or_mean(*total, is_mean=False) for total in totals),
+            has_means=are_seen and all(are_means(*total) for total in totals),
             schedule_moved=before is not None and before != rates_of(optimizer),
             carries=self._carries,
             changed=self._changed,
         )
+
+
+def are_means(parts: list[Part], units: float) -> bool:
+    """True if all parts of a total are means over its units; as many as units are one of each."""
+    return 0 < len(parts) < units and all(_is_mean(part, units) for part in parts)
+
+
+def _is_mean(part: Part, units: float) -> bool:
+    if part.kind == "mean":  # and no factor makes a sum of it again
+        return part.over > 1 and all(factor < min(units, part.over) for factor in part.factors)
+    # Of [units, units] losses, the division may be by the features; by 2, it may be of two parts.
+    return units > 2 and part.over != units * units and part.is_divided_by(units)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from wholebatch.coupled.last_reduction import Scale
 from wholebatch.verification.evidence import Counts
+from wholebatch.verification.loss_ends import Scale
 from wholebatch.verification.loss_terms import LossTerm, close, product
 
 LOSS_SCALE = 64

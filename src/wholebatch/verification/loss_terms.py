@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from wholebatch.coupled.last_reduction import (
+from wholebatch.verification.loss_ends import (
     TOO_LARGE,
     Scale,
     Scales,

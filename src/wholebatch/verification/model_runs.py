@@ -168,7 +168,7 @@ class ModelRuns:
             loss_scale=1.0,
             close=replace(self.close, scaler=None),
         )
-        wide.start.random = self.start.random
+        wide.start.forward.random = self.start.forward.random
         return wide
 
     @contextmanager
@@ -292,7 +292,7 @@ class ModelRuns:
             terms = self.terms(self.inner, batch)
         if self.silences and not any(term.total.requires_grad for term in terms.values()):
             return True
-        return not same_random(capture_random(), self.start.random)
+        return not same_random(capture_random(), self.start.forward.random)
 
     # ------------------------------------------------------------ in micro-batches
 

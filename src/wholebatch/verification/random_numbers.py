@@ -7,10 +7,7 @@ proof. Other draws of a loss cannot be switched off: the lines that draw are nam
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.verification.findings import listed
+from wholebatch.verification.loop_calls import user_line
 from wholebatch.verification.model_runs import ModelRuns
 
 
@@ -33,21 +31,12 @@ class DrawnLines(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.lines[f"{func.overloadpacket.__name__} ({_line()})"] = None
+            self.lines[f"{func.overloadpacket.__name__} ({user_line() or 'torch'})"] = None
         return func(*args, **(kwargs or {}))
 
     def __str__(self) -> str:
         lines = list(self.lines)
         return ", ".join(lines[:3]) + (f" and {len(lines) - 3} more" if lines[3:] else "")
-
-
-def _line() -> str:
-    """Return the innermost line that is neither torch's nor ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if not frame.f_code.co_filename.startswith(ours):
-            return f"{Path(frame.f_code.co_filename).name}:{line}"
-    return "torch"
 
 
 def _drops(module: nn.Module) -> bool:

@@ -25,12 +25,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 
-from wholebatch.coupled.last_reduction import DDP_SINK, passes_on
 from wholebatch.verification.called_modules import CalledModules
 from wholebatch.verification.evidence import Backward, Clip, WindowEvidence
 from wholebatch.verification.ledger_windows import LedgerWindow, rates_of
 from wholebatch.verification.loader_passes import LoaderPasses
 from wholebatch.verification.loop_calls import LoopCalls, user_line
+from wholebatch.verification.loss_ends import DDP_SINK, passes_on
 from wholebatch.verification.loss_terms import (
     MeasuredLoss,
     compares_others,
@@ -599,7 +599,8 @@ def _roots_of(roots: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]
 def _ends_of(roots: Any) -> set[str]:
     """Return the last operations of losses."""
     listed = [roots] if isinstance(roots, Tensor) else list(roots)
-    return {root.grad_fn.name() for root in listed if getattr(root, "grad_fn", None) is not None}
+    nodes = (getattr(root, "grad_fn", None) for root in listed)
+    return {node.name() for node in nodes if node is not None}
 
 
 def _kind_of(window: WindowEvidence) -> Hashable:

@@ -1,17 +1,14 @@
-"""Read the last reductions of a loss from its graph: means and sums, and their scales.
+"""Where the terms of a loss end in its graph, and the numbers that scale them.
 
-Between a loss and its reductions lie only operations on single numbers. The graph is followed that
-far: `(F.cross_entropy(logits, labels) + 0.1 * penalty.mean()) / 4` has two terms, both means, both
-divided by 4.
+Between a loss and its terms lie only operations on single numbers. The graph is followed that far:
+`(F.cross_entropy(logits, labels) + 0.1 * penalty.mean()) / 4` has two terms, both divided by 4.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, starmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -27,16 +24,6 @@ _OF_PARAMETERS = {
     *("Pow", "Abs", "Exp", "Log", "Neg", "Mul", "Div", "Add", "Sub", "Rsub", "Sum", "Mean", "Sqrt"),
     *("Select", "Slice", "Unsqueeze", "Squeeze", "View", "LinalgVectorNorm", "Norm", "Clamp", "T"),
     *("Softplus", "Sigmoid", "Tanh", "Reciprocal", "Permute", "Clone", "ToCopy", "Stack", "Cat"),
-}
-# What keeps numbers as they are, or adds them; and what makes losses of them. A mean by weights has
-# a product or a division between these and its sum.
-_KEEP = {
-    *(*_PASS, "Add", "Sub", "Sum", "ClampMin", "Gather"),
-    *("Index", "MaskedFill", "MaskedSelect", "Select", "Slice"),
-}
-_LOSSES = {
-    *("Pow", "Abs", "Softplus", "LogSigmoid", "Logsumexp", "LogSoftmax", "Norm", "CtcLoss"),
-    *("NllLoss", "BinaryCrossEntropyWithLogits", "MseLoss", "SmoothL1Loss", "HuberLoss"),
 }
 DDP_SINK = "_DDPSinkBackward"
 """The node through which DistributedDataParallel returns the outputs of its model."""
@@ -55,54 +42,6 @@ class Scale:
 
     operation: Literal["multiplied", "divided"]
     by: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A term of a loss: its last reduction, and the scales on top of it, the outermost first."""
-
-    kind: Literal["mean", "sum", "hidden", "unknown"]
-    """"hidden": a function without a graph made it: a custom or compiled one."""
-    node: str
-    """Name of the node of autograd."""
-    sizes: tuple[int, ...]
-    """Shape of what was reduced; () if the graph does not tell."""
-    scales: Scales
-    labels: float | None = None
-    """The number of labels, or the sum of their weights, that a cross-entropy divided by."""
-    is_plain: bool = False
-    """True for a sum of losses that nothing below it has multiplied or divided."""
-
-    @property
-    def divisor(self) -> float | None:
-        """The number that a sum was divided by to be a mean; None if the graph does not tell."""
-        if self.kind == "mean":
-            return self.count if self.labels is None else self.labels
-        divisors = [scale.by for scale in self.scales if scale.operation == "divided"]
-        return divisors[-1] if self.kind == "sum" and divisors else None
-
-    @property
-    def count(self) -> int:
-        """The number of elements that were reduced."""
-        return math.prod(self.sizes)
-
-    @property
-    def function(self) -> str:
-        """The name of torch's function, as users write it: `mse_loss`."""
-        words = re.sub(r"Backward\d*$", "", self.node)
-        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
-        return "cross_entropy" if name.startswith("nll_loss") else name
-
-
-def last_reductions(loss: Tensor) -> list[Reduction]:
-    """Return the terms that a scalar loss is the sum of.
-
-    >>> import torch
-    >>> losses = torch.rand(6, requires_grad=True)
-    >>> [(r.kind, r.sizes, [s.by for s in r.scales]) for r in last_reductions(losses.mean() / 4)]
-    [('mean', (6,), [4.0])]
-    """
-    return [] if loss.grad_fn is None else list(starmap(_reduction, ends_of(loss.grad_fn)))
 
 
 def ends_of(root: Any) -> Iterator[tuple[Any, Scales]]:
@@ -191,54 +130,6 @@ def scaled(node: Any) -> tuple[Any, Scale] | None:
     if operation == "Mul":
         return None if by is None else (operands[0], Scale("multiplied", abs(by)))
     return (operands[0], Scale("divided", abs(by))) if by and is_first else None
-
-
-def _reduction(node: Any, scales: Scales) -> Reduction:
-    if node is None:
-        return Reduction("unknown", TOO_LARGE, (), scales)
-    name, reduction = node.name(), saved_by(node, "reduction")
-    if isinstance(node, BackwardCFunction):
-        return Reduction("hidden", name, (), scales)
-    if operation_of(node) in ("Mean", "Sum"):
-        sizes = tuple(saved_by(node, "self_sym_sizes") or ())
-        is_plain = name.startswith("Sum") and _adds_losses(operands_of(node))
-        kind: Literal["mean", "sum"] = "mean" if name.startswith("Mean") else "sum"
-        return Reduction(kind, name, sizes, scales, is_plain=is_plain)
-    if reduction not in (1, 2):  # torch's own loss functions
-        return Reduction("unknown", name, (), scales)
-    logits = saved_by(node, "self")
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else ()
-    if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
-        shape = shape[:1] + shape[2:]
-    labels = number_of(saved_by(node, "total_weight")) if reduction == 1 else None
-    return Reduction("mean" if reduction == 1 else "sum", name, shape, scales, labels)
-
-
-def _adds_losses(nodes: Sequence[Any]) -> bool:
-    """True if what these nodes made are losses, which nothing has multiplied or divided."""
-    waiting, ends = [node for node in nodes if node is not None], 0
-    for _ in range(_MOST_NODES):
-        if not waiting:
-            break
-        node = waiting.pop()
-        operation = operation_of(node).removesuffix("2D")
-        if operation in _KEEP:
-            waiting += [child for child in operands_of(node) if child is not None]
-        elif operation in _LOSSES and saved_by(node, "weight") is None:
-            ends += 1
-        else:
-            return False
-    return ends > 0 and not waiting
-
-
-def without_units(terms: Sequence[Reduction], units: float) -> list[Reduction] | None:
-    """Return the terms of a mean that was multiplied by its units (`wb.mean_loss`), or None."""
-    outermost = [term.scales[0] for term in terms if len(term.scales) > 0]
-    if not terms or len(outermost) < len(terms):
-        return None
-    if all(s.operation == "multiplied" and math.isclose(s.by, units) for s in outermost):
-        return [replace(term, scales=term.scales[1:]) for term in terms]
-    return None
 
 
 def is_of_parameters(node: Any) -> bool:
