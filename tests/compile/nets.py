@@ -208,7 +208,7 @@ def trace_of(
     with torch.enable_grad(), precision.forward():
         guards = GuardSet(function, model, inputs, open_places=places)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return trace(guards.program, precision, model, trained, inputs)
+    return trace(guards.program, precision.forward, model, trained, inputs)
 
 
 def run_rewritten(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import wholebatch as wb
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +121,20 @@ def test_module_map_is_the_tree() -> None:
             continue
         name = path.name + ("/" if path.is_dir() else "")
         assert name in named, f"{name}: not in the map of docs/architecture.md"
+
+
+def test_names_of_the_pages_exist() -> None:
+    named = {
+        (path.name, name)
+        for path in DOCUMENTS
+        for name in re.findall(r"\bwb((?:\.[A-Za-z_]+)+)", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 100
+    for page, name in named:
+        value: object = wb
+        for part in name.strip(".").split("."):
+            assert hasattr(value, part), f"{page}: wb{name} does not exist"
+            value = getattr(value, part)
 
 
 # Those of the linter's rules are pieces from the middle of a loop.

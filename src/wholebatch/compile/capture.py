@@ -98,7 +98,7 @@ class Program:
         return list(found.values())
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _loss_of_program(
     names: Sequence[str],
     weights: Sequence[float],
@@ -118,7 +118,7 @@ def _call(function: Any, *args: Any) -> Any:
     return output(function(*args))  # type: ignore[name-defined]  # noqa: F821
 
 
-def _output(result: Any) -> Tensor:
+def _output(result: Any) -> Any:
     loss = as_loss(result)
     terms = list(terms_of(loss).items())
     extras = list(getattr(loss, "extras", {}).items())

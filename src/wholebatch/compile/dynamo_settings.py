@@ -85,11 +85,12 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
     if not hasattr(UserDefinedClassVariable, "resolve_cls_plain_attr"):  # before torch 2.13
         reads["var_getattr"] = _class_attributes_guarded(UserDefinedClassVariable.var_getattr)
     # Here Dynamo looks up what these functions answer; the dictionary is made once.
-    answers = getattr(functions_of_torch, "tracing_state_functions", dict)()
+    answers: dict[Any, Any] = getattr(functions_of_torch, "tracing_state_functions", dict)()
     names = ",".join(map(re.escape, open_numbers))
+    open_sources: Any = torch.compiler.config
     with (
         config.patch(known),
-        torch.compiler.config.patch(dynamic_sources=names),
+        open_sources.patch(dynamic_sources=names),
         _items_replaced(answers, {torch.compiler.is_compiling: is_compiling}),
         replaced_attributes(ConstDictVariable, **lookups),
         replaced_attributes(UserDefinedClassVariable, **reads),
@@ -170,7 +171,7 @@ def _apply(
 ) -> nn.Module:
     """Convert nothing in captured code, and refuse what would convert something."""
     if not torch.compiler.is_dynamo_compiling():
-        return _APPLY(module, function, recurse)
+        return _APPLY(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
     for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
         converted = function(tensor)
         if converted.dtype != tensor.dtype or converted.device != tensor.device:
@@ -178,7 +179,7 @@ def _apply(
     return module
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     """Multiply groups of rows in autocast's dtype, which must be bfloat16.
 
@@ -199,7 +200,7 @@ def grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     return product
 
 
-def _check_all_with(kind: Any, condition: Tensor, message: Any = None) -> None:
+def _check_all_with(kind: Any, condition: Tensor, message: Any = None) -> Any:
     """Assert on the device, in the graph, instead of reading the result."""
     if not torch.compiler.is_dynamo_compiling():
         return _CHECKS_WITH(kind, condition, message)
@@ -207,7 +208,7 @@ def _check_all_with(kind: Any, condition: Tensor, message: Any = None) -> None:
     return torch.ops.aten._assert_async.msg(condition.all(), text)
 
 
-def _check_all(condition: Tensor, message: Any = None) -> None:
+def _check_all(condition: Tensor, message: Any = None) -> Any:
     if not torch.compiler.is_dynamo_compiling():
         return _CHECKS(condition, message)
     return _check_all_with(RuntimeError, condition)
@@ -280,7 +281,7 @@ def can_follow_more() -> Iterator[None]:
     checks = {"_check_tensor_all": _check_all, "_check_tensor_all_with": _check_all_with}
     of_torch: dict[str, Any] = {"rand": _rand, **checks}
     grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped}
-    experts = sys.modules.get("transformers.integrations.moe")
+    experts: Any = sys.modules.get("transformers.integrations.moe")
     choices = {}
     if grouped and hasattr(experts, "_can_use_grouped_mm"):
         _ORIGINALS["_can_use_grouped_mm"] = experts._can_use_grouped_mm

@@ -80,7 +80,7 @@ def _replaced_if_there(
     owner: Any, name: str, ours: Callable[..., Any]
 ) -> AbstractContextManager[None]:
     """Replace a private function of Inductor for this thread; another version may not have it."""
-    by_itself = getattr(owner, name, None)
+    by_itself: Any = getattr(owner, name, None)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return (ours if getattr(_OURS, "compiles", False) else by_itself)(*args, **kwargs)

@@ -201,7 +201,7 @@ class Kinds:
 
     def look_up(self, kind: Kind, inputs: Inputs) -> Slot | Eager:
         """Return the slot of what the code reads now, or why this kind runs eagerly."""
-        with self._as_traced():
+        with self.as_traced():
             held = next((slot for slot in kind.slots if self._holds(slot, inputs)), None)
             if held is not None:
                 return held
@@ -284,7 +284,7 @@ class Kinds:
         )
 
     @contextmanager
-    def _as_traced(self) -> Iterator[None]:
+    def as_traced(self) -> Iterator[None]:
         """Be in the state in which the code is traced, which guards look at too."""
         with torch.enable_grad(), self._precision.forward(), self.as_read():
             yield
@@ -293,7 +293,7 @@ class Kinds:
         """Return the entry of open sizes that serves this micro-batch, if there is one."""
         if not self._shared:
             return None
-        with self._as_traced():
+        with self.as_traced():
             for entry in self._shared.get(pattern(inputs.key), ()):
                 if entry.admits(inputs) and entry.guards.hold(self._model, inputs.micro):
                     return entry
@@ -368,7 +368,7 @@ class Kinds:
     def _captured(self, inputs: Inputs, places: Places = ()) -> GuardSet:
         """Capture what the code does and reads for this micro-batch."""
         refuse_hooks(self._model)
-        with self._as_traced():
+        with self.as_traced():
             guards = GuardSet(
                 self.reads,
                 self._model,

@@ -35,7 +35,6 @@ from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.kinds import CacheEntry, Kinds, Slot
 from wholebatch.compile.trace import Traced, trace
-from wholebatch.window.autocast import Precision
 
 _STAYS = 64
 """The micro-batches after which a number in the batch is taken for one that stays as it is."""
@@ -50,7 +49,6 @@ class GraphMaker:
         *,
         model: nn.Module,
         loss: Callable[[Any, Any], Any],
-        precision: Precision,
         device: torch.device,
         kinds: Kinds,
         memory: GraphMemory,
@@ -58,7 +56,7 @@ class GraphMaker:
         notes: Notes,
     ) -> None:
         self._execute, self._plan, self._notes = execute, plan, notes
-        self._model, self._loss, self._precision = model, loss, precision
+        self._model, self._loss = model, loss
         self._device = device
         self._kinds, self._memory = kinds, memory
 
@@ -141,7 +139,7 @@ class GraphMaker:
 
     def _traced(self, inputs: Inputs, guards: GuardSet) -> Traced:
         trained = self._memory.gradients.parameters
-        traced = trace(guards.program, self._precision, self._model, trained, inputs)
+        traced = trace(guards.program, self._kinds.as_traced, self._model, trained, inputs)
         guards.watch(traced.sources)
         empty_cache(self._device)
         return traced

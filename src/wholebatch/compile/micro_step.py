@@ -83,7 +83,6 @@ class Executor:
             execute,
             model=self._model,
             loss=loss,
-            precision=precision,
             device=device,
             kinds=self.kinds,
             memory=self.memory,
@@ -150,7 +149,8 @@ class Executor:
         kind = self.kinds.of(inputs.key)
         slot = self.kinds.look_up(kind, inputs)
         if isinstance(slot, decide.Eager):
-            return self._without_graph(slot)
+            self._without_graph(slot)
+            return None
         if slot.ready is None or not slot.ready.captured:
             slot.times += 1
         slot.entry = slot.entry or self.kinds.known_entry(inputs)
@@ -161,7 +161,8 @@ class Executor:
         )
         decision = decide.decide(situation, self._plan)
         if isinstance(decision, decide.Eager):
-            return self._without_graph(decision, situation.own)
+            self._without_graph(decision, situation.own)
+            return None
         if isinstance(decision, decide.Make):
             run = partial(eager, micro)
             return self._prepare(kind, slot, inputs, run, compiled=decision.compiled)

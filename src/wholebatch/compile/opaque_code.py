@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def read_by(target: Any) -> str | None:
     return next((name for function in functions for name in _values_read(function)), None)
 
 
-def _backward_of(target: Any) -> list[Callable[..., Any]]:
+def _backward_of(target: Any) -> list[types.FunctionType]:
     """Return the Python functions of a custom operation's backward."""
     from torch._library.custom_ops import OPDEFS
 

@@ -152,7 +152,7 @@ def _number(place: Place, inputs: Inputs) -> int:
     index, dim = place
     given = inputs.given[index]
     if dim == OFFSET:
-        return given.storage_offset()
+        return int(given.storage_offset())
     return given.shape[dim] if dim > OFFSET else given.stride(OFFSET - 1 - dim)
 
 

@@ -8,6 +8,7 @@ autograd functions and tied weights all appear as operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -29,7 +30,6 @@ from wholebatch.compile.repeated_draws import RepeatedDraws
 from wholebatch.compile.symbolic_sizes import Sizes
 from wholebatch.compile.traced_attention import attention
 from wholebatch.losses.loss import Loss, Term, Terms, terms_of
-from wholebatch.window.autocast import Precision
 from wholebatch.window.precision import SIXTEEN_BIT
 
 
@@ -138,7 +138,7 @@ class _MicroStep:
     """The function to trace: forward, loss and backward of one micro-batch on flat tensors."""
 
     program: Program
-    precision: Precision
+    as_read: Callable[[], AbstractContextManager[object]]
     trained: Sequence[nn.Parameter]
     others: Sequence[Tensor]
     batch: int
@@ -167,7 +167,7 @@ class _MicroStep:
                 inputs.append(micro[value])
             else:
                 inputs.append(symbols[value] if kind == "size" else value)
-        with torch.enable_grad(), self.precision.forward():
+        with torch.enable_grad(), self.as_read():
             totals, units, extras = self.program.graph(*inputs)
         names = self.program.names, self.program.weights
         dtypes = tuple(total.dtype for total in totals)
@@ -214,14 +214,15 @@ _DEVICE = torch.ops.prim.device.default
 
 def trace(
     program: Program,
-    precision: Precision,
+    as_read: Callable[[], AbstractContextManager[object]],
     model: nn.Module,
     trained: Sequence[nn.Parameter],
     inputs: Inputs,
 ) -> Traced:
     """Return the graph of one micro-step on micro-batches like `inputs`.
 
-    It is differentiated by the parameters `trained`, and may write into the model's buffers alone.
+    The forward runs within `as_read`, the state in which the program was captured. The graph is
+    differentiated by the parameters `trained`, and may write into the model's buffers alone.
     """
     known = set(map(id, trained))
     own = set(map(id, model.parameters()))
@@ -234,7 +235,7 @@ def trace(
             raise CannotTrace(f"it reads a {type(tensor).__name__}")
         if tensor.requires_grad and id(tensor) not in own:
             raise CannotTrace("its loss uses a parameter that is not in the model")
-    step = _MicroStep(program, precision, trained, others, len(inputs.tensors))
+    step = _MicroStep(program, as_read, trained, others, len(inputs.tensors))
     sizes = Sizes.of(program) if program.sizes else None
     fake = partial(program.mode.from_tensor, static_shapes=True)
     tensors = [fake(tensor.detach().as_subclass(Tensor)) for tensor in (*trained, *others)]
@@ -292,8 +293,8 @@ def _fake_input(program: Program, index: int, tensor: Tensor) -> Tensor:
 
 def _dtypes(program: Program) -> list[torch.dtype]:
     """Return the dtypes of the totals."""
-    totals = program.graph.graph.output_node().args[0][0]
-    return [total.meta["example_value"].dtype for total in totals]
+    outputs: Any = program.graph.graph.output_node().args[0]
+    return [total.meta["example_value"].dtype for total in outputs[0]]
 
 
 def _put_ours(graph: fx.GraphModule, step: _MicroStep) -> None:
@@ -304,7 +305,7 @@ def _put_ours(graph: fx.GraphModule, step: _MicroStep) -> None:
     """
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-    ours = {
+    ours: dict[Any, Callable[..., Any]] = {
         functional.scaled_dot_product_attention: attention,
         tag_activation_checkpoint: partial(_checkpointed, step.repeated),
     }

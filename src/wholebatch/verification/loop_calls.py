@@ -54,7 +54,7 @@ class LoopCalls(TorchFunctionMode):
 
     def begin(self) -> None:
         if not self._is_entered:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
             self._is_entered = True
 
     def end(self) -> bool:

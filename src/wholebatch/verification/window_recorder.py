@@ -599,7 +599,8 @@ def _roots_of(roots: Any, seeds: Any) -> tuple[list[Tensor], list[Tensor | None]
 def _ends_of(roots: Any) -> set[str]:
     """Return the last operations of losses."""
     listed = [roots] if isinstance(roots, Tensor) else list(roots)
-    return {root.grad_fn.name() for root in listed if getattr(root, "grad_fn", None) is not None}
+    nodes = (getattr(root, "grad_fn", None) for root in listed)
+    return {node.name() for node in nodes if node is not None}
 
 
 def _kind_of(window: WindowEvidence) -> Hashable:
