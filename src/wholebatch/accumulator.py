@@ -55,6 +55,8 @@ class Accumulator(LoopWindows):
     ...     if step is not None:
     ...         print(step.update, step.micro_batches, step.units)
     1 4 8.0
+    >>> step = acc.last_step                                  # it closed when the loader ended
+    >>> print(step.update, step.micro_batches, step.units)
     2 2 4.0
 
     The last `backward` of a window makes the update of the undivided batch and returns its Step;
