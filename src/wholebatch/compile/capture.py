@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.dynamo_settings import REASON, can_follow_more, dynamo_settings
 from wholebatch.compile.execute_mode import CannotTrace, first_line
+from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.model_parts import ModelParts
 from wholebatch.compile.opaque_code import read_by, require_gradients
@@ -298,6 +299,8 @@ class Capture:
         sizes = _symbols({at: value for at, value in values.items() if not is_offset(at)})
         inputs = [_resolved(each, values, sizes) for each in inputs]
         mode = _mode_of(graph)
+        for tensor in batch.values():
+            _admit_any_offset(tensor, mode.shape_env)
         self._program = Program(graph, inputs, *_outputs(graph), mode, batch, sizes, values)
         _refuse_opaque(graph)
 
@@ -341,6 +344,14 @@ def _mode_of(graph: fx.GraphModule) -> Any:
     # Constants of the graph are tensors with numbers.
     mode.allow_non_fake_inputs = True
     return mode
+
+
+def _admit_any_offset(tensor: Tensor, environment: Any) -> None:
+    """Let guards admit a tensor wherever it lies in its storage: Dynamo takes 0 and 1 apart."""
+    offset = expression_of(tensor.storage_offset())
+    known = environment.var_to_range.get(offset)
+    if known is not None:
+        environment.var_to_range[offset] = type(known)(0, known.upper)
 
 
 def _outputs(
