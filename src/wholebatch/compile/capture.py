@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +88,8 @@ class Program:
     """The fake tensor mode of the capture."""
     batch: dict[int, Tensor]
     """The fake tensors of the micro-batch that the graph reads, by index."""
+    outside: Mapping[int, str]
+    """The names of the tensors from outside of the micro-batch, by their identity."""
     sizes: dict[Place, Any] = field(default_factory=dict)
     """The symbols of open sizes, each once."""
     every_size: dict[Place, Any] = field(default_factory=dict)
@@ -301,7 +303,10 @@ class Capture:
         mode = _mode_of(graph)
         for tensor in batch.values():
             _admit_any_offset(tensor, mode.shape_env)
-        self._program = Program(graph, inputs, *_outputs(graph), mode, batch, sizes, values)
+        outside = {id(tensor): name for name, tensor in self.outside}
+        self._program = Program(
+            graph, inputs, *_outputs(graph), mode, batch, outside, sizes, values
+        )
         _refuse_opaque(graph)
 
         def run(*_: Any) -> Any:
