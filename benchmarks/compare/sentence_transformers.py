@@ -12,7 +12,7 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
     __version__,
-    losses,
+    losses,  # type: ignore[attr-defined]
 )
 from torch import Tensor, nn
 

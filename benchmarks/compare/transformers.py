@@ -95,7 +95,7 @@ def t5() -> T5ForConditionalGeneration:
         num_layers=1,
         num_heads=2,
         dropout_rate=0.0,
-        decoder_start_token_id=0,
+        decoder_start_token_id=0,  # type: ignore[call-arg]
         pad_token_id=0,
     )
     return T5ForConditionalGeneration(config).double()  # its norms compute in float32
@@ -168,11 +168,10 @@ def train_t5(problem: Problem, mode: Mode) -> Tensor:
 def rows() -> list[Row]:
     classes = [case for case in PROBLEMS if case != "masked tokens"]
     told = "Trainer, BERT, accepts_loss_kwargs=False"
-    single = {"precision": "float32"}
     return [
-        *rows_of("Trainer, Llama", __version__, train_llama, flat(llama()), **single),
+        *rows_of("Trainer, Llama", __version__, train_llama, flat(llama()), precision="float32"),
         *rows_of("Trainer, BERT", __version__, train_bert, flat(bert()), cases=classes),
         *rows_of(told, __version__, train_bert_told, flat(bert()), cases=classes),
-        *rows_of("Trainer, T5", __version__, train_t5, flat(t5()), **single),
+        *rows_of("Trainer, T5", __version__, train_t5, flat(t5()), precision="float32"),
         *rows_of("Trainer, a model of one's own", __version__, train, flat(Reader())),
     ]

@@ -205,7 +205,10 @@ def grad_cache(task: Task, optimizer: torch.optim.Optimizer, order: Order) -> No
             features = [torch.cat(side).requires_grad_() for side in zip(*parts, strict=True)]
             loss = compare(tuple(features))
             (loss.total / loss.units).backward()
-            gradients = [feature.grad.split([len(p[0]) for p in parts]) for feature in features]
+            sizes = [len(part[0]) for part in parts]
+            gradients = [
+                feature.grad.split(sizes) for feature in features if feature.grad is not None
+            ]
             optimizer.zero_grad()
             for micro, *wanted in zip(micros, *gradients, strict=True):
                 torch.autograd.backward(encode(task.model, micro), wanted)

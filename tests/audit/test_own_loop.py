@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
@@ -205,6 +206,23 @@ def test_a_division_by_the_steps_is_told(name: str) -> None:
     said = watched(loss(), loss(), steps=4)
     assert len(said) == told
     assert all("is divided by 4, and 4 is the number of steps" in text for text in said)
+
+
+class EveryOperation(TorchDispatchMode):
+    """A mode of the user, such as a count of operations: it is given Python numbers of a graph."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def test_a_number_of_the_graph_is_read_inside_of_a_mode_of_the_user() -> None:
+    with EveryOperation():
+        [said] = watched(
+            wb.mean_loss(logits(6).mean() * 0.25, 6), wb.Loss(logits(3).sum(), 3), steps=4
+        )
+    assert "is divided by 4, and 4 is the number of steps" in said
 
 
 def test_sums_that_are_divided_by_the_units_of_the_window_are_told() -> None:

@@ -145,7 +145,7 @@ def test_a_second_ctrl_c_ends_at_once(process: Command, recipe: Write, tmp_path:
     path = recipe(NOISY)
     ran = process("train", path, "--out", "here", STOP_AT="8", STOP_TIMES="2")
     assert ran.status == 130
-    assert ran.err == "aborted\n"
+    assert ran.err == "stopping after this window (again: at once)\naborted\n"
     assert "stopped" not in ran.out
     assert process("train", "--resume", "--out", "here").status == 0
     assert len(metrics_of(tmp_path / "here")) == 6

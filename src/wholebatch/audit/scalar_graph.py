@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 _MOST_NODES = 256
 _ONE_NUMBER = ("Neg", "ToCopy", "View", "Squeeze", "Unsqueeze", "Alias", "Clone", "Where")
@@ -140,4 +141,5 @@ def _number(value: Any) -> float | None:
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
         return None
-    return float(value.detach())
+    with _disable_current_modes():  # They are given a number of the graph as a Python number.
+        return float(value.detach())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -148,6 +149,12 @@ class WindowEvidence:
     """True if no gradients were recorded: windows like it are known."""
     ledger: Ledger | None = None
     known: KnownTerms | None = None
+
+    @property
+    def cleared(self) -> list[int]:
+        """Return the places of the backwards before which gradients were cleared, but the first."""
+        rows = enumerate(pairwise(self.backwards), start=1)
+        return [i for i, (was, now) in rows if was.after.any() and not now.before.any()]
 
     @property
     def last_clips(self) -> list[Clip]:

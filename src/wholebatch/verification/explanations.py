@@ -16,7 +16,7 @@ from torch import Tensor
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.distances import TIMES_THE_FLOOR, apart, fit_of, parallel
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
-from wholebatch.verification.findings import Finding
+from wholebatch.verification.findings import Finding, micro_batches
 from wholebatch.verification.loss_factors import LOSS_SCALE, is_loss_scale
 from wholebatch.verification.weights import SAME_WEIGHT, before_clip, floor_of
 
@@ -102,21 +102,12 @@ def of_two_passes(ranks: Ranks, counts: Counts) -> Findings:
         ]
         if not ends:
             continue
-        left = f"the last {_micro_batches(ends[0])} of a pass over the data"
-        cleared = [
-            i
-            for i in range(1, len(micros))
-            if not micros[i].before.any() and micros[i - 1].after.any()
-        ]
-        if cleared == ends[:1]:
+        left = f"the last {micro_batches(ends[0])} of a pass over the data"
+        if window.cleared == ends[:1]:
             yield Finding("no-update", f"{left} are cleared without a step")
-        elif len(micros) > counts.usual and not cleared:
+        elif len(micros) > counts.usual and not window.cleared:
             after = f"they are in the first step of the next one, with {len(micros) - ends[0]} more"
             yield Finding("no-update", f"{left} have no step: {after}")
-
-
-def _micro_batches(count: int) -> str:
-    return f"{count} micro-batch{'' if count == 1 else 'es'}"
 
 
 def _never_cleared(ranks: Ranks) -> Findings:
@@ -132,14 +123,11 @@ def _never_cleared(ranks: Ranks) -> Findings:
 def _cleared(ranks: Ranks) -> Findings:
     """Find gradients that are cleared between two backwards, or before the step."""
     for window in ranks:
-        micros, count = window.backwards, len(window.backwards)
+        micros, cleared = window.backwards, window.cleared
         if micros[-1].after.any() and not before_clip(window).any():
             yield Finding("cleared-in-the-window", "cleared before the step")
-        cleared = [
-            i for i in range(1, count) if not micros[i].before.any() and micros[i - 1].after.any()
-        ]
         if cleared and parallel(before_clip(ranks[0]), _flow(micros[cleared[-1] :]), 1e-4):
-            key = "only-the-last" if len(cleared) == count - 1 else "cleared-in-the-window"
+            key = "only-the-last" if len(cleared) == len(micros) - 1 else "cleared-in-the-window"
             yield Finding(key, f"cleared after micro-batch {', '.join(map(str, cleared))}")
 
 

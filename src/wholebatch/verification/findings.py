@@ -62,4 +62,9 @@ def listed(names: tuple[str, ...] | list[str]) -> str:
     return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def micro_batches(count: int, kind: str = "") -> str:
+    """Return `1 micro-batch`, or `3 uneven micro-batches`."""
+    return f"{count} {kind}micro-batch{'' if count == 1 else 'es'}"
+
+
 STEPPED_TWICE = Finding("two-owners", "two optimizers step on the same gradients")

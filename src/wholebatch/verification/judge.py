@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from wholebatch.verification.divided_batch import NOT_SHIFTED, other_counts
 from wholebatch.verification.evidence import Backward, Counts, WindowEvidence
@@ -93,7 +92,7 @@ def judge(
         return _judged(trial, ranks, counts, own, None, None)
     if any(micro.compares_others for micro in every):
         return trial.with_answer(NOT_JUDGED, f"{_COMPARES_OTHERS}: use wb.verify")
-    if any(_begins_again(window.backwards) for window in ranks):
+    if any(window.backwards[i].moved for window in ranks for i in window.cleared):
         return trial.with_answer(NOT_JUDGED, _TWO_PASSES)
     if ranks[0].is_brief:
         findings = findings_of(BESIDE, ranks)
@@ -162,11 +161,6 @@ def _name_of(ranks: Ranks, part: Part | None) -> str:
     of = micro.lines.get("loss") or ", ".join(term.node for term in micro.terms)
     targets = {target for target in micro.targets if target is not None}
     return of + "".join(f", targets {target:g}" for target in targets)
-
-
-def _begins_again(micros: Sequence[Backward]) -> bool:
-    """True if weights are moved where gradients are cleared, in the middle of a window."""
-    return any(m.moved and not m.before.any() and was.after.any() for was, m in pairwise(micros))
 
 
 def _judged(
@@ -293,7 +287,8 @@ def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Count
         )
     total = sum(reading.units)
     by = total / reading.constant
-    counted = {name: sum(map(sum, rows)) for name, rows in others_of(ranks).items()}
+    others = other_counts([[micro.counted for micro in window.backwards] for window in ranks])
+    counted = {name: sum(map(sum, rows)) for name, rows in others.items()}
     counted["the units of one rank"] = total / counts.ranks
     name = next((n for n, number in counted.items() if math.isclose(number, by)), "")
     if name == NOT_SHIFTED:
@@ -305,8 +300,3 @@ def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Count
         f"the loss is divided by {by:.6g} where {total:.6g} units came, {what}: use wb.verify, or "
         "give the units to wb.Accumulator",
     )
-
-
-def others_of(ranks: Ranks) -> dict[str, list[list[float]]]:
-    """Return what a loop may have counted in the batches of a window, by rank."""
-    return other_counts([[micro.counted for micro in window.backwards] for window in ranks])

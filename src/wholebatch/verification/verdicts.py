@@ -12,7 +12,7 @@ from typing import Any
 from wholebatch.plain_files import finite
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.distances import Comparison
-from wholebatch.verification.findings import MISTAKES, Finding, Mistake, listed
+from wholebatch.verification.findings import MISTAKES, Finding, Mistake, listed, micro_batches
 from wholebatch.verification.weights import Weights
 
 
@@ -168,9 +168,10 @@ class LoopTrial:
         if len(units) > 1:
             is_even = all(math.isclose(unit, units[0], rel_tol=1e-3) for unit in units)
             kind = "equal " if is_even else "uneven "
+        size = micro_batches(len(units), kind)
         return replace(
             self,
-            name=self.name if self.case != "live" else f"{self.name}: {_count(units, kind)}",
+            name=self.name if self.case != "live" else f"{self.name}: {size}",
             micro_batches=len(units),
             units=units,
             off=weights.off,
@@ -186,10 +187,6 @@ class LoopTrial:
         if self.answer != DIFFERENT:
             return self.answer
         return self.findings[0].key if self.findings else None
-
-
-def _count(units: Sequence[float], kind: str) -> str:
-    return f"{len(units)} {kind}micro-batch{'' if len(units) == 1 else 'es'}"
 
 
 _IN_EVERY_WINDOW = ("not-divided", "divided-twice", "loss-scale")

@@ -21,7 +21,7 @@ from torch import nn
 from wholebatch.distributed.process_group import all_meet, of_all_ranks, world_size
 from wholebatch.errors import OptionError
 from wholebatch.verification.evidence import Counts, WindowEvidence
-from wholebatch.verification.findings import STEPPED_TWICE, Finding
+from wholebatch.verification.findings import STEPPED_TWICE, Finding, micro_batches
 from wholebatch.verification.judge import are_of_two_losses, judge
 from wholebatch.verification.verdicts import (
     DIFFERENT,
@@ -251,7 +251,7 @@ def _trials(records: Sequence[_Records], *, is_given: bool) -> list[LoopTrial]:
         trials.append(_wrong("between two windows", STEPPED_TWICE))
     left = max(rank.left for rank in records)
     if trials and left:
-        number = f"{left} micro-batch{'' if left == 1 else 'es'} after the last optimizer step"
+        number = f"{micro_batches(left)} after the last optimizer step"
         trials.append(_wrong("after the last step", Finding("no-update", number)))
     unused = max(rank.unused for rank in records)
     if trials and unused and not left:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from wholebatch.verification.evidence import Counts
-from wholebatch.verification.findings import Finding
+from wholebatch.verification.findings import Finding, micro_batches
 from wholebatch.verification.weights import SAME_WEIGHT, Weights
 
 _Rows = Sequence[Sequence[float]]
@@ -115,6 +115,7 @@ def wrong_weights(units: _Rows, counts: Counts) -> _Variants:
 def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variants:
     """Yield the weights that one rank gives its micro-batches, of their units and a total."""
     size, count, usual = len(row), counts.micro_batches, counts.usual
+    came = f"{micro_batches(count)} came"
 
     def means(by: float) -> list[float]:
         return [1 / by] * size
@@ -130,12 +131,12 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     if is_first_alone:
         words = f"the first window has 1 micro-batch, others {usual}"
         yield "only-the-first", words, means(usual)
-    yield "not-divided", f"mean losses added, and nothing divides: {_came(count)}", means(1)
+    yield "not-divided", f"mean losses added, and nothing divides: {came}", means(1)
     yield "not-divided", "sums added", list(row)
     yield "not-divided", f"the mean, times {count}", mean(size)
     for by in nominals:
         if by != count and not is_first_alone:
-            words = f"`/ {by}` where {_came(count)}"
+            words = f"`/ {by}` where {came}"
             yield "nominal-count", words, means(by)
             yield "nominal-count", f"the mean, times {count}/{by}: {words}", mean(size / by)
     yield "mean-of-means", "mean losses divided by the number of micro-batches", means(size)
@@ -159,10 +160,6 @@ def _of_one_rank(row: Sequence[float], total: float, counts: Counts) -> _Variant
     for words, weights in (("sums", mean()), ("means", means(size))):
         so_far = [weight * (size - place) for place, weight in enumerate(weights)]
         yield "counted-twice", f"the {words} so far, added again with every backward", so_far
-
-
-def _came(count: int) -> str:
-    return f"{count} micro-batch{'' if count == 1 else 'es'} came"
 
 
 def _one_more_or_less(row: Sequence[float], total: float) -> _Variants:
