@@ -114,7 +114,6 @@ def cases() -> dict[str, Callable[[], dict[str, float]]]:
         "run": partial(own_loop, shape, True, "compile"),
         "adamw whole batch": partial(whole_batch, shape, adamw),
         "auto micro_batch": partial(auto, shape),
-        "agreed size": agreed_size,
         "other layers": uses_other_layers,
         "hooks and gradient()": hooks_and_gradient,
     }
@@ -137,32 +136,6 @@ def auto(shape: tuple[int, ...]) -> dict[str, float]:
     for batch in train.over([window[0] for window in mine]):
         train.step(batch)
     assert (train.recoveries > 0) == (rank == 1)
-    return errors(model, seen, undivided(everyones(mine), None, sgd))
-
-
-def agreed_size() -> dict[str, float]:
-    """Ranks with other budgets take the smallest of the sizes that fit."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    model = sharded((ranks,))
-    optimizer = sgd(model)
-    seen = SeenFull(model, optimizer)
-    mine = [[micro(1000 * rank + w, 40)] for w in range(2)]
-    budget = 170_000 if rank == 1 else 10**9
-    train = wb.WholeBatch(
-        model,
-        optimizer,
-        loss=loss,
-        micro_batch="auto",
-        memory=budget,
-        close=GATHERED,
-        execute="eager",
-    )
-    for batch in train.over([window[0] for window in mine]):
-        train.step(batch)
-    sizes: list[Any] = [None] * ranks
-    dist.all_gather_object(sizes, train.micro_batch_size)
-    assert 0 < sizes[0] < 40, sizes
-    assert len(set(sizes)) == 1, sizes
     return errors(model, seen, undivided(everyones(mine), None, sgd))
 
 
@@ -281,6 +254,8 @@ def refused() -> dict[str, str]:
             raise torch.OutOfMemoryError("as if there were no room")
         return loss(model, m)
 
+    train = wb.WholeBatch(model, sgd(model), loss=loss, memory="1GiB", close=GATHERED)
+    attempt("memory on a CPU", lambda: train.step(micro(1, 2)))
     train = wb.WholeBatch(model, sgd(model), loss=scarce, micro_batch="auto", audit=False)
     attempt("no room on one rank", lambda: train.step(micro(1, 2)))
     found["shards after it"] = str(all(hasattr(p, "full_tensor") for p in model.parameters()))

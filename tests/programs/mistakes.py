@@ -418,7 +418,11 @@ _MOVING = {
 
 
 def _module(
-    forward: str, made: str = "", words: str = MOVES, ways: tuple[str, ...] = EVERYWHERE
+    forward: str,
+    made: str = "",
+    words: str = MOVES,
+    ways: tuple[str, ...] = EVERYWHERE,
+    listed: str = "",
 ) -> Mistake:
     """Return a mistake in a module behind the model; `x` are its logits."""
     body = "\n".join(f"        {line}" for line in forward.strip().splitlines())
@@ -435,6 +439,7 @@ def _module(
         behind=text + body,
         own_truth=True,
         wide=True,
+        listed=_listed(listed, *ways) if listed else {},
     )
 
 
@@ -518,6 +523,7 @@ _MODULES = {
         "self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))",
         COUPLES,
         TESTED,
+        "A coupling whose parts add up by chance in the tested samples",
     ),
     "scaled by a statistic": _module(
         "return x * (1.5 - torch.sigmoid(x.detach().mean()))", words=COUPLES

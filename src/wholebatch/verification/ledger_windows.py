@@ -84,7 +84,7 @@ def are_means(parts: list[Part], units: float) -> bool:
 
 
 def _is_mean(part: Part, units: float) -> bool:
-    if part.kind == "mean":  # and no factor makes a sum of it again
-        return part.over > 1 and all(factor < min(units, part.over) for factor in part.factors)
+    if part.kind == "mean":  # a factor may make a sum of it again
+        return part.over > 1 and max(part.factors, default=1.0) <= 1.0
     # Of [units, units] losses, the division may be by the features; by 2, it may be of two parts.
     return units > 2 and part.over != units * units and part.is_divided_by(units)

@@ -228,6 +228,9 @@ def _shows(loop: Loop) -> bool:
     # The loss's own weight may be meant to divide, and a clip hides a factor.
     if is_of_a_number and (loop.weight or loop.clip in ("norm", "value")):
         return False
+    # A weight of as many as the ranks puts back what was forgotten.
+    if loop.mistake == "world size forgotten" and float(loop.weight or 1) == loop.ranks:
+        return False
     return {
         "never cleared": several,
         "average per micro-batch": several,
