@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from wholebatch.verification.loss_ends import graph_of
+
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _MARK, _WEIGHT = "_wholebatch_micro_batch", "_wholebatch_weight"
 """Attributes of tensors: the micro-batch they come from, and the weight that they show."""
@@ -122,7 +124,7 @@ class LoopCalls(TorchFunctionMode):
         flows, self._flows = self._flows, []
         if not flows:
             return ()
-        graph = set(_graph(nodes))
+        graph = set(graph_of(nodes, _MOST_NODES))
         return tuple(sorted({mark for node, mark in flows if node in graph}))
 
 
@@ -132,17 +134,3 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, tuple | list):
             yield from (inner for inner in value if isinstance(inner, Tensor))
-
-
-def _graph(nodes: Sequence[Any]) -> list[Any]:
-    """Return the nodes of whole graphs."""
-    waiting = [node for node in nodes if node is not None]
-    visited = set(waiting)
-    for node in waiting:  # it grows
-        below = [child for child, _ in node.next_functions if child not in visited]
-        new = [child for child in dict.fromkeys(below) if child is not None]
-        visited.update(new)
-        waiting += new
-        if len(waiting) > _MOST_NODES:
-            break
-    return waiting
