@@ -6,7 +6,7 @@ Between a loss and its terms lie only operations on single numbers. The graph is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -101,21 +101,6 @@ def _without_sink(node: Any, place: int) -> Any:
     while node is not None and node.name() == DDP_SINK:
         node, place = node.next_functions[place]
     return node
-
-
-def graph_of(
-    roots: Iterable[Any], most: int, ends: Callable[[Any], bool] = lambda node: False
-) -> Iterator[Any]:
-    """Yield the nodes of a graph, about `most` of them, and none below a node that `ends` it."""
-    waiting = [root for root in roots if root is not None]
-    visited = {None, *waiting}
-    for node in waiting:  # it grows
-        yield node
-        if len(visited) > most or ends(node):
-            continue
-        below = [child for child, _ in node.next_functions if child not in visited]
-        visited.update(below)
-        waiting += below
 
 
 def operands_of(node: Any) -> list[Any]:
