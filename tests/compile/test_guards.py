@@ -33,10 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from tests.compile.nets import trace_of
 from wholebatch.compile.dynamo_settings import Unlisted
 from wholebatch.compile.execute_mode import CannotTrace
 from wholebatch.compile.graph_inputs import take_apart
 from wholebatch.compile.guards import GuardSet
+from wholebatch.window.autocast import Full
 
 _getenv = os.getenv
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -539,6 +541,10 @@ def a_tensor_that_the_loss_writes() -> Iterator[Loss]:
     yield loss
 
 
+def where_a_tensor_lies() -> Iterator[Loss]:
+    yield lambda model, x: model(x).sum() * (2.0 if x.storage_offset() == 0 else 1.0)
+
+
 def a_cached_function() -> Iterator[Loss]:
     config = types.SimpleNamespace(beta=1.0)
 
@@ -789,6 +795,7 @@ _REFUSED = {
     "a_counter_in_the_loss": "(line|it changes) .*state.calls",
     "a_list_that_grows": "it changes seen",
     "a_list_of_tensors_that_grows": "it changes outputs",
+    "where_a_tensor_lies": "reads storage_offset",
     "a_tensor_that_the_loss_writes": "it changes total",
     **({"a_context_variable": "line .*variable.get"} if torch.__version__ < (2, 15) else {}),
     "the_last_rate_of_a_scheduler": "line .*get_last_lr",
@@ -809,7 +816,7 @@ def test_a_change_is_noticed_or_the_code_is_refused(case: Case) -> None:
     try:
         if reason is not None:
             with pytest.raises(CannotTrace, match=reason):
-                GuardSet(loss, model, take_apart(x))
+                trace_of(model, loss, x, Full())
             return
         guards = GuardSet(loss, model, take_apart(x))
         assert guards.hold(model, x)

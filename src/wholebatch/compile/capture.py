@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from wholebatch.compile.dynamo_settings import REASON, can_follow_more, dynamo_settings
 from wholebatch.compile.execute_mode import CannotTrace, first_line
+from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.model_parts import ModelParts
 from wholebatch.compile.opaque_code import read_by, require_gradients
@@ -87,6 +88,8 @@ class Program:
     """The fake tensor mode of the capture."""
     batch: dict[int, Tensor]
     """The fake tensors of the micro-batch that the graph reads, by index."""
+    outside: Mapping[int, str]
+    """The names of the tensors from outside of the micro-batch, by their identity."""
     sizes: dict[Place, Any] = field(default_factory=dict)
     """The symbols of open sizes, each once."""
     every_size: dict[Place, Any] = field(default_factory=dict)
@@ -298,7 +301,12 @@ class Capture:
         sizes = _symbols({at: value for at, value in values.items() if not is_offset(at)})
         inputs = [_resolved(each, values, sizes) for each in inputs]
         mode = _mode_of(graph)
-        self._program = Program(graph, inputs, *_outputs(graph), mode, batch, sizes, values)
+        for tensor in batch.values():
+            _admit_any_offset(tensor, mode.shape_env)
+        outside = {id(tensor): name for name, tensor in self.outside}
+        self._program = Program(
+            graph, inputs, *_outputs(graph), mode, batch, outside, sizes, values
+        )
         _refuse_opaque(graph)
 
         def run(*_: Any) -> Any:
@@ -341,6 +349,14 @@ def _mode_of(graph: fx.GraphModule) -> Any:
     # Constants of the graph are tensors with numbers.
     mode.allow_non_fake_inputs = True
     return mode
+
+
+def _admit_any_offset(tensor: Tensor, environment: Any) -> None:
+    """Let guards admit a tensor wherever it lies in its storage: Dynamo takes 0 and 1 apart."""
+    offset = expression_of(tensor.storage_offset())
+    known = environment.var_to_range.get(offset)
+    if known is not None:
+        environment.var_to_range[offset] = type(known)(0, known.upper)
 
 
 def _outputs(

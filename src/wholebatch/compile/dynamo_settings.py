@@ -45,7 +45,7 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
     `open_numbers` become symbols.
     """
     from torch._dynamo import config, symbolic_convert
-    from torch._dynamo.variables import ConstDictVariable, UserDefinedClassVariable
+    from torch._dynamo.variables import ConstDictVariable, TensorVariable, UserDefinedClassVariable
     from torch._dynamo.variables import torch as functions_of_torch
 
     tells: set[Any] = {print, warnings.warn}
@@ -93,6 +93,7 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
         open_sources.patch(dynamic_sources=names),
         _items_replaced(answers, {torch.compiler.is_compiling: is_compiling}),
         replaced_attributes(ConstDictVariable, **lookups),
+        replaced_attributes(TensorVariable, method_storage_offset=_refuse_offset),
         replaced_attributes(UserDefinedClassVariable, **reads),
         replaced_attributes(symbolic_convert, **asked),  # os.getenv reads the environment.
     ):
@@ -139,6 +140,11 @@ def _class_attributes_guarded(read: Callable[..., Any]) -> Callable[..., Any]:
         return VariableTracker.build(tx, value, AttrSource(variable.source, name))
 
     return guarded
+
+
+def _refuse_offset(*_: Any, **__: Any) -> Any:
+    """Refuse code that asks where a tensor lies in its storage: no guard is about that."""
+    raise CannotTrace("its code reads storage_offset of a tensor")
 
 
 _TELLING = ("debug", "info", "warn", "error", "critical", "exception")

@@ -250,11 +250,11 @@ def trace(
             "its backward draws random numbers that are not those of the forward (activation "
             "checkpointing with preserve_rng_state=False)"
         )
-    first = len(program.sizes) + len(trained)
-    writable = set(map(id, model.buffers()))
-    _refuse_writes(
-        graph, [*([True] * first), *(id(t) not in writable for t in others), *([True] * len(micro))]
-    )
+    names: dict[int, str | None] = {**dict.fromkeys(map(id, trained), "a parameter")}
+    names.update(program.outside)
+    names.update(dict.fromkeys(map(id, model.buffers())))  # These it may change.
+    named = [names.get(id(tensor), "an array") for tensor in (*trained, *others)]
+    _refuse_writes(graph, [*[None] * len(program.sizes), *named, *["the micro-batch"] * len(micro)])
     if device.type != "cpu":
         lift_host_constants(graph, device)
     drawing = [node for node in graph.graph.nodes if draws(node.target, node.args, node.kwargs)]
@@ -341,16 +341,17 @@ def _checkpointed(
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _refuse_writes(graph: fx.GraphModule, inputs: Sequence[bool]) -> None:
-    """Raise CannotTrace for a write into one of the inputs that are marked.
+def _refuse_writes(graph: fx.GraphModule, names: Sequence[str | None]) -> None:
+    """Raise CannotTrace for a write into an input that has a name here.
 
     A graph runs more often than the code: to be compared, and to be recorded.
     """
     places = graph.graph.find_nodes(op="placeholder")
-    marked = {node for node, is_marked in zip(places, inputs, strict=False) if is_marked}
+    known = dict(zip(places, names, strict=False))
     for node in graph.graph.nodes:
-        if any(base_of(target) in marked for target in written_by(node)):
-            raise CannotTrace("it writes into a parameter, or into the micro-batch")
+        for name in (known.get(base_of(target)) for target in written_by(node)):
+            if name is not None:
+                raise CannotTrace(f"it changes {name}, which a graph would do only once")
 
 
 @collection_paused()
