@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
+
+from wholebatch.audit.scalar_graph import number_of, saved_by
 
 # Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
 # over no units.
@@ -156,23 +158,3 @@ def is_of_parameters(node: Any) -> bool:
 def shape_of(node: Any, place: int = 0) -> tuple[int, ...]:
     """Return the shape of what a node has computed."""
     return tuple(node._input_metadata[place].shape)
-
-
-def saved_by(node: Any, name: str) -> Any:
-    """Return what the node keeps for its backward under this name; None if it cannot be read."""
-    try:
-        return getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # the graph was used already, or the tensor has changed since
-        return None
-
-
-def number_of(value: Any) -> float | None:
-    """Return a scalar's value; None where there is none to read."""
-    if isinstance(value, int | float):
-        return float(value)
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-        return None
-    try:
-        return float(value.detach())
-    except (RuntimeError, TypeError, NotImplementedError):  # a tensor without numbers
-        return None

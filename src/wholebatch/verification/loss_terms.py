@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from wholebatch.audit.scalar_graph import number_of, saved_by
 from wholebatch.verification.loss_ends import (
     TOO_LARGE,
     Scale,
     Scales,
     ends_of,
     is_of_parameters,
-    number_of,
     operands_of,
     operation_of,
     passes_on,
-    saved_by,
     scaled,
     shape_of,
 )
