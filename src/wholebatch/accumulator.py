@@ -55,10 +55,12 @@ class Accumulator(LoopWindows):
     ...     if step is not None:
     ...         print(step.update, step.micro_batches, step.units)
     1 4 8.0
-    2 2 4.0
+    >>> acc.last_step.update, acc.last_step.micro_batches, acc.last_step.units
+    (2, 2, 4.0)
 
-    The last `backward` of a window makes the update of the undivided batch and returns its Step;
-    the others return None. Without `over`, every `steps`-th `backward` is the last, and `flush()`
+    The last `backward` of a full window makes the update of the undivided batch and returns its
+    Step; the others return None. `over` closes a short last window when the loader has ended: its
+    Step is `acc.last_step`. Without `over`, every `steps`-th `backward` is the last, and `flush()`
     closes a short last window.
 
     `acc.run(loss, micro)` takes the loss function instead of its result: forward, backward and
