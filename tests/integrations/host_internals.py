@@ -75,7 +75,6 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         Internal("end_of_dataloader", "accelerate/state.py", "loops without accumulate() fail"),
         Internal("parallelism_config", "accelerate/accelerator.py", "shared batches are refused"),
     ),
-    "jax": (Internal("Tracer", "jax/core.py", "the test of a loss is left out inside of jit"),),
     "lightning": (
         Internal(
             "_in_fabric_backward",
