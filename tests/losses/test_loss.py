@@ -187,7 +187,7 @@ def test_units_on_a_device_are_checked_at_the_close(units: float) -> None:
     model = mlp()
     acc = wb.Accumulator(model, sgd(model), steps=2)
     acc.backward(summed(model, samples(4)), units=torch.tensor(4))
-    with pytest.raises(LossError, match=r"of the window's backward 2: must be finite and not"):
+    with pytest.raises(LossError, match=r"of the window's micro-batch 2: must be finite and not"):
         acc.backward(summed(model, samples(4)), units=torch.tensor(units))
 
 
