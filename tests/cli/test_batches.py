@@ -152,6 +152,8 @@ def test_peeking_changes_nothing(source: str) -> None:
         assert as_lists(peeking.take()) == as_lists(plain.take()) == peeked
 
 
+# JAX warns of forks once another test has imported it here.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_workers_of_a_stateful_loader_go_on_where_they_stopped() -> None:
     class Numbers(SavedStream):
         def __iter__(self) -> Iterator[Any]:
