@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from sentence_transformers import (
+from sentence_transformers import (  # type: ignore[attr-defined]
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
     __version__,
-    losses,  # type: ignore[attr-defined]
+    losses,
 )
 from torch import Tensor, nn
 

@@ -84,7 +84,7 @@ def _ends(root: Any) -> Iterator[tuple[Any, tuple[float, ...]]]:
             more = [(), () if alpha == 1 else (alpha,)]
             waiting += [(child, (*factors, *f)) for child, f in zip(below, more, strict=False)]
         elif operation in _ONE_NUMBER or (
-            operation in ("Mean", "Sum") and not _saved(node, "self_sym_sizes")
+            operation in ("Mean", "Sum") and not saved_by(node, "self_sym_sizes")
         ):
             waiting += [(child, factors) for child in below]
         elif operation in ("Mul", "Div") and (scaled := _scaled(node, operation, below)):
@@ -99,7 +99,7 @@ def _scaled(node: Any, operation: str, below: list[Any]) -> tuple[Any, float] | 
     if len(operands) != 1:
         return None
     is_first = below[0] is not None
-    by = _number(_saved(node, "other" if is_first else "self"))
+    by = number_of(saved_by(node, "other" if is_first else "self"))
     if by is None or (operation == "Div" and (by == 0 or not is_first)):
         return None
     return operands[0], abs(by) if operation == "Mul" else abs(1 / by)
@@ -108,16 +108,16 @@ def _scaled(node: Any, operation: str, below: list[Any]) -> tuple[Any, float] | 
 def _part(node: Any, factors: tuple[float, ...]) -> Part | None:
     name = node.name().partition("Backward")[0]
     if name in ("Mean", "Sum"):
-        sizes = tuple(map(int, _saved(node, "self_sym_sizes") or ()))
+        sizes = tuple(map(int, saved_by(node, "self_sym_sizes") or ()))
         kind: Literal["mean", "sum"] = "mean" if name == "Mean" else "sum"
         return Part(kind, "", sizes, float(math.prod(sizes)), factors)
-    reduction, inputs = _saved(node, "reduction"), _saved(node, "self")
+    reduction, inputs = saved_by(node, "reduction"), saved_by(node, "self")
     if reduction not in (1, 2) or not isinstance(inputs, Tensor):
         return None
     sizes = tuple(inputs.shape)
     if name.startswith("NllLoss"):  # one number is taken of the classes, dimension 1
         sizes = sizes[:1] + sizes[2:]
-    labels = _number(_saved(node, "total_weight")) if name.startswith("NllLoss") else None
+    labels = number_of(saved_by(node, "total_weight")) if name.startswith("NllLoss") else None
     over = float(math.prod(sizes)) if labels is None or reduction != _AVERAGE else labels
     return Part("mean" if reduction == _AVERAGE else "sum", _function(name), sizes, over, factors)
 
@@ -128,7 +128,7 @@ def _function(name: str) -> str:
     return "cross_entropy" if words.startswith("nll_loss") else words
 
 
-def _saved(node: Any, name: str) -> Any:
+def saved_by(node: Any, name: str) -> Any:
     """Return what a node keeps for its backward; None if it cannot be read."""
     try:
         return getattr(node, f"_saved_{name}", None)
@@ -136,10 +136,14 @@ def _saved(node: Any, name: str) -> Any:
         return None
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """Return a scalar's value; None where there is none to read."""
     if isinstance(value, int | float):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
         return None
-    with _disable_current_modes():  # They are given a number of the graph as a Python number.
-        return float(value.detach())
+    try:
+        with _disable_current_modes():  # They are given a number of the graph as a Python number.
+            return float(value.detach())
+    except (RuntimeError, TypeError, NotImplementedError):  # a tensor without numbers
+        return None

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from wholebatch.verification.loss_ends import graph_of
+from wholebatch.window.autograd_graph import graph_nodes
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _MARK, _WEIGHT = "_wholebatch_micro_batch", "_wholebatch_weight"
 """Attributes of tensors: the micro-batch they come from, and the weight that they show."""
 _ALIAS = "_wholebatch_alias"
 """The tensor whose numbers they share."""
-_MOST_NODES = 1 << 14
 
 
 def user_line() -> str:
@@ -124,7 +123,7 @@ class LoopCalls(TorchFunctionMode):
         flows, self._flows = self._flows, []
         if not flows:
             return ()
-        graph = set(graph_of(nodes, _MOST_NODES))
+        graph = set(graph_nodes(nodes))
         return tuple(sorted({mark for node, mark in flows if node in graph}))
 
 

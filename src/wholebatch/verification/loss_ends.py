@@ -6,13 +6,15 @@ Between a loss and its terms lie only operations on single numbers. The graph is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
+
+from wholebatch.audit.scalar_graph import number_of, saved_by
 
 # Operations that pass one number on, up to its sign. `where` is how mean_loss leaves out a mean
 # over no units.
@@ -103,21 +105,6 @@ def _without_sink(node: Any, place: int) -> Any:
     return node
 
 
-def graph_of(
-    roots: Iterable[Any], most: int, ends: Callable[[Any], bool] = lambda node: False
-) -> Iterator[Any]:
-    """Yield the nodes of a graph, about `most` of them, and none below a node that `ends` it."""
-    waiting = [root for root in roots if root is not None]
-    visited = {None, *waiting}
-    for node in waiting:  # it grows
-        yield node
-        if len(visited) > most or ends(node):
-            continue
-        below = [child for child, _ in node.next_functions if child not in visited]
-        visited.update(below)
-        waiting += below
-
-
 def operands_of(node: Any) -> list[Any]:
     """Return the nodes that made the operands of a node; None for one without a gradient."""
     return [_without_sink(*edge) for edge in node.next_functions]
@@ -171,23 +158,3 @@ def is_of_parameters(node: Any) -> bool:
 def shape_of(node: Any, place: int = 0) -> tuple[int, ...]:
     """Return the shape of what a node has computed."""
     return tuple(node._input_metadata[place].shape)
-
-
-def saved_by(node: Any, name: str) -> Any:
-    """Return what the node keeps for its backward under this name; None if it cannot be read."""
-    try:
-        return getattr(node, f"_saved_{name}", None)
-    except RuntimeError:  # the graph was used already, or the tensor has changed since
-        return None
-
-
-def number_of(value: Any) -> float | None:
-    """Return a scalar's value; None where there is none to read."""
-    if isinstance(value, int | float):
-        return float(value)
-    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-        return None
-    try:
-        return float(value.detach())
-    except (RuntimeError, TypeError, NotImplementedError):  # a tensor without numbers
-        return None

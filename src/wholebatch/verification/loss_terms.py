@@ -19,18 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from wholebatch.audit.scalar_graph import number_of, saved_by
 from wholebatch.verification.loss_ends import (
     TOO_LARGE,
     Scale,
     Scales,
     ends_of,
-    graph_of,
     is_of_parameters,
-    number_of,
     operands_of,
     operation_of,
     passes_on,
-    saved_by,
     scaled,
     shape_of,
 )
@@ -315,7 +313,15 @@ def _loss_size(node: Any) -> tuple[tuple[int, ...], float]:
 
 def loss_graph(roots: Sequence[Any]) -> Iterator[Any]:
     """Yield the nodes of losses, down to the last layers that have parameters."""
-    return graph_of(roots, _MOST_LOSS_NODES, lambda node: any(map(_is_weight, node.next_functions)))
+    waiting = list(roots)
+    visited = {None, *waiting}
+    for node in waiting:  # it grows
+        yield node
+        if len(visited) > _MOST_LOSS_NODES or any(map(_is_weight, node.next_functions)):
+            continue
+        below = [child for child, _ in node.next_functions if child not in visited]
+        visited.update(below)
+        waiting += below
 
 
 def _is_weight(edge: tuple[Any, int]) -> bool:
