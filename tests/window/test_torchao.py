@@ -71,6 +71,6 @@ def test_a_split_makes_the_update_of_the_undivided_batch(micro_batch: int, execu
 def test_scales_over_a_micro_batch_are_refused() -> None:
     model = network("tensorwise")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=2)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
     with pytest.raises(UnsupportedError, match="cannot give the update of the whole batch"):
         train.step(BATCH)
