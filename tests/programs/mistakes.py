@@ -88,6 +88,7 @@ _UNITS = {
         values={"total": "{mean} + 9.7 * logits.square().mean()"},
         own_truth=True,
         wide=True,
+        listed=_listed("a mean given as a sum by `.mean()`, by hand"),
     ),
     "total as mean": Mistake(
         r"\bsum\b|add up",
@@ -139,6 +140,7 @@ _UNITS = {
         values={
             "total": "sum({unit}.flatten().unbind() or [logits.sum() * 0]) / max(1, len({unit}))"
         },
+        listed=_listed("a mean given as a sum by `.mean()`, by hand"),
     ),
     "divided by steps": Mistake(
         r"steps|divi",
@@ -146,7 +148,7 @@ _UNITS = {
         values={"total": "{total} / {steps}", "mean": "{mean} / {steps}"},
     ),
     "regulariser": Mistake(
-        SUMS,
+        SUMS + "|are divided by",
         given=("total",),
         values={
             "total": "{total} + 0.1 * sum(p.square().sum() for p in model.parameters()"
@@ -186,6 +188,7 @@ _LINES = {
     ),
     "weights decayed": Mistake(
         r"parameter|changed in the middle|modified by an inplace",
+        ways=OWN_LOOPS,  # a whole batch's own backward ends in torch's error
         after=(
             "with torch.no_grad():",
             "    next(p for p in model.parameters() if p.requires_grad).mul_(0.99)",
@@ -464,6 +467,7 @@ _MODULES = {
         "return x / self.largest",
         'self.register_buffer("largest", torch.full((), 0.1))',
         MOVES + "|" + COUPLES,
+        listed="a layer that divides by a statistic which it moves",
     ),
     "power iteration": _module(
         "with torch.no_grad():\n    v = F.normalize(self.weight.T @ self.u, dim=0)\n"
@@ -513,7 +517,7 @@ _MODULES = {
     ),
     "batch_norm as a function": _module(
         "return F.batch_norm(x, None, None, training=True, eps=1e-2)",
-        words=COUPLES + "|BatchNorm|batch_norm",
+        words=COUPLES + "|BatchNorm|batch_norm|more than 1 value per channel",
     ),
     "softmax over samples": _module("return x * (1 + 0.5 * x.softmax(0))", words=COUPLES),
     "capacity of experts": _module(

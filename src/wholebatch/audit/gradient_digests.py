@@ -39,10 +39,13 @@ def gradient_digests(
 
     bare = [p for p in parameters if p._backward_hooks is None]
     with emptied(p._backward_hooks for p in parameters):
-        handles = [p.register_hook(partial(take, i)) for i, p in enumerate(parameters)]
+        trained = [p for p in parameters if p.requires_grad]  # one may be frozen in mid-window
+        handles = [
+            p.register_hook(partial(take, i)) for i, p in enumerate(parameters) if p.requires_grad
+        ]
         try:
             refuse_reentrant(totals)
-            torch.autograd.grad(list(totals), parameters, list(seeds), allow_unused=True)
+            torch.autograd.grad(list(totals), trained, list(seeds), allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
