@@ -68,13 +68,6 @@ def needs_whole_batch(model: nn.Module) -> bool:
     return any(uses_whole_batch(module) for module in model.modules() if isinstance(module, NORMS))
 
 
-def running_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a normalisation layer's training-mode forward moves."""
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    buffers = {name: getattr(module, name, None) for name in names}
-    return {name: buffer for name, buffer in buffers.items() if isinstance(buffer, Tensor)}
-
-
 def is_spectral_norm(module: nn.Module) -> bool:
     """True for a spectral normalisation, as a parametrisation or of the older kind."""
     if type(module).__name__ == "_SpectralNorm":

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from wholebatch.window.replaced_attributes import replaced_attributes
-
 
 class Precision(ABC):
     """One number format for the forward passes of a window."""
@@ -79,14 +77,3 @@ class OwnAutocast(Autocast):
     """The autocast that the model's forward enters by itself, as Accelerate makes it."""
 
     forward = nullcontext
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Keep autocast off within this context, also where the model switches it on by itself."""
-    with (
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        replaced_attributes(torch, set_autocast_enabled=lambda *_: None),
-    ):
-        yield
