@@ -409,7 +409,7 @@ def _loss_scale(
 
 
 def name_of(parameter: Tensor, models: Iterable[nn.Module]) -> str:
-    """Return the name of a parameter or buffer; of several models, with the place and class of the model."""
+    """Return the name of a parameter or buffer; of several models, with place and class."""
     models = list(models)
     for place, model in enumerate(models):
         for name, candidate in (*model.named_parameters(), *model.named_buffers()):
