@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import wholebatch as wb
 from tests.support import EXACT, distance
 from wholebatch.batch import Batches
-from wholebatch.errors import StateError, UnsupportedError, WindowError
+from wholebatch.errors import StateError, WindowError
 
 Gradients = dict[str, Tensor]
 
@@ -270,17 +270,6 @@ def test_containers_of_the_users_own_are_not_written_to() -> None:
         assert train.step(torch.randn(6, 3)).units == 6
     assert dict(model.config) == {"width": 3, "names": ["a"]}
     assert model.words == {"a": 0, "b": 1}
-
-
-def test_an_optimizer_whose_step_asks_for_a_closure_is_refused() -> None:
-    class Sharp(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            assert closure is not None, "Sharpness Aware Minimization requires closure"
-
-    model = nn.Linear(3, 1)
-    acc = wb.Accumulator(model, Sharp(model.parameters(), 0.1), steps=1)
-    with pytest.raises(UnsupportedError, match="Sharp needs a closure that evaluates the loss"):
-        acc.backward(model(torch.randn(2, 3)).square().sum(), units=2)
 
 
 def test_a_scheduler_may_be_loaded_from_a_later_place() -> None:

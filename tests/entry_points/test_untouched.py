@@ -53,56 +53,6 @@ def test_a_line_of_the_old_loop_is_found(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_model_that_is_cast_by_a_forward_is_refused() -> None:
-    model = mlp(dtype=torch.float32)
-
-    def cast(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-        model.bfloat16()
-        return inputs[0].bfloat16()
-
-    model.register_forward_pre_hook(cast)
-    acc = wb.Accumulator(model, sgd(model), steps=3, audit=False)
-    with pytest.raises(WindowError, match=r"0.weight was cast to torch.bfloat16 after the window"):
-        acc.backward(summed(model, MICROS[0]), units=5)
-
-
-def _unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    next(model.parameters()).requires_grad_(True)
-
-
-def _add(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model.new = nn.Linear(3, 3).double()
-    optimizer.add_param_group({"params": model.new.parameters()})
-
-
-def _hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model[2].bias.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_unfreeze, "0.weight was unfrozen or added in the middle of the window"),
-        (_add, "new.weight was unfrozen or added in the middle of the window"),
-        (_hook, "a hook was added to a parameter in the middle of the window"),
-    ],
-    ids=["unfreeze", "add_param_group", "register_hook"],
-)
-def test_what_is_trained_must_not_change_in_a_window(
-    change: Callable[[nn.Module, torch.optim.Optimizer], None], message: str
-) -> None:
-    """The micro-batches before the change have no gradient of the new parameter."""
-    model = mlp()
-    next(model.parameters()).requires_grad_(False)
-    optimizer = sgd(model)
-    acc = wb.Accumulator(model, optimizer, steps=3)
-    acc.backward(summed(model, MICROS[0]), units=5)
-    change(model, optimizer)
-    acc.backward(summed(model, MICROS[1]), units=3)
-    with pytest.raises(WindowError, match=message):
-        acc.backward(summed(model, MICROS[2]), units=4)
-
-
 def test_what_may_be_done_in_a_window() -> None:
     model = mlp()
     whole = Whole(model)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 import wholebatch as wb
 from tests.support import distance, mean, mlp, pieces, samples, summed
 from wholebatch.errors import UnsupportedError
-from wholebatch.window.close import user_code_in_step
+from wholebatch.offload.partial_step import user_code_in_step
 
 KINDS: dict[str, Any] = {
     "Adam": torch.optim.Adam,

@@ -235,34 +235,3 @@ def test_a_16_bit_loss_is_not_scaled_by_a_rounded_number() -> None:
     )
     train.step(torch.ones(23, 1, dtype=torch.bfloat16))
     assert abs(seen.gradients[0][0].item() - 1.0) <= 1e-6
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [[5, 8], [13, 20, 4], [40, 1, 50]])
-def test_16_bit_totals_of_terms_are_not_scaled_by_rounded_numbers(
-    dtype: torch.dtype, sizes: list[int]
-) -> None:
-    """1/13 in bf16 is 0.3% off, and so would be the gradient of a term, as it is in torch."""
-    count, others = sum(sizes), 3 * sum(sizes) + len(sizes)
-    model = nn.Linear(1, 2, bias=False).double()
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    acc = wb.Accumulator(model, optimizer, steps=len(sizes), audit=False)
-    acc.announce({"a": count, "b": others})
-    for size in sizes:
-        made = torch.ones(size, 1).double() * model.weight[:, 0]
-        a, b = made.to(dtype).sum(0)
-        acc.backward(wb.Loss.terms({"a": (a, size), "b": (b, 3 * size + 1, 0.7)}))
-    exact = torch.tensor([[1.0], [0.7 * count / others]], dtype=torch.float64)
-    assert float((seen.gradients[0][0] / exact - 1).abs().max()) < 2e-4
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [("bf16-mixed", "bf16"), (torch.bfloat16, "bf16"), ("16-mixed", "fp16"), ("32-true", "full")],
-)
-def test_names_of_other_libraries_are_understood(given: Any, meant: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(wb.errors.OptionError, match=rf"did you mean {meant}\?"):
-        wb.WholeBatch(model, optimizer, loss=lambda m, micro: m(micro).sum(), precision=given)
