@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from wholebatch.cli.recipes.recipe import load_recipe
 from wholebatch.cli.sharded_start import build_sharded
 from wholebatch.errors import RecipeError
 
@@ -90,31 +89,6 @@ def test_the_model_initialises_modules_as_those_of_hugging_face_do() -> None:
     assert found["layers.0.bias"].tolist() == [0.25] * 4
     assert 0 < float(found["layers.0.weight"].std()) < 0.05
     assert found["layers.1.weight"].tolist() == [1.0] * 4  # BatchNorm's own
-
-
-@pytest.mark.slow
-def test_a_model_of_hugging_face() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    found = first_values(lambda: transformers.LlamaForCausalLM(config))
-    want = dict(transformers.LlamaForCausalLM(config).named_buffers())
-    assert want
-    for name, tensor in want.items():
-        assert torch.equal(found[name], tensor), name
-    assert float(found["model.layers.0.self_attn.q_proj.weight"].std()) == pytest.approx(
-        0.02, rel=0.2
-    )
-    assert found["model.norm.weight"].tolist() == [1.0] * 32
-
-
-def test_the_embedded_gpt() -> None:
-    found = first_values(load_recipe("bytes-gpt").build_model)
-    assert float(found["head.weight"].std()) == pytest.approx(0.02, rel=0.05)
-    assert float(found["byte.weight"].std()) == pytest.approx(0.3, rel=0.05)
-    assert found["blocks.0.down.bias"].abs().max() == 0
 
 
 class NoReset(nn.Module):

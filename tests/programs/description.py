@@ -80,7 +80,8 @@ class Program:
     ranks: int = 1
     """Processes; each gets every `ranks`-th micro-batch of a window."""
     sharded: str = "ddp"
-    """What holds the model on ranks: "ddp", "fsdp", or "hsdp"."""
+    """What holds the model on ranks: "ddp", "fsdp", "hsdp"; or FSDP2 that reduces in "every"
+    micro-batch, or whose parameters are "gathered" once per window."""
     mistake: str = "none"
     seed: int = 0
 
@@ -121,9 +122,10 @@ class Program:
 
     @property
     def in_one_row(self) -> bool:
-        """True if no window has two samples with labels that count."""
+        """True if no window is sure to have two samples with labels that count."""
+        sure = {"one": 1, "some": 1, "none": 0}
         return all(
-            sum(1 if m.labels == "one" else m.rows for m in window if m.labels != "none") < 2
+            sum(sure.get(micro.labels, micro.rows) for micro in window) < 2
             for window in self.windows
         )
 

@@ -433,7 +433,7 @@ def _on_ranks(draw: Any) -> Program:
     way = _pick(draw, ["over", "backward", "run"])
     if draw(st.integers(0, 5)) == 3:
         return draw(_in_host_on_ranks())  # type: ignore[no-any-return]
-    sharded = _pick(draw, ["ddp", "fsdp", "hsdp"], 2)
+    sharded = _pick(draw, ["ddp", "fsdp", "hsdp", "every", "gathered"], 3)
     model = _pick(
         draw,
         [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random", "graph")],
@@ -444,12 +444,12 @@ def _on_ranks(draw: Any) -> Program:
     whole = way == "over"
     windows = draw(_windows(whole=whole, loss=loss, model=model))
     windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
-    if sharded != "ddp" or model == "counter":  # what is noted, all ranks gather
+    if sharded != "ddp":  # what is noted, all ranks gather
         windows = (*windows[:-1], (windows[-1] * ranks)[: max(ranks, len(windows[-1]))])
     if whole:
         size = windows[0][0].rows
         windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
-    return Program(
+    program = Program(
         model=model,
         windows=windows,
         loss=loss,
@@ -464,6 +464,8 @@ def _on_ranks(draw: Any) -> Program:
         sharded=sharded,
         seed=draw(st.integers(0, 50)),
     )
+    has_graph = way != "backward" and _has_a_graph(program) and sharded in ("ddp", "gathered")
+    return replace(program, execute="traced") if has_graph and draw(st.booleans()) else program
 
 
 @st.composite

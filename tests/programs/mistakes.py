@@ -64,7 +64,7 @@ class Mistake:
 
 SIZE = "a sum divided by a number that is also a size of what it sums"
 """Words of docs/laws.md: it may be a mean over the parts of a sample."""
-ONE_ROW = "A batch with one sample"
+ONE_ROW = "A batch with one sample that counts"
 """Words of docs/laws.md: where one sample or micro-batch is all, there is nothing to compare."""
 LATER = "whatever but the units shows only after the first window"
 """Words of docs/laws.md: most checks of a loop are asked in its first window."""
@@ -79,7 +79,10 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 _UNITS = {
     "mean as total": Mistake(r"\bmean\b|finite", given=("total",), values={"total": "{mean}"}),
     "quotient as total": Mistake(
-        r"\bmean\b|finite|divided", given=("total",), values={"total": "{total} / {units}"}
+        r"\bmean\b|finite|divided",
+        given=("total",),
+        values={"total": "{total} / {units}"},
+        listed=_listed("a mean given as a sum by `.mean()`, by hand"),
     ),
     "means as total": Mistake(
         r"\bmean\b|finite",
@@ -102,7 +105,12 @@ _UNITS = {
         values={"units": "len(y)"},
         listed=_listed("a divisor that the graph does not show"),
     ),
-    "units of one": Mistake(UNITS, given=("mean",), values={"units": "1"}),
+    "units of one": Mistake(
+        UNITS,
+        given=("mean",),
+        values={"units": "1"},
+        listed=_listed("a mean over several samples that is given with `units=1`"),
+    ),
     "units clamped": Mistake(
         UNITS,
         given=("mean",),

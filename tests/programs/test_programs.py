@@ -267,22 +267,7 @@ def test_every_loss_is_right(machine: Worker, loss: str, way: str) -> None:
     assert verdict.kind == "exact", verdict
 
 
-OPEN = [
-    ("gradient", "detached statistics"),
-    ("backward", "quotient as total"),
-    ("backward", "units of one"),
-]
-"""Way and mistake of programs that pass unseen, or do not end, with the fewer checks."""
-
-
-def _row(program: Program) -> Any:
-    is_open = (program.way, program.mistake) in OPEN or program.model == "counter"
-    is_open = is_open and program in FOUND
-    marks = pytest.mark.xfail(run=False, reason="open: see OPEN") if is_open else ()
-    return pytest.param(program, id=repr(program), marks=marks)
-
-
-@pytest.mark.parametrize("program", [_row(program) for program in (*covering(), *FOUND)])
+@pytest.mark.parametrize("program", [*covering(), *FOUND], ids=repr)
 def test_every_value_is_right_and_what_was_found_stays_found(
     machine: Worker, program: Program
 ) -> None:

@@ -1,11 +1,7 @@
-"""Run under torchrun with 4 ranks: pipelines against one process on the undivided batch."""
+"""Pipelines on 4 ranks against one process on the undivided batch."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -223,49 +219,17 @@ def refused(group: dist.ProcessGroup | None) -> dict[str, str]:
     return said
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def report() -> dict[str, Any]:
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair, replicas = pairs[rank // 2], across[rank % 2]
-    cases: dict[str, Callable[[], Any]] = {}
-    for make, clip in ((sgd, None), (adamw, 0.05)):
-        how = f"{make.__name__} clip={clip}"
-        for schedule in ("gpipe", "1f1b"):
-            cases[f"{schedule} 2 stages {how}"] = lambda s=schedule, m=make, c=clip: run(
-                s, 2, pair, make=m, clip=c
-            )
-            cases[f"{schedule} 4 stages {how}"] = lambda s=schedule, m=make, c=clip: run(
-                s, 4, None, make=m, clip=c
-            )
-        cases[f"interleaved 2 x 2 stages {how}"] = lambda m=make, c=clip: run(
-            "interleaved", 4, pair, make=m, clip=c
-        )
-        cases[f"1f1b 2 stages 2 replicas {how}"] = lambda m=make, c=clip: run(
-            "1f1b", 2, pair, make=m, clip=c, replicas=replicas
-        )
-    cases["skipped"] = lambda: skipped(pair)
-    only = sys.argv[2] if len(sys.argv) > 2 else ""
-    results = {}
-    for name, case in cases.items():
-        if only in name and only != "refused":
-            started = time.perf_counter()
-            results[name] = {**case(), "seconds": time.perf_counter() - started}
-    said = refused(pair) if only in ("", "refused") else {}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, results)
-    if rank == 0:
-        worst = {
-            name: {key: max(r[name][key] for r in gathered) for key in results[name]}
-            for name in results
-        }
-        with open(sys.argv[1], "w", encoding="utf-8") as file:
-            json.dump({"errors": worst, "refused": said}, file)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    off = {
+        "gpipe, 2 stages": run("gpipe", 2, pair, make=adamw, clip=0.05),
+        "gpipe, 4 stages": run("gpipe", 4, None),
+        "1f1b, 4 stages": run("1f1b", 4, None, make=adamw, clip=0.05),
+        "interleaved, 2 x 2 stages": run("interleaved", 4, pair),
+        "1f1b, 2 stages, 2 replicas": run("1f1b", 2, pair, clip=0.05, replicas=replicas),
+        "skipped": skipped(pair),
+    }
+    return {"off": off, "refused": refused(pair)}
