@@ -26,7 +26,7 @@ PACKAGES["pipeline"] = "torch"
 INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
 _EAGER_BY_CODE = ("experts", "random", "batchnorm", "physics", "counter", "remembers")
 """Models whose code branches on data, or changes the model: they run eagerly, with a warning."""
-EAGER = ("sparse", "lstm", "gru")
+EAGER = ("sparse", "lstm")
 """Models that no graph can be made of."""
 STYLES = ["module", "main", "closure", "class", "callable", "criterion", "partial"]
 CONTAINERS = ["dict", "tuple", "dataclass", "namedtuple"]
@@ -192,7 +192,7 @@ def _call(draw: Any, way: str, model: str, event: str) -> str:
 def _may_be_in_place(way: str, model: str, event: str) -> bool:
     """True if the loss may write to the floats that it is given: no forward sees them again."""
     again = way == "more" or event in ("raise", "oom", "discard", "evaluate", "resume")
-    return not again and model not in (*TOKEN_MODELS, "batchnorm", "images")
+    return not again and model not in (*TOKEN_MODELS, "batchnorm")
 
 
 def _loss(draw: Any, way: str, model: str) -> str:

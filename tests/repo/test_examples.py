@@ -96,14 +96,6 @@ def test_scripts_of_trainers_show_the_change_of_their_page(
     assert sorted(shown) == sorted(wanted)
 
 
-@pytest.mark.slow
-def test_llama_of_real_size_runs_in_small(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    results = example("llama_gpu").main(layers=1, width=64, batch=3, micro_batch=2, seconds=0.0)
-    assert results.keys() == {"usual loop", "wb.WholeBatch"}
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Shown: an update takes 1 / ")
-
-
 # DeepSpeed would compile a faster all-reduce at the first start, for a minute: gloo will do.
 WITHOUT_COMPILING = """
 import runpy

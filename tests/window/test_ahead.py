@@ -135,37 +135,6 @@ def train_state(train: wb.WholeBatch) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
-def test_not_finite_at_the_first_window_and_skipped(here: list[int]) -> None:
-    model, train = make(nonfinite="skip")
-    before = bits(model)
-    bad = batch(1)
-    bad["x"][5] = math.inf
-    assert train.step(bad).skipped is not None
-    assert all(map(torch.equal, bits(model), before))
-    train.step(batch(2))
-    plain, other = make()
-    other.step(batch(2))
-    assert all(map(torch.equal, bits(model), bits(plain)))
-
-
-def test_no_units(here: list[int]) -> None:
-    _, train = make(zero_units="skip")
-    empty = batch(0)
-    empty["y"][:] = -100
-    step = train.step(empty)
-    assert step.skipped == "no units"
-    assert train.updates == 0
-
-
-def test_wrong_counts_are_refused_before_the_update(here: list[int]) -> None:
-    model, train = make(units=lambda micro: len(micro["y"]))
-    before = bits(model)
-    with pytest.raises(wb.errors.LossError, match="both must count the same thing"):
-        train.step(batch(0))
-    assert here == [1]
-    assert all(map(torch.equal, bits(model), before))
-
-
 def test_huge_gradients_are_scaled_after_reading(here: list[int]) -> None:
     """Their norm overflows in fp32, although they are finite."""
 
@@ -213,19 +182,6 @@ def test_a_loader_is_read_while_the_device_steps(here: list[int]) -> None:
         seen.append(len(read))
     assert seen == [2, 3, 3]
     assert train.updates == 3
-
-
-def test_what_the_loader_raises_comes_when_its_batch_is_asked_for(here: list[int]) -> None:
-    _, train = make()
-
-    def loader() -> Any:
-        yield batch(0)
-        raise OSError("no such file")
-
-    batches = train.over(loader(), ahead=True)
-    assert train.step(next(batches)).update == 1
-    with pytest.raises(OSError, match="no such file"):
-        next(batches)
 
 
 def test_not_where_the_gradient_is_worked_on_or_left(here: list[int]) -> None:
