@@ -138,7 +138,7 @@ def network(make: Callable[[], nn.Module], side: int = 6) -> dict[str, float]:
         inner = make().double()
         model: nn.Module = DistributedDataParallel(inner) if ranks else inner
         optimizer = sgd(model)
-        seen = Seen(inner, optimizer)
+        recorded = Seen(inner, optimizer)
         if ranks:
             train = wb.WholeBatch(
                 model,
@@ -150,7 +150,7 @@ def network(make: Callable[[], nn.Module], side: int = 6) -> dict[str, float]:
         else:
             nn.functional.cross_entropy(model(data["x"]), data["y"]).backward()
             optimizer.step()
-        results.append((seen.gradients[0], [b.double() for b in inner.buffers()]))
+        results.append((recorded.gradients[0], [b.double() for b in inner.buffers()]))
     (right, buffers), (ours, own_buffers) = results
     return {"gradients": distance(ours, right), "buffers": distance(own_buffers, buffers)}
 

@@ -20,6 +20,7 @@ import wholebatch as wb
 from tests.distributed.problem import (
     Errors,
     Micro,
+    apart,
     everyones,
     fresh,
     global_mean,
@@ -130,7 +131,7 @@ def compared(
     """
     engine = initialized(stage, make, **config)
     train = trainer(engine) if trainer else accumulator(engine, clip_norm=clip)
-    seen = SeenWhole(engine, train)
+    recorded = SeenWhole(engine, train)
     loop(engine, train)
     windows = everyones(mine)
     whole, rounded = (
@@ -141,13 +142,10 @@ def compared(
         whole.step(window)
         rounded.step(window)
     right = whole.seen.gradients
-    assert len(seen.steps) == len(right), f"{len(seen.steps)} updates instead of {len(right)}"
-    worst = 0.0
-    for ours, theirs in zip(seen.steps, right, strict=True):
-        pairs = zip(ours, theirs, strict=True)
-        worst = max(
-            worst, distance([torch.zeros_like(t) if o is None else o for o, t in pairs], theirs)
-        )
+    assert len(recorded.steps) == len(right), (
+        f"{len(recorded.steps)} updates instead of {len(right)}"
+    )
+    worst = max(apart(*pair) for pair in zip(recorded.steps, right, strict=True))
     start = [p.detach().float().double() for p in whole.start.parameters()]
     final = [p.detach() for p in whole.model.parameters()]
     trained = parameters_of(engine)
@@ -248,7 +246,7 @@ def in_bf16(stage: int) -> dict[str, float]:
     engine = initialized(stage, sgd, **IN_BF16)
     start = [p.double() for p in parameters_of(engine)]
     acc = accumulator(engine)
-    seen = SeenWhole(engine, acc)
+    recorded = SeenWhole(engine, acc)
     mine = micros_of("tokens", dist.get_rank())[:1]
     for m in acc.over(mine[0]):
         acc.backward(loss(engine, m))
@@ -264,9 +262,10 @@ def in_bf16(stage: int) -> dict[str, float]:
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
     right = whole(torch.float64)
-    pairs = zip(seen.steps[0], right, strict=True)
-    ours = [torch.zeros_like(r) if g is None else g for g, r in pairs]
-    return {"ours": distance(ours, right), "whole": distance(whole(torch.bfloat16), right)}
+    return {
+        "ours": apart(recorded.steps[0], right),
+        "whole": distance(whole(torch.bfloat16), right),
+    }
 
 
 def refused() -> dict[str, str]:
@@ -280,8 +279,8 @@ def refused() -> dict[str, str]:
         engine.destroy()
 
     def whole(**options: Any) -> Callable[[Any], Any]:
-        given = {"loss": loss, "micro_batch": 2, **options}
-        return lambda engine: wb.WholeBatch(engine, engine.optimizer, **grouped(given)).step(
+        chosen = {"loss": loss, "micro_batch": 2, **options}
+        return lambda engine: wb.WholeBatch(engine, engine.optimizer, **grouped(chosen)).step(
             micro(dist.get_rank(), 4)
         )
 

@@ -44,9 +44,9 @@ def compared(
     """Train a model by `train(model, optimizer)`, and compare with the undivided global batches."""
     model = wrapped(engine)
     optimizer = make(model)
-    seen = SeenFull(model, optimizer)
+    recorded = SeenFull(model, optimizer)
     train(model, optimizer)
-    return errors(model, seen, undivided(everyones(mine), clip, make))
+    return errors(model, recorded, undivided(everyones(mine), clip, make))
 
 
 def looped(mine: Windows, make: Any = sgd, clip: float | None = None) -> Errors:

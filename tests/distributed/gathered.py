@@ -20,6 +20,7 @@ from tests.distributed.problem import (
     Errors,
     Micro,
     SeenFull,
+    apart,
     everyones,
     fresh,
     full,
@@ -28,7 +29,7 @@ from tests.distributed.problem import (
     undivided,
     wrapped,
 )
-from tests.support import distance, sgd
+from tests.support import sgd
 
 GATHERED = wb.Close(sync="gathered")
 
@@ -121,9 +122,9 @@ def collectives(shape: tuple[int, ...], micro_batches: int) -> dict[str, int]:
     batch = micro(dist.get_rank(), 2 * micro_batches)
     train.step(batch)
     train.step(batch)
-    with Counted() as seen:
+    with Counted() as recorded:
         train.step(batch)
-    return seen.counts
+    return recorded.counts
 
 
 def in_sixteen_bit(sync: Any) -> float:
@@ -133,12 +134,11 @@ def in_sixteen_bit(sync: Any) -> float:
     right = undivided(everyones([mine]), None, sgd).seen.gradients[0]
     model = sharded((dist.get_world_size(),), fresh().float(), mp_policy=policy)
     optimizer = sgd(model)
-    seen = SeenFull(model, optimizer)
+    recorded = SeenFull(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=8, close=wb.Close(sync=sync))
     for m in acc.over(mine):
         acc.backward(loss(model, m))
-    pairs = zip(seen.steps[0], right, strict=True)
-    return distance([torch.zeros_like(r) if g is None else g.double() for g, r in pairs], right)
+    return apart(recorded.steps[0], right)
 
 
 def refused() -> dict[str, str]:

@@ -24,12 +24,12 @@ def by_window(kind: str, checkpointing: bool) -> float:
         inner.gradient_checkpointing_enable({"use_reentrant": False})
     model = DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = Seen(model, optimizer)
+    recorded = Seen(model, optimizer)
     own = slice(0, 9) if dist.get_rank() == 0 else slice(9, None)
     with InFloat64():
         train = wb.WholeBatch(model, optimizer, loss=wb.moe_loss(), micro_batch=2 + dist.get_rank())
         train.step({name: leaf[own] for name, leaf in batch.items()})
-    return distance(seen.gradients[0], reference)
+    return distance(recorded.gradients[0], reference)
 
 
 def by_trainer(kind: type[Any]) -> float:
@@ -38,8 +38,8 @@ def by_trainer(kind: type[Any]) -> float:
     reference = undivided(mixture("Qwen3Moe"), batch)[1]
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
-        made = trained(kind, mixture("Qwen3Moe"), batch, folder, **sizes)
-    return distance(made, reference)
+        update = trained(kind, mixture("Qwen3Moe"), batch, folder, **sizes)
+    return distance(update, reference)
 
 
 def report() -> dict[str, float]:

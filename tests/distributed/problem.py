@@ -159,19 +159,22 @@ class SeenFull:
         )
 
 
-def errors(model: nn.Module, seen: SeenFull, whole: Whole) -> Errors:
+def apart(gradients: list[Tensor | None], right: list[Tensor]) -> float:
+    """Return the relative distance; no gradient is one of zeros."""
+    pairs = zip(gradients, right, strict=True)
+    return distance([torch.zeros_like(r) if g is None else g for g, r in pairs], right)
+
+
+def errors(model: nn.Module, recorded: SeenFull, whole: Whole) -> Errors:
     """Relative L2 distance of the gradients of every step, and of the whole update."""
     final = [full(p.detach()) for p in model.parameters()]
     start = list(whole.start.parameters())
     update = [a - b.detach() for a, b in zip(final, start, strict=True)]
     right = whole.seen.gradients
-    assert len(seen.steps) == len(right), f"{len(seen.steps)} updates instead of {len(right)}"
-    worst = 0.0
-    for ours, theirs in zip(seen.steps, right, strict=True):
-        filled = [
-            torch.zeros_like(t) if o is None else o for o, t in zip(ours, theirs, strict=True)
-        ]
-        worst = max(worst, distance(filled, theirs))
+    assert len(recorded.steps) == len(right), (
+        f"{len(recorded.steps)} updates instead of {len(right)}"
+    )
+    worst = max(apart(*pair) for pair in zip(recorded.steps, right, strict=True))
     return {"gradients": worst, "update": distance(update, whole.updates())}
 
 

@@ -39,8 +39,8 @@ def test_a_job_with_a_killed_rank_ends_with_its_line_and_goes_on(tmp_path: Path)
 
     def train(call: int, *arguments: str, check: bool = True) -> str:
         worker = Path(__file__).parent / "killed_worker.py"
-        given = (str(tmp_path), str(call), *arguments)
-        return torchrun(worker, 2, *given, check=check).stderr
+        command = (str(tmp_path), str(call), *arguments)
+        return torchrun(worker, 2, *command, check=check).stderr
 
     told = train(9, "noisy.py", "--out", "killed", check=False)  # in the fifth of six windows
     # Rank 0 may see the broken connection before torchrun sees the dead rank.

@@ -30,10 +30,10 @@ def first_values(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, Ten
     initialise()
     after = dict(model.named_parameters())
     assert all(after[name] is tensor for name, tensor in before.items())  # FSDP2 knows them
-    found = {**after, **dict(model.named_buffers())}
+    values = {**after, **dict(model.named_buffers())}
     return {
         name: tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in found.items()
+        for name, tensor in values.items()
     }
 
 
@@ -66,29 +66,29 @@ class Tuned(Own):
 
 
 def test_modules_give_their_first_values() -> None:
-    found = first_values(Own)
-    assert all(tensor.dtype in (torch.float64, torch.long) for tensor in found.values())
-    assert found["scale"].tolist() == [0.0, 0.5, 1.0, 1.5]
-    assert torch.equal(found["mask"], torch.ones(3, 3).tril().double())
-    assert found["places"].tolist() == [0, 1, 2, 3, 4]
-    assert found["layers.1.num_batches_tracked"].item() == 0
-    assert found["layers.1.running_var"].tolist() == [1.0] * 4
-    assert found["embedding.weight"][2].abs().sum() == 0  # the row of the padding
-    assert float(found["embedding.weight"].std()) > 0.3
-    assert "layers.2.weight" not in found  # it is tied
+    values = first_values(Own)
+    assert all(tensor.dtype in (torch.float64, torch.long) for tensor in values.values())
+    assert values["scale"].tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert torch.equal(values["mask"], torch.ones(3, 3).tril().double())
+    assert values["places"].tolist() == [0, 1, 2, 3, 4]
+    assert values["layers.1.num_batches_tracked"].item() == 0
+    assert values["layers.1.running_var"].tolist() == [1.0] * 4
+    assert values["embedding.weight"][2].abs().sum() == 0  # the row of the padding
+    assert float(values["embedding.weight"].std()) > 0.3
+    assert "layers.2.weight" not in values  # it is tied
     bound = 0.5  # of nn.Linear(4, ...): 1 / sqrt(4)
-    assert 0 < float(found["layers.0.weight"].abs().max()) <= bound
+    assert 0 < float(values["layers.0.weight"].abs().max()) <= bound
     again = first_values(Own)
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert all(torch.equal(values[name], again[name]) for name in values)
     other = first_values(Own, seed=4)
-    assert not torch.equal(found["layers.0.weight"], other["layers.0.weight"])
+    assert not torch.equal(values["layers.0.weight"], other["layers.0.weight"])
 
 
 def test_the_model_initialises_modules_as_those_of_hugging_face_do() -> None:
-    found = first_values(Tuned)
-    assert found["layers.0.bias"].tolist() == [0.25] * 4
-    assert 0 < float(found["layers.0.weight"].std()) < 0.05
-    assert found["layers.1.weight"].tolist() == [1.0] * 4  # BatchNorm's own
+    values = first_values(Tuned)
+    assert values["layers.0.bias"].tolist() == [0.25] * 4
+    assert 0 < float(values["layers.0.weight"].std()) < 0.05
+    assert values["layers.1.weight"].tolist() == [1.0] * 4  # BatchNorm's own
 
 
 class NoReset(nn.Module):

@@ -67,12 +67,14 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kind", choices=("all", *KINDS), default="all")
     parser.add_argument("--way", choices=("wholebatch", "plain"), default="wholebatch")
-    given = parser.parse_args()
-    if given.device == "cpu":  # a process with CUDA cannot fork one that trains
+    options = parser.parse_args()
+    if options.device == "cpu":  # a process with CUDA cannot fork one that trains
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["JAX_PLATFORMS"] = "cpu"
-    make = of_loops if given.way == "plain" else partial(of_programs, given.device, given.kind)
-    return search(make, given.seconds, given.seed, given.jobs, given.first)
+    make = (
+        of_loops if options.way == "plain" else partial(of_programs, options.device, options.kind)
+    )
+    return search(make, options.seconds, options.seed, options.jobs, options.first)
 
 
 if __name__ == "__main__":

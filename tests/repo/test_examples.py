@@ -116,8 +116,8 @@ def test_engines(name: str, most: float, monkeypatch: pytest.MonkeyPatch, tmp_pa
         script = tmp_path / "example.py"
         script.write_text(WITHOUT_COMPILING.format(str(FOLDER / f"{name}.py")))
     printed = torchrun(script, 2).stdout
-    [found] = re.findall(r"(\S+) off\.", printed)
-    assert float(found) <= most
+    [results] = re.findall(r"(\S+) off\.", printed)
+    assert float(results) <= most
     shown = next(line for line in printed.splitlines() if line.startswith("Shown"))
     assert_listed(name, shown)
 
@@ -159,11 +159,11 @@ def test_optimizer_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_diffusion(capsys: pytest.CaptureFixture[str]) -> None:
-    found = example("diffusion").main()
-    assert max(found[f"split by {size}"] for size in (1, 8, 17)) <= EXACT
-    assert found["verified"]
-    assert found["loss of the EMA"] < 0.5 * found["first loss"]
-    assert found["usual loop"] > 0.1
+    results = example("diffusion").main()
+    assert max(results[f"split by {size}"] for size in (1, 8, 17)) <= EXACT
+    assert results["verified"]
+    assert results["loss of the EMA"] < 0.5 * results["first loss"]
+    assert results["usual loop"] > 0.1
     assert_listed("diffusion", capsys.readouterr().out)
 
 

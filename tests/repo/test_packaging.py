@@ -30,12 +30,6 @@ def test_workflows_call_targets_that_are_there(path: Path) -> None:
             assert set(called) <= targets
 
 
-
-
-
-
 def test_the_version_is_the_same_everywhere() -> None:
     assert read(ROOT / "CITATION.cff")["version"] == wb.__version__
     assert f"## [{wb.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-

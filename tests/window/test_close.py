@@ -54,12 +54,12 @@ def test_float32_is_as_close_to_float64_as_the_undivided_batch(make: Any) -> Non
         whole = Whole(single, make)
         whole.step({"x": x.float(), "y": y})
         optimizer = make(single)
-        seen = Seen(single, optimizer)
+        recorded = Seen(single, optimizer)
         acc = wb.Accumulator(single, optimizer, steps=5)
         window(single, acc, {"x": x.float(), "y": y}, [1, 20, 3, 30, 10])
         right = truth.seen.gradients[0]
         errors.append(
-            (distance(seen.gradients[0], right), distance(whole.seen.gradients[0], right))
+            (distance(recorded.gradients[0], right), distance(whole.seen.gradients[0], right))
         )
     ours, theirs = (sum(column) / len(errors) for column in zip(*errors, strict=True))
     assert ours <= 1.25 * theirs

@@ -31,7 +31,7 @@ KINDS: dict[str, Any] = {
 class Reads(torch.optim.AdamW):
     """A subclass whose step reads `.grad` before torch's own does."""
 
-    seen: list[Tensor]
+    recorded: list[Tensor]
 
     def step(self, closure: Any = None) -> Any:
         self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
@@ -41,7 +41,7 @@ class Reads(torch.optim.AdamW):
 class Initialises(torch.optim.AdamW):
     """A subclass that leaves the step alone, and reads `.grad` on the way."""
 
-    seen: list[Tensor]
+    recorded: list[Tensor]
 
     def _init_group(self, group: Any, *rest: Any) -> Any:
         self.seen = [p.grad.clone() for p in group["params"]]
@@ -64,9 +64,9 @@ def window(model: nn.Module, optimizer: Any, batch: Any, clip: float | None) -> 
 
 
 @contextmanager
-def watched(way: str, optimizer: torch.optim.Optimizer, seen: list[Tensor]) -> Iterator[None]:
+def watched(way: str, optimizer: torch.optim.Optimizer, recorded: list[Tensor]) -> Iterator[None]:
     def look(*_: Any) -> None:
-        seen.extend(p.grad.clone() for g in optimizer.param_groups for p in g["params"])
+        recorded.extend(p.grad.clone() for g in optimizer.param_groups for p in g["params"])
 
     handles: list[Any] = []
     if way == "pre-hook":
@@ -105,10 +105,10 @@ def test_fused_optimizers(kind: str, way: str, clip: float | None) -> None:
     right = right_gradients(model, batch, clip)
     optimizer = KINDS[kind](model.parameters(), lr=0.01, fused=True)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)  # wraps the step too
-    seen: list[Tensor] = []
-    with watched(way, optimizer, seen):
+    recorded: list[Tensor] = []
+    with watched(way, optimizer, recorded):
         window(model, optimizer, batch, clip)
-    assert distance(seen, right) <= 1e-6
+    assert distance(recorded, right) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", [Reads, Initialises])

@@ -39,11 +39,11 @@ def test_256_micro_batches_of_16_bit_gradients_add_up_in_fp32(make: Any, dtype: 
     assert distance([g for g in held if g is not None], right) <= 1e-6
     assert distance(rounded, right) > 1e-3  # what adding in 16 bit would have given
 
-    seen = Seen(model, optimizer)
+    recorded = Seen(model, optimizer)
     acc.flush()
     mean = [exact / 256 for exact in right]
     once = [m.to(dtype) for m in mean]
-    assert distance(seen.gradients[0], mean) <= 1.01 * distance(once, mean)
+    assert distance(recorded.gradients[0], mean) <= 1.01 * distance(once, mean)
     assert all(p.grad is None and p.grad_dtype is dtype for p in parameters)
 
 
@@ -147,7 +147,7 @@ def test_a_16_bit_loss_is_not_scaled_by_a_rounded_number() -> None:
     """1/23 in bf16 is 0.2% off, and so would be the whole gradient."""
     model = nn.Linear(1, 1, bias=False).bfloat16()
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    recorded = Seen(model, optimizer)
     train = wb.WholeBatch(
         model,
         optimizer,
@@ -156,7 +156,7 @@ def test_a_16_bit_loss_is_not_scaled_by_a_rounded_number() -> None:
         micro_batch=1,
     )
     train.step(torch.ones(23, 1, dtype=torch.bfloat16))
-    assert abs(seen.gradients[0][0].item() - 1.0) <= 1e-6
+    assert abs(recorded.gradients[0][0].item() - 1.0) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,12 +168,12 @@ def test_16_bit_totals_of_terms_are_not_scaled_by_rounded_numbers(
     count, others = sum(sizes), 3 * sum(sizes) + len(sizes)
     model = nn.Linear(1, 2, bias=False).double()
     optimizer = sgd(model)
-    seen = Seen(model, optimizer)
+    recorded = Seen(model, optimizer)
     acc = wb.Accumulator(model, optimizer, steps=len(sizes), audit=False)
     acc.announce({"a": count, "b": others})
     for size in sizes:
-        made = torch.ones(size, 1).double() * model.weight[:, 0]
-        a, b = made.to(dtype).sum(0)
+        outputs = torch.ones(size, 1).double() * model.weight[:, 0]
+        a, b = outputs.to(dtype).sum(0)
         acc.backward(wb.Loss.terms({"a": (a, size), "b": (b, 3 * size + 1, 0.7)}))
     exact = torch.tensor([[1.0], [0.7 * count / others]], dtype=torch.float64)
-    assert float((seen.gradients[0][0] / exact - 1).abs().max()) < 2e-4
+    assert float((recorded.gradients[0][0] / exact - 1).abs().max()) < 2e-4
