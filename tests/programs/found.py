@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.programs.description import Micro, Program
 
 ONE = (Micro(1),)
-UNEVEN = ((Micro(3), Micro(3), Micro(3, "one")), (Micro(3), Micro(3, "none")))
+UNEVEN = ((Micro(3), Micro(3), Micro(3, "one"), Micro(3)), (Micro(3), Micro(3, "none"), Micro(3)))
 FOUND = (
     # A short last window is closed by the loader's end: its Step is `last_step`.
     Program(windows=((*ONE, *ONE), ONE), way="backward"),
@@ -75,16 +75,19 @@ FOUND = (
     # The last of three ranks has fewer micro-batches, or the first.
     Program(model="counter", windows=((Micro(2),) * 4,), way="backward", ranks=3),
     Program(model="counter", windows=((Micro(2),) * 4,), way="backward", ranks=3, seed=1),
-    # Ranks that hold a model, shards or stages; the first has more micro-batches.
+    # Ranks that hold a model, shards or stages; the first has more micro-batches in the end.
     *(
         Program(model="mlp", windows=UNEVEN, way="run", ranks=2, execute=execute, clip="norm")
         for execute in ("eager", "traced")
     ),
     *(
         Program(windows=UNEVEN, way=way, ranks=2, sharded=sharded, optimizer="adamw")
-        for way in ("backward", "over")
-        for sharded in ("fsdp", "hsdp", "every", "gathered")
+        for way, sharded in (
+            *(("backward", sharded) for sharded in ("fsdp", "hsdp", "every")),
+            *(("over", sharded) for sharded in ("hsdp", "gathered")),
+        )
     ),
+    Program(windows=UNEVEN[:1] * 2, way="backward", ranks=2, sharded="gathered"),
     Program(model="mlp", windows=UNEVEN, way="over", ranks=2, sharded="gathered", execute="traced"),
     Program(model="mlp", windows=((Micro(2), *ONE),), given="mean", way="pipeline", ranks=2),
 )

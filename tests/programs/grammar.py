@@ -446,6 +446,8 @@ def _on_ranks(draw: Any) -> Program:
     windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
     if sharded != "ddp":  # what is noted, all ranks gather
         windows = (*windows[:-1], (windows[-1] * ranks)[: max(ranks, len(windows[-1]))])
+    if sharded == "gathered" and not whole:  # nor is a rank's last Step after its loop
+        windows = _full(draw, (*windows, ()), len(windows[0]))[:-1]
     if whole:
         size = windows[0][0].rows
         windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)

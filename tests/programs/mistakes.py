@@ -432,11 +432,12 @@ _MODULES = {
         "if not self.ready:\n    self.shift.copy_(x.detach().mean(0))\n    self.ready = True\n"
         "return x - self.shift",
         'self.register_buffer("shift", torch.zeros(3))\nself.ready = False',
+        MOVES + "|" + COUPLES,
     ),
     "torch's spectral norm": _module(
         "return self.linear(x)",
         "self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))",
-        MOVES + "|spectral",
+        MOVES + "|spectral|gradient",
     ),
     "BatchNorm by hand": _module(
         "mean, var = x.mean(0), x.var(0, unbiased=False)\n"
