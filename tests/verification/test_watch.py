@@ -1,7 +1,4 @@
-"""`wb.watch`: a live loop's mistake is told by its name, and right loops are left in peace.
-
-The whole grid (every mistake, kind of model and entry point) is benchmarks/verify_mistakes.py.
-"""
+"""`wb.watch`: a live loop's mistake is told by its name, and right loops are left in peace."""
 
 from __future__ import annotations
 
@@ -343,7 +340,7 @@ def test_the_loop_is_not_changed() -> None:
 
 
 def test_a_watch_runs_no_forward_of_its_own() -> None:
-    """What its records cost is a figure of benchmarks/verify_mistakes.py."""
+    """What its records cost is a figure of benchmarks/watch_rounds.py."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     forwards: list[int] = []
     model.register_forward_hook(lambda *_: forwards.append(1))
