@@ -7,7 +7,7 @@ named on docs/laws.md, or the update is exact all the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.programs.description import LOOPS, WHOLE_BATCH, Program
 
@@ -66,6 +66,7 @@ SIZE = "a sum divided by a number that is also a size of what it sums"
 """Words of docs/laws.md: it may be a mean over the parts of a sample."""
 ONE_ROW = "A batch with one sample that counts"
 """Words of docs/laws.md: where one sample or micro-batch is all, there is nothing to compare."""
+BY_CHANCE = "A coupling whose parts add up by chance in the tested samples"
 LATER = "whatever but the units shows only after the first window"
 """Words of docs/laws.md: most checks of a loop are asked in its first window."""
 
@@ -412,12 +413,15 @@ _MODULES = {
         "return (x - self.centre) * (1 + self.centre)",
         'self.register_buffer("centre", torch.zeros(3))',
     ),
-    "codebook": _module(
-        "with torch.no_grad():\n    choice = torch.cdist(x, self.codes).argmin(1)\n"
-        "    for code in choice.unique():\n"
-        "        self.codes[code].lerp_(x[choice == code].mean(0), 0.2)\n"
-        "return x + 0.5 * (self.codes[choice] - x.detach())",
-        'self.register_buffer("codes", torch.randn(4, 3))',
+    "codebook": replace(
+        _module(
+            "with torch.no_grad():\n    choice = torch.cdist(x, self.codes).argmin(1)\n"
+            "    for code in choice.unique():\n"
+            "        self.codes[code].lerp_(x[choice == code].mean(0), 0.2)\n"
+            "return x + 0.5 * (self.codes[choice] - x.detach())",
+            'self.register_buffer("codes", torch.randn(4, 3))',
+        ),
+        listed=_listed(BY_CHANCE, "run"),
     ),
     "counter": _module("self.calls += 1\nreturn x * min(1.0, self.calls / 50)", "self.calls = 0"),
     "observer": _module(
@@ -458,7 +462,7 @@ _MODULES = {
         "self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))",
         COUPLES,
         TESTED,
-        "A coupling whose parts add up by chance in the tested samples",
+        BY_CHANCE,
     ),
     "running statistics of InstanceNorm": _module(
         "return self.norm(x[:, None])[:, 0]",
