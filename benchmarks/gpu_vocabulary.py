@@ -22,9 +22,9 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +41,14 @@ MIB = 2.0**20
 MICRO_BATCHES = 6
 
 
+@dataclass
+class Output:
+    """What a language model of Hugging Face returns."""
+
+    last_hidden_state: Any = None
+    logits: Any = None
+
+
 class States(nn.Module):
     """Hidden states that are parameters."""
 
@@ -51,7 +59,7 @@ class States(nn.Module):
     def forward(self, input_ids: Tensor) -> Any:
         samples, length = input_ids.shape
         states = self.states[None, :length].bfloat16().expand(samples, -1, -1)
-        return SimpleNamespace(last_hidden_state=states)
+        return Output(last_hidden_state=states)
 
 
 class Model(nn.Module):
@@ -67,7 +75,7 @@ class Model(nn.Module):
         return self.head
 
     def forward(self, input_ids: Tensor) -> Any:
-        return SimpleNamespace(logits=self.head(self.base_model(input_ids).last_hidden_state))
+        return Output(logits=self.head(self.base_model(input_ids).last_hidden_state))
 
 
 def of_hidden(model: Any, micro: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
