@@ -14,7 +14,6 @@ SRC = Path(__file__).parents[2] / "src"
 
 EAGER = {
     "cli": {"rich"},
-    "compile/triton_kernels.py": {"triton"},  # comes with torch's CUDA builds
     "pytest_plugin.py": {"pytest"},  # which is what loads it
     # An adapter is imported by those who use its library.
     "integrations/accelerate.py": {"accelerate"},
