@@ -27,7 +27,7 @@ from wholebatch.integrations.transformers.exact_trainer import (
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Units
 from wholebatch.memory.budget import Budget
-from wholebatch.options import Close, Memory, Samples, close_with_only, known_options
+from wholebatch.options import Close, Memory, Samples, close_with_only
 from wholebatch.whole_batch import MicroBatch
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -103,11 +103,6 @@ _OF_TRL: dict[str, type[ExactTrainerMixin]] = {
 }
 
 
-@known_options(
-    steps="set gradient_accumulation_steps in the TrainingArguments",
-    clip_norm="set max_grad_norm in the TrainingArguments",
-    precision="set bf16=True or fp16=True in the TrainingArguments",
-)
 def exact(
     trainer: type[T],
     *,
@@ -150,7 +145,7 @@ def exact(
         raise UnsupportedError(
             "exact(GKDTrainer): it draws the answers of every batch inside its training_step, "
             "after the units of the window are counted; use GKDTrainer as it is with lmbda=0 and "
-            "seq_kd=False, or write the loop with wb.losses.distillation_loss"
+            "seq_kd=False, or write the loop with wb.Accumulator"
         )
     windows = _OF_TRL.get(of_trl[0] if of_trl else "", ExactTrainerMixin)
     if windows is ExactTrainerMixin:
