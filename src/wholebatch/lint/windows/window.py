@@ -197,7 +197,7 @@ class Window:
         is_index = "enumerate(" in over or "range(" in over
         for symbol in symbols_in(divisor.expr, self.file):
             if symbol.loops and symbol.loop is self.loop:
-                counted = is_index and symbol.name == dotted(index)
+                counted = (is_index and symbol.name == dotted(index)) or self.loop.virtual
                 if symbol.kind == "carried" or (symbol.kind == "target" and counted):
                     return False
         return True
