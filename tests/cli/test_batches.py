@@ -32,31 +32,6 @@ class Stream(IterableDataset[list[float]]):
         return (noisy[index] for index in range(len(noisy)))
 
 
-class SavedStream(Stream):
-    """One that continues where its state says."""
-
-    def __init__(self) -> None:
-        self.read = [0]
-
-    def __iter__(self) -> Iterator[list[float]]:
-        noisy = Noisy()
-        while self.read[0] < len(noisy):
-            self.read[0] += 1
-            yield noisy[self.read[0] - 1]
-        self.read[0] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"read": self.read}  # the list itself, which changes later
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.read = [*state["read"]]
-
-
-def stateful(data: Any, **options: Any) -> Any:
-    module = pytest.importorskip("torchdata.stateful_dataloader")
-    return module.StatefulDataLoader(data, batch_size=4, **options)
-
-
 def generator() -> Iterator[list[float]]:
     return iter(Stream())
 
@@ -73,9 +48,6 @@ SOURCES = {
         generator=torch.Generator().manual_seed(7),
     ),
     "loader of a stream": lambda: DataLoader(Stream(), batch_size=4),
-    "stateful loader": lambda: stateful(SavedStream()),
-    "stateful loader without a stream's state": lambda: stateful(Stream()),
-    "stateful loader of a dataset": lambda: stateful(Noisy(), shuffle=True),
 }
 
 
@@ -141,7 +113,7 @@ def test_shares_of_ranks_are_the_batch_of_one(source: str, collate: Any, ranks: 
             assert as_lists(empty.like)[0][0] in [sample[0] for sample in expected]
 
 
-@pytest.mark.parametrize("source", ["generator", "stateful loader"])
+@pytest.mark.parametrize("source", ["generator", "loader"])
 def test_peeking_changes_nothing(source: str) -> None:
     plain, peeking = batches(source), batches(source)
     for _ in range(7):
@@ -150,27 +122,6 @@ def test_peeking_changes_nothing(source: str) -> None:
         resumed.load_state_dict(deepcopy(peeking.state_dict()))
         assert as_lists(resumed.take()) == peeked
         assert as_lists(peeking.take()) == as_lists(plain.take()) == peeked
-
-
-# JAX warns of forks once another test has imported it here.
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_workers_of_a_stateful_loader_go_on_where_they_stopped() -> None:
-    class Numbers(SavedStream):
-        def __iter__(self) -> Iterator[Any]:
-            return (torch.tensor([sample[0]]) for sample in super().__iter__())
-
-        def state_dict(self) -> dict[str, Any]:
-            return deepcopy(super().state_dict())
-
-    def feed() -> Batches:
-        return Batches(lambda: stateful(Numbers(), num_workers=1), batch_size=4, seed=0)
-
-    straight, resumed = feed(), feed()
-    for _ in range(4):
-        straight.take()
-    resumed.load_state_dict(deepcopy(straight.state_dict()))
-    for _ in range(3):
-        assert torch.equal(straight.take(), resumed.take())
 
 
 def test_the_model_s_random_numbers_are_left_alone() -> None:
@@ -184,15 +135,6 @@ def test_the_model_s_random_numbers_are_left_alone() -> None:
     numpy.random.seed(1)
     feed.take()
     assert (torch.rand(()).item(), random.random(), numpy.random.rand()) == expected
-
-
-def test_many_samples_at_once_where_the_dataset_can() -> None:
-    class AtOnce(Noisy):
-        def __getitems__(self, indices: list[int]) -> list[list[float]]:
-            return [[index, 0.0, 0.0, 0.0] for index in indices]
-
-    feed = Batches(AtOnce, batch_size=4, seed=0, collate=torch.tensor)
-    assert feed.take()[:, 1:].abs().sum() == 0
 
 
 def test_default_collate_and_lists_of_samples() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ import torch
 from tests import processes
 from tests.cli.helpers import NOISY, Ran, environment_of
 from tests.cli.test_resume import assert_same_run
-from wholebatch import plain_files
-from wholebatch import plain_files as files
 from wholebatch.cli.metrics import Metrics
 from wholebatch.errors import RecipeError
 
@@ -119,48 +115,6 @@ def test_a_run_that_cannot_be_resumed(
     assert message in line
 
 
-def test_files_that_may_not_be_read(
-    command: Command, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    open_as_owner = os.open
-
-    def refused(path: Any, flags: int, *more: Any) -> int:  # root may read everything
-        if str(path).endswith("config.json"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return open_as_owner(path, flags, *more)
-
-    monkeypatch.setattr(files.os, "open", refused)
-    ran = command("train", "--resume", "--out", "run")
-    assert (ran.status, ran.err) == (
-        2,
-        "error: run/config.json: cannot be read: Permission denied\n",
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train", "f.py"], "recipe 'f.py' is not a file; give a Python file"),
-        (["report", "f.py"], "f.py: cannot be read: it is a FIFO, not a file"),
-        (["plan", "hf:f.py"], "hf:f.py: cannot be read: it is a FIFO, not a file"),
-        (["train", "mine.py", "--out", "loop"], "--out loop: is a link that leads nowhere"),
-        (["train", "mine.py", "--out", "a\0b"], "embedded null byte"),
-        (["train", "a\0b"], r"recipe 'a\x00b': there is no such file"),
-    ],
-)
-def test_paths_that_are_no_files(
-    command: Command, recipe: Write, tmp_path: Path, arguments: list[str], said: str
-) -> None:
-    recipe(NOISY)
-    os.mkfifo(tmp_path / "f.py")
-    (tmp_path / "loop").symlink_to("loop")
-    ran = command(*arguments)
-    assert ran.status == 2
-    assert said in ran.err
-    assert ran.err.count("\n") == 1
-
-
 def limited(tmp_path: Path, recipe: Path, size: int, *options: object) -> Ran:
     """`train` in a process whose files may not grow beyond `size` bytes: as a disk that fills."""
     program = tmp_path / "limited.py"
@@ -210,20 +164,6 @@ def test_a_disk_that_fills_at_the_metrics(
     ran = command("train", recipe(NOISY), "--out", "run")
     assert ran.status == 2
     assert ran.err == "error: cannot write run/metrics.jsonl: No space left on device\n"
-
-
-def test_a_page_on_a_full_disk(
-    command: Command, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(plain_files, "to_disk", full)
-    (tmp_path / "x.html").write_text("of before")
-    ran = command("report", finished, "--out", tmp_path / "x.html")
-    assert ran.status != 0
-    assert (tmp_path / "x.html").read_text() == "of before"
-    assert "x.html: cannot be written: No space left on device" in ran.err
 
 
 def test_sync_batchnorm_on_cpu_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from scripts.kills import kill
 from tests.cli.helpers import (
     EXACT,
     NOISY,
-    STATEFUL,
     Ran,
     assert_same_bits,
     metrics_of,
@@ -60,7 +59,7 @@ def test_a_signal_finishes_the_window_saves_and_tells_how_to_go_on(
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
-SOURCES = {"dataset": None, "stream": STREAM, "loader": LOADER, "stateful": STATEFUL}
+SOURCES = {"dataset": None, "stream": STREAM, "loader": LOADER}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -74,8 +73,6 @@ def test_stopped_anywhere(
     stop_at: str,
 ) -> None:
     """In the first window, at a window's last micro-batch, and in the next epoch."""
-    if source == "stateful":
-        pytest.importorskip("torchdata")
     data = SOURCES[source]
     path = recipe(NOISY, *([data] if data else []))
     assert command("train", path, "--out", "straight").status == 0
@@ -85,27 +82,6 @@ def test_stopped_anywhere(
     ran = command("train", "--resume", "--out", "stopped")
     assert ran.status == 0, ran.err
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
-
-
-def test_a_stream_with_a_state_is_not_read_again(
-    command: Command, recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("torchdata")
-    path = recipe(NOISY, STATEFUL)
-    assert command("train", path, "--out", "here", "--updates", 2).status == 0
-    monkeypatch.setenv("READ", str(tmp_path / "read"))
-    assert command("train", "--resume", "--out", "here", "--updates", 3).status == 0
-    assert (tmp_path / "read").read_text().split() == [str(n) for n in range(24, 34)]
-
-
-def test_a_stream_s_state_that_is_not_plain_is_refused(command: Command, recipe: Write) -> None:
-    pytest.importorskip("torchdata")
-    path = recipe(NOISY, STATEFUL, ('"buffer": self.buffer', '"buffer": self'))
-    ran = command("train", path, "--out", "here")
-    assert ran.status == 2
-    assert "cannot checkpoint data.stream." in ran.err
-    assert "buffer: it is a Shuffled, and a checkpoint holds tensors, numbers, strings" in ran.err
-    assert ran.err.count("\n") == 1
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(
@@ -133,7 +109,7 @@ def test_resume_begins_a_run_that_is_not_there(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.distributed)], ids=["one", "fsdp2"]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.distributed)], ids=["one", "two"]
 )
 def test_kills_lose_nothing(ranks: int, tmp_path: Path) -> None:
     """`make kills` kills 20 times; here a few."""

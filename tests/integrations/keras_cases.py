@@ -66,14 +66,6 @@ def test_torch_is_not_needed() -> None:
     assert BACKEND == "torch" or "torch" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["uneven", "clipped"] if BACKEND == "torch" else ["uneven"])
-def test_the_undivided_batch(name: str) -> None:
-    whole = train(CASES[name], "whole")
-    assert distance(train(CASES[name], "ours"), whole) <= LIMIT
-    if BACKEND == "torch":
-        assert distance(train(CASES[name], "own"), whole) > 1e-2
-
-
 def fit(model: Any, arrays: Any, sizes: Any, epochs: int = 2, **options: Any) -> Any:
     start = flat(model)
     model.fit(Slices(arrays, sizes), epochs=epochs, shuffle=False, verbose=0, **options)
@@ -111,26 +103,6 @@ class Pairs(Slices):
     def __getitem__(self, index: int) -> Any:
         x, y, labels = super().__getitem__(index)
         return x, (y, labels)
-
-
-@on_torch
-def test_several_outputs() -> None:
-    """Weights of losses, regularisers of weights and activities."""
-    x, y = data(sum(SIZES))
-    moved = []
-    for ours in (False, True):
-        keras.utils.set_random_seed(0)
-        model = (
-            two_outputs(GradientAccumulateModel, masks=False, accum_steps=4)
-            if ours
-            else two_outputs(keras.Model, masks=False)
-        )
-        model.compile(keras.optimizers.SGD(0.003), [squared, "mse"], loss_weights=[0.5, 0.1])
-        start = flat(model)
-        pairs = Pairs((x, y, y[:, 0, :2]), SIZES if ours else WINDOWS)
-        model.fit(pairs, epochs=2, shuffle=False, verbose=0)
-        moved.append(flat(model) - start)
-    assert distance(moved[1], moved[0]) <= ROUNDED
 
 
 @on_torch
@@ -246,19 +218,6 @@ def test_half_precision_skips_whole_windows() -> None:
 
 
 @on_torch
-def test_bfloat16_gradients_are_added_in_float32() -> None:
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("bfloat16")
-    model = model_of(GradientAccumulateModel, masked=False, accum_steps=2)
-    model.compile("sgd", squared)
-    model.optimizer.build(model.trainable_variables)
-    assert {str(each.dtype) for each in model.optimizer._sums} == {"float32"}
-    assert str(model.trainable_variables[0].dtype) == "bfloat16"
-    fit(model, data(8), (2,) * 4, epochs=1)
-    assert int(ops.convert_to_numpy(model.optimizer.iterations)) == 2
-
-
-@on_torch
 def test_batchnorm_is_audited() -> None:
     def model(batchnorm: str) -> Any:
         inputs = keras.Input((4,))
@@ -343,61 +302,6 @@ def test_a_window_that_is_not_finite_changes_nothing(value: float) -> None:
     with pytest.raises(NonFiniteError, match=r"in 1 windows.*no update.*nonfinite='skip'"):
         fit(raises, (x, spoiled), (3, 1, 1, 3) * 3, epochs=1)
     assert distance(flat(raises) - start, want) <= LIMIT  # raised at the end of the epoch
-
-
-def test_a_tail_or_a_single_batch_that_is_not_finite() -> None:
-    x, y = data(6)
-    model = model_of(GradientAccumulateModel, masked=False, accum_steps=2)
-    model.compile(keras.optimizers.SGD(0.01), squared, run_eagerly=quick_eagerly())
-    start = flat(model)
-    model.train_on_batch(x[:2], y[:2] * np.nan)
-    with pytest.raises(NonFiniteError, match="made no update"):
-        model.train_on_batch(x[2:4], y[2:4])
-    model.train_on_batch(x[4:], y[4:] * np.inf)
-    with pytest.raises(NonFiniteError, match="made no update"):
-        model.flush()
-    assert not np.any(flat(model) - start)
-    assert model.optimizer.skipped == 2
-    with pytest.raises(OptionError, match="nonfinite='no'"):
-        model_of(GradientAccumulateModel, masked=False, accum_steps=2, nonfinite="no")
-
-
-def test_a_loss_that_is_not_finite_where_gradients_are() -> None:
-    """An infinite constant has no gradient."""
-    x, y = data(4)
-
-    class Infinite(keras.losses.Loss):
-        def call(self, y_true: Any, y_pred: Any) -> Any:
-            return squared(y_true, y_pred) + float("inf")
-
-    for reduction in ("sum_over_batch_size", "sum") if BACKEND == "torch" else ("sum",):
-        model = model_of(GradientAccumulateModel, masked=False, accum_steps=2, nonfinite="skip")
-        model.compile(keras.optimizers.SGD(0.01), Infinite(reduction=reduction))
-        model.run_eagerly = quick_eagerly()
-        assert not np.any(fit(model, (x, y), (2, 2), epochs=1))
-        assert model.optimizer.skipped == 1
-
-
-def test_the_optimizer_alone_skips_or_raises() -> None:
-    x, y = data(8)
-    spoiled = y.copy()
-    spoiled[5, 0, 0] = np.nan
-    for nonfinite in ("skip", "raise") if BACKEND == "torch" else ("raise",):
-        optimizer = GradientAccumulateOptimizer(
-            keras.optimizers.SGD(0.01), 2, units="equal", nonfinite=nonfinite
-        )
-        model = model_of(masked=False)
-        model.compile(optimizer, squared, run_eagerly=quick_eagerly())
-        start = flat(model)
-        if nonfinite == "raise":
-            with pytest.raises(NonFiniteError, match="made no update"):
-                fit(model, (x, spoiled), (2,) * 4, epochs=1, callbacks=[optimizer.tail()])
-        else:
-            fit(model, (x, spoiled), (2,) * 4, epochs=1, callbacks=[optimizer.tail()])
-        assert optimizer.skipped == 1
-        whole = model_of(masked=False)
-        whole.compile(keras.optimizers.SGD(0.01), squared, run_eagerly=quick_eagerly())
-        assert distance(flat(model) - start, fit(whole, (x[:4], y[:4]), (4,), epochs=1)) <= LIMIT
 
 
 class Contrastive(keras.losses.Loss):  # type: ignore[misc]

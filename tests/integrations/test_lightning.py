@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -37,31 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning"),
 ]
 SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
-
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import compare.fabric
-    import compare.lightning
-
-    return {"trainer": compare.lightning, "fabric": compare.fabric}
-
-
-@pytest.mark.parametrize(
-    ("host", "case"),
-    [
-        *(("trainer", case) for case in ("equal", "uneven", "short tail", "clipped")),
-        *(("fabric", case) for case in ("masked tokens", "clipped")),
-    ],
-)
-def test_every_case_of_one_process(compare: Any, host: str, case: str) -> None:
-    problem, train = sys.modules["compare.problem"], compare[host].train
-    whole = train(problem.PROBLEMS[case], "whole")
-    start = problem.flat(problem.Reader())
-    assert problem.distance(train(problem.PROBLEMS[case], "ours"), whole, start) <= EXACT
-    if case != "equal":
-        assert problem.distance(train(problem.PROBLEMS[case], "own"), whole, start) > 0.01
 
 
 @pytest.mark.distributed
@@ -133,16 +107,6 @@ def whole_of(*windows: int, **options: Any) -> Whole:
     for batch in pieces(samples(sum(SIZES)), windows):
         whole.step(batch)
     return whole
-
-
-def test_units_from_what_training_step_returns() -> None:
-    module, windows = Module(returns_units=True), ExactAccumulation()
-    fit(module, [windows])
-    whole_of(9, 9, 4).assert_same(module.model)
-    assert windows.last is not None
-    assert (windows.last.units, windows.last.micro_batches) == (4, 1)
-    assert windows.state_dict() == {"updates": 3, "open": 0}
-    assert "training_step" not in module.__dict__  # the module is as it was
 
 
 def test_a_schedule_of_the_window_size() -> None:
@@ -220,13 +184,6 @@ def test_a_checkpoint_in_a_window_is_refused(
     assert "does not hold the gradient of its 2 micro" in caplog.text
     with pytest.raises(StateError, match=r"2 micro-batches of a window .* after an update"):
         fit(OfABatch(), [ExactAccumulation(len)], loader=Resumable(), ckpt_path=file)
-
-
-def test_clipping_by_value() -> None:
-    module = Module()
-    windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
-    fit(module, [windows], gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    whole_of(9, 9, 4, clip_value=0.01).assert_same(module.model)
 
 
 def test_loss_scaling_of_the_precision_plugin() -> None:

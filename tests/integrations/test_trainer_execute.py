@@ -17,7 +17,6 @@ from tests.distributed.launch import torchrun
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
 from wholebatch.batch import split
-from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")
@@ -82,24 +81,6 @@ def run(hosts: Any, problem: Any, tmp_path: Path) -> Run:
 def mode_of(trainer: Any) -> str:
     mode: str = trainer._whole._runner.executor.mode
     return mode
-
-
-@pytest.mark.parametrize("case", ["uneven", "masked tokens", "clipped"])
-def test_every_case_as_traced(run: Run, traces: Traces, case: str) -> None:
-    whole = run(Trainer, "whole", case=case, num_train_epochs=3)
-    ours = run(exact(Trainer, execute="compile"), "ours", case=case, num_train_epochs=3)
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "operations"
-    # The last batch of 29 samples has one, in each epoch: it gets a graph of its own.
-    assert traces.made == (2 if case == "uneven" else 1)
-
-
-def test_compiled(run: Run) -> None:
-    whole = run(Trainer, "whole")
-    ours = run(exact(Trainer, execute="compile"), "ours")
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "compile"
-    assert ours._whole._runner.executor.notes.history[0].startswith("compiled a micro-step of")
 
 
 def test_torch_compile_means_graphs_of_ours(run: Run, traces: Traces) -> None:
@@ -181,13 +162,6 @@ class Weighted(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class ByStep(Trainer):
-    """Its loss has a weight that changes with every update."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return (1.0 + 0.1 * self.state.global_step) * model(**inputs)["loss"]
-
-
 class Anneal(TrainerCallback):
     """Halves the trainer's weight once."""
 
@@ -208,54 +182,6 @@ def test_a_graph_is_made_again_when_what_the_loss_reads_has_changed(
     )
     assert run.distance(ours, whole) <= EXACT
     # The Trainer's own counters, logs and callbacks make no graph invalid: 8 updates, 2 values.
-    assert (traces.made, mode_of(ours)) == (2, "operations")
-
-
-def test_a_loss_that_reads_the_step_runs_eagerly(run: Run, traces: Traces) -> None:
-    whole = run(ByStep, "whole", num_train_epochs=4)
-    with pytest.warns(ExecuteWarning, match=r"self.state.global_step \(.*:\d+\) changes often"):
-        ours = run(exact(ByStep, units=labels_of, execute="compile"), "ours", num_train_epochs=4)
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "eager"
-
-
-class Scale:
-    factor = 2.0
-
-
-def scaled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    if num_items_in_batch is not None:  # of the plain Trainer
-        losses = functional.cross_entropy(outputs["logits"].mT, labels, reduction="sum")
-        return Scale.factor * losses / num_items_in_batch
-    return Scale.factor * functional.cross_entropy(outputs["logits"].mT, labels)
-
-
-def test_a_compute_loss_func(run: Run, hosts: Any, traces: Traces) -> None:
-    class Logits(hosts.ReaderForTokenClassification):  # type: ignore[misc, name-defined]
-        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.reader(input_ids)}
-
-    given: dict[str, Any] = {"compute_loss_func": scaled, "remove_unused_columns": False}
-    whole = run(Trainer, "whole", model=Logits(), **given)
-    ours = run(exact(Trainer, units=labels_of, execute="compile"), "ours", model=Logits(), **given)
-    assert run.distance(ours, whole) <= EXACT
-    assert (traces.made, mode_of(ours)) == (1, "operations")
-
-
-def test_label_smoothing(run: Run, hosts: Any, traces: Traces) -> None:
-    """Transformers computes it in float32."""
-
-    class Smooth(TrainerCallback):
-        trainer: Any
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.trainer.label_smoother.epsilon = 0.3 if state.global_step > 1 else 0.1
-
-    given: dict[str, Any] = {"label_smoothing_factor": 0.1, "num_train_epochs": 2}
-    whole = run(Trainer, "whole", model=hosts.llama(), callbacks=[Smooth()], **given)
-    kind = exact(Trainer, execute="compile")
-    ours = run(kind, "ours", model=hosts.llama(), callbacks=[Smooth()], **given)
-    assert run.distance(ours, whole, hosts.llama()) <= FLOAT32
     assert (traces.made, mode_of(ours)) == (2, "operations")
 
 
@@ -450,42 +376,6 @@ def test_a_checkpoint_in_a_window_of_graphs_begins_it_again(
     assert mode_of(resumed) == "operations"
     assert run.distance(resumed, straight) <= EXACT
     assert losses_of(resumed) == pytest.approx(losses_of(straight), rel=1e-12)
-
-
-class Scheduleless(torch.optim.SGD):
-    """An optimizer that wants to know when training goes on."""
-
-    told = 0
-
-    def train(self) -> None:
-        self.told += 1
-
-
-def test_a_second_training_and_what_the_step_does_besides(
-    run: Run, traces: Traces, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cleared: list[bool] = []
-
-    def clear(garbage_collection: bool = False) -> None:  # Accelerate collects, at the beginning
-        cleared.append(garbage_collection)
-
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", clear)
-    trainers = []
-    for kind, mode in ((Trainer, "whole"), (exact(Trainer, execute="compile"), "ours")):
-
-        class Twice(kind):  # type: ignore[misc, valid-type]
-            def create_optimizer(self, *_: Any) -> Any:
-                self.optimizer = self.optimizer or Scheduleless(self.model.parameters(), lr=0.5)
-                return self.optimizer
-
-        trainers.append(run(Twice, mode, torch_empty_cache_steps=2))
-        trainers[-1].train()
-    whole, ours = trainers
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "operations"
-    assert ours._whole._runner.executor.kinds.by_key == {}  # nothing is held after the training
-    assert ours.optimizer.optimizer.told == 4  # once a window
-    assert cleared.count(False) == 2
 
 
 class OwnStep(Trainer):

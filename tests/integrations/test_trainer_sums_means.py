@@ -43,13 +43,6 @@ def t5() -> nn.Module:
     return model
 
 
-def llama() -> nn.Module:
-    model: nn.Module = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=16)
-    )
-    return model
-
-
 def batch(number: int, labels: tuple[int, ...]) -> dict[str, Tensor]:
     """So many samples with labels of this shape each; those of tokens are many or few."""
     made = torch.randint(3, 40 if labels else 6, (number, *labels)) - (0 if labels else 3)
@@ -61,7 +54,6 @@ def batch(number: int, labels: tuple[int, ...]) -> dict[str, Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "bert": (bert, ()),
     "t5": (t5, (7,)),
-    "llama": (llama, (8,)),
 }
 
 
@@ -128,15 +120,3 @@ def test_models_whose_loss_takes_no_number_of_items(name: str, kind: Any, tmp_pa
     assert error(gradient_of(exact(kind), name, tmp_path, (5, 2, 4)), whole) < EXACT
     if kind is transformers.Trainer:  # theirs is the sum of three means
         assert error(gradient_of(kind, name, tmp_path, (5, 2, 4)), whole) > 1.5
-
-
-@pytest.mark.parametrize("kind", [transformers.Trainer, OwnStep], ids=["Trainer", "own step"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_smoothed_labels_in_float64(
-    name: str, kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Transformers smooths in float32: its rounding is no reason to refuse a float64 model."""
-    smooth = {"label_smoothing_factor": 0.125}  # its products with counts are exact in float32
-    whole = undivided(kind, name, tmp_path, **smooth)
-    assert error(gradient_of(exact(kind), name, tmp_path, (5, 2, 4), **smooth), whole) < EXACT
-    assert "no look" not in caplog.text

@@ -53,8 +53,6 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 def test_the_command_line_needs_three_packages() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(
-        r'^cli = \["rich>=[\d.]+", "shtab>=[\d.]+", "numpy>=[\d.]+"\]$', text, flags=re.M
-    )
+    assert re.search(r'^cli = \["rich>=[\d.]+", "numpy>=[\d.]+"\]$', text, flags=re.M)
     assert "typer" not in text
     assert (ROOT / "src/wholebatch/py.typed").is_file()

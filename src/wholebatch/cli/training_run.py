@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from wholebatch import WholeBatch
 from wholebatch.batch import split, to_device
 from wholebatch.cli.batch_scaling import lr_factor
-from wholebatch.cli.checkpoints import Loaded, fill_shards
+from wholebatch.cli.checkpoints import Loaded
 from wholebatch.cli.parallel_ranks import World, copied
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, seed_generators
 from wholebatch.cli.run_settings import Config
-from wholebatch.cli.sharded_start import build_sharded
 from wholebatch.cli.updates_made import Norms, samples_seen
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
@@ -46,8 +43,6 @@ class TrainingRun:
     optimizer: torch.optim.Optimizer
     train: WholeBatch
     batches: Batches
-    initialise: Callable[[], None] | None
-    """Gives a sharded model its first values; None if the model has them."""
 
     @property
     def windows(self) -> int:
@@ -105,20 +100,10 @@ class TrainingRun:
         if missing:
             raise StateError(f"{path} is damaged: it has no {', '.join(sorted(missing))}")
         own = self.model.state_dict()
-        trained: list[Tensor] = [p for g in self.optimizer.param_groups for p in g["params"]]
-
-        def like(place: tuple[Any, ...]) -> Tensor | None:
-            if place[0] == "model":
-                return own.get(place[-1])
-            index = place[2] if len(place) > 2 else None
-            return trained[index] if isinstance(index, int) and index < len(trained) else None
-
-        both = {name: state[name] for name in ("model", "optimizer")}
-        both = fill_shards(both, path, like)
-        check_model(own, both["model"], where=str(path))
+        check_model(own, state["model"], where=str(path))
         try:
-            self.model.load_state_dict(both["model"])
-            self.optimizer.load_state_dict(both["optimizer"])
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         except (ValueError, KeyError, RuntimeError) as error:
             raise StateError(f"{path} does not fit this recipe's optimizer: {error}") from error
         _check_optimizer(self.optimizer, where=str(path))
@@ -159,17 +144,12 @@ class TrainingRun:
             while (batch := batches.peek()) is not None and batches.position.epoch == 0:
                 is_empty = isinstance(batch, EmptyShare)
                 micros = split(batch.like if is_empty else batch, size)
-                count = len(micros)
-                if world.is_sharded:  # ranks gather the parameters in every forward
-                    count = max(world.gathered(count))
-                for place in range(count):
-                    counts = place < len(micros) and not is_empty
-                    micro = to_device(micros[place if counts else 0], world.device)
+                for micro in micros:
                     with casts.forward():
-                        loss = as_loss(self.recipe.loss(self.model, micro))
+                        loss = as_loss(self.recipe.loss(self.model, to_device(micro, world.device)))
                     for name, part in terms_of(loss).items():
                         total, units, _ = sums.get(name, (0.0, 0.0, 1.0))
-                        if counts:
+                        if not is_empty:
                             total, units = total + float(part.total), units + float(part.units)
                         sums[name] = total, units, part.weight
                 batches.take()
@@ -195,7 +175,6 @@ def build_run(
         seed=config.seed,
         rank=world.rank,
         ranks=world.ranks,
-        workers=config.workers,
         times=config.steps_at,
     )
     config = fitted_to(config, batches)
@@ -204,14 +183,8 @@ def build_run(
             f"--validate {config.validate}: {recipe.path} has no validation(); define it to return "
             "the held-out samples, as data() returns the training samples"
         )
-    build, initialise = partial(_built, recipe, config), None
-    if world.is_sharded:
-        model, initialise = build_sharded(
-            build, seed=config.seed, device=world.device, ranks=world.ranks
-        )
-    else:
-        model = moved(build(), world.device)
-    spread = model if world.is_sharded else copied(model)
+    model = moved(_built(recipe, config), world.device)
+    spread = copied(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
     for group in optimizer.param_groups:
         group["lr"] *= rate_factor(recipe, config, 0)
@@ -236,7 +209,7 @@ def build_run(
     )
     if world.rank:  # dropout of its own on every rank
         seed_generators(config.seed + world.rank)
-    return TrainingRun(recipe, config, world, model, optimizer, train, batches, initialise)
+    return TrainingRun(recipe, config, world, model, optimizer, train, batches)
 
 
 def _scheduler(
