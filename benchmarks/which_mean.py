@@ -26,7 +26,8 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
-from tests.losses.preferences import OURS, PLAIN, pairs, units_of  # noqa: E402
+from benchmarks.pages import written  # noqa: E402
+from tests.losses.preferences import OURS, PLAIN, pairs  # noqa: E402
 from tests.losses.problem import Batch, Policy, batch, ours, undivided  # noqa: E402
 from tests.support import Seen, distance, pieces, sgd  # noqa: E402
 
@@ -45,7 +46,6 @@ class Row:
     ours: Any
     plain: Callable[[Any, Batch], Tensor]
     data: Batch
-    units: Any = None
 
 
 def _policy(loss: str, mean: str, over: str, others: str) -> Row:
@@ -54,7 +54,7 @@ def _policy(loss: str, mean: str, over: str, others: str) -> Row:
 
 
 def _preference(loss: str, name: str, over: str, others: str, write: str) -> Row:
-    return Row(loss, over, others, f"`{write}`", OURS[name], PLAIN[name], pairs(), units_of(name))
+    return Row(loss, over, others, f"`{write}`", OURS[name], PLAIN[name], pairs())
 
 
 def rows() -> list[Row]:
@@ -99,33 +99,6 @@ def rows() -> list[Row]:
             f"{averaged}; right with equally large groups",
         ),
         _preference("DPO", "dpo", "pairs", f"TRL: {averaged}", "wb.losses.dpo_loss(…)"),
-        _preference("IPO", "ipo", "pairs", f"TRL: {averaged}", "wb.losses.ipo_loss(…)"),
-        _preference("SimPO", "simpo", "pairs", f"TRL: {averaged}", "wb.losses.simpo_loss(…)"),
-        _preference("ORPO", "orpo", "pairs", averaged, "wb.losses.orpo_loss(…)"),
-        _preference(
-            "ORPO, likelihood over tokens",
-            "orpo, tokens",
-            "tokens, and pairs",
-            f"TRL: both {averaged}",
-            "wb.losses.orpo_loss(…, tokens=…)",
-        ),
-        _preference(
-            "KTO",
-            "kto",
-            "samples, compared with a KL mean of the batch",
-            "TRL: both of a micro-batch",
-            "wb.Coupled(encode, wb.losses.kto_loss)",
-        ),
-        _preference(
-            "reward model", "reward", "pairs", f"TRL: {averaged}", "wb.losses.reward_loss(…)"
-        ),
-        _preference(
-            "GKD, logit distillation",
-            "distillation",
-            "tokens of the mask",
-            "TRL: tokens of the window, as the data has them",
-            "wb.losses.distillation_loss(…)",
-        ),
     ]
 
 
@@ -144,14 +117,9 @@ def errors(row: Row) -> tuple[float, float]:
     off = distance(gradient(model, usual), right)
     optimizer = sgd(model)
     seen = Seen(model, optimizer)
-    if isinstance(row.ours, wb.Coupled):
-        wb.WholeBatch(model, optimizer, loss=row.ours, micro_batch=2).step(row.data)
-    else:
-        acc = wb.Accumulator(model, optimizer, steps=len(micros))
-        if row.units is not None:
-            acc.announce(row.units(row.data))
-        for micro in micros:
-            acc.backward(row.ours(model, micro))
+    acc = wb.Accumulator(model, optimizer, steps=len(micros))
+    for micro in micros:
+        acc.backward(row.ours(model, micro))
     return off, distance(seen.gradients[0], right)
 
 
@@ -197,14 +165,6 @@ def trainers_table() -> Iterator[str]:
         through_us = off(trained(MAKE[name](exact, 4, **options)), whole)
         cells = ["< 1e-6" if one < 1e-6 else f"{one:.0%}" for one in (own, through_us)]
         yield f"| {title} | {' | '.join(cells)} |"
-
-
-def written(page: str, name: str, lines: list[str]) -> str:
-    """Return the page with these lines between the markers of this name."""
-    begin, end = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return "\n".join([f"{before}{begin}", *lines, f"{end}{after}"])
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from scripts.laws_table import PAGE, parts_of, with_table
 from tests.support import Seen, mlp, sgd
 from wholebatch.audit.check import Check
 from wholebatch.audit.own_loop import CHECKS, OwnLoop
+from wholebatch.distributed import Local
 from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.window.observer import Nobody, Plan
 
@@ -147,7 +149,8 @@ def test_one_law_is_one_file(law: type[Check]) -> None:
 
 def watched(*losses: Any, steps: int = 2, models: Any = ()) -> list[str]:
     """Return the warnings of a window with these losses."""
-    loop = OwnLoop(models)
+    target: Any = SimpleNamespace(models=models, optimizers=(), sync=Local())
+    loop = OwnLoop(target)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.window_begins(Plan(1, in_parts=True, steps=(steps,)))

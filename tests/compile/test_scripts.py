@@ -31,14 +31,7 @@ def run(script: Path) -> tuple[torch.Tensor, list[float]]:
     return flat, names["losses"]
 
 
-EAGER = "open: the capture does not follow tqdm's counter any more; the run is right, and eager"
-MARKS = {"progress_bar": [pytest.mark.xfail(reason=EAGER)]}
-
-
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in SCRIPTS],
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_does_the_same_with_graphs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXECUTE", "eager")
     wanted, losses = run(script)
@@ -64,7 +57,7 @@ def test_a_script_does_the_same_with_graphs(script: Path, monkeypatch: pytest.Mo
     texts = [str(one.message) for one in said if one.category is ExecuteWarning]
     if reason:
         assert len(texts) == 1
-        assert re.search(reason, texts[0])
+        assert re.search(reason, texts[0]), texts[0]
     else:
         assert modes[-1] == "operations"
         assert modes.count("eager") <= len(modes) / 3

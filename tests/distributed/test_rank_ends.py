@@ -43,11 +43,13 @@ def test_a_job_with_a_killed_rank_ends_with_its_line_and_goes_on(tmp_path: Path)
         return torchrun(worker, 2, *given, check=check).stderr
 
     told = train(9, "noisy.py", "--out", "killed", check=False)  # in the fifth of six windows
-    assert re.search(r"rank +: 1 .*\n.*exitcode +: -9", told), told[-3000:]
+    # torchrun names the rank that it saw end first: the killed one, or the one that waited for it.
+    killed = r"rank +: 1 .*\n.*exitcode +: -9|Connection (reset|closed) by peer"
+    assert re.search(killed, told), told[-3000:]
     train(0, "--resume", "--out", "killed")
     train(0, "noisy.py", "--out", "straight")
-    killed, straight = tmp_path / "killed", tmp_path / "straight"
-    one, other = newest_checkpoint(straight), newest_checkpoint(killed)
+    straight, resumed = tmp_path / "straight", tmp_path / "killed"
+    expected, actual = newest_checkpoint(straight), newest_checkpoint(resumed)
     for part in ("model", "optimizer", "data", "ranks"):
-        assert_same_bits(one[part], other[part], part)
-    assert metrics_of(straight) == metrics_of(killed)
+        assert_same_bits(expected[part], actual[part], part)
+    assert metrics_of(straight) == metrics_of(resumed)

@@ -372,6 +372,7 @@ def test_an_accumulator_says_where_the_autocast_goes() -> None:
         (wb.WholeBatch, {"steps": 4}, r"WholeBatch\(steps=4\): give the whole batch and micro_ba"),
         (wb.WholeBatch, {"microbatch": 4}, "did you mean micro_batch=?"),
         (wb.WholeBatch, {"cheese": 1}, "no such option: the options are"),
+        (lambda *_, **options: wb.Close(**options), {"clip_valu": 1}, "did you mean clip_value="),
         (wb.Accumulator, {"step": 4}, "did you mean steps=?"),
         (wb.Accumulator, {"micro_batch": 4}, "WholeBatch has micro_batch="),
     ],

@@ -175,7 +175,7 @@ def test_two_accumulators_add_only_into_their_own_parameters() -> None:
         assert distance(update, right) <= EXACT
 
 
-@pytest.mark.parametrize("order", ["loss before", "loss after", "detached", "earlier item"])
+@pytest.mark.parametrize("order", ["loss after", "detached", "earlier item"])
 def test_a_window_of_two_models_is_refused(order: str) -> None:
     make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
     makers = wb.Accumulator(make, sgd(make), steps=4 if order == "earlier item" else 2)
@@ -183,26 +183,20 @@ def test_a_window_of_two_models_is_refused(order: str) -> None:
 
     def loop() -> None:
         for z in wb.over(torch.randn(4, 2, 3).double(), makers, judges):
-            real, fooled = judge(make(z).detach()).square().sum(), judge(make(z)).square().sum()
-            if order == "detached":
-                makers.backward(fooled, units=2)
+            if order == "loss after":
                 judges.backward(judge(make(z).detach()).square().sum(), units=2)
-                continue
-            if order == "earlier item":
-                makers.backward(fooled, units=2)
-            judges.backward(real, units=2)
-            if order != "earlier item":
-                late = judge(make(z)).square().sum() if order == "loss after" else fooled
-                makers.backward(late, units=2)
+                makers.backward(judge(make(z)).square().sum(), units=2)
+            else:
+                makers.backward(judge(make(z)).square().sum(), units=2)
+                judges.backward(judge(make(z).detach()).square().sum(), units=2)
 
     message = "mix the old and the new weights"
     if order == "earlier item":
-        message = r"need the same steps, and these have 2 and 4. .* \(n_critic\)"
+        message = r"accumulators of 4 and 2 steps, .* begin and end together"
     with pytest.raises(wb.errors.WindowError, match=message):
         loop()
     hooks = [*make._forward_pre_hooks.values(), *judge._forward_pre_hooks.values()]
     assert not [hook for hook in hooks if not isinstance(hook, _Hook)]
-    assert makers.micro_batches + judges.micro_batches > 0
 
 
 @pytest.mark.parametrize("judged_by", ["accumulator", "optimizer"])
@@ -237,16 +231,6 @@ def test_models_updated_one_after_the_other_with_windows_of_one_micro_batch() ->
         judges.backward(judge(make(z).detach()).square().sum(), units=2)
         makers.backward(judge(make(z)).square().sum(), units=2)
     assert (makers.updates, judges.updates) == (3, 3)
-
-
-def test_accumulators_with_steps_of_their_own() -> None:
-    a, b = mlp(), mlp()
-    acc_a = wb.Accumulator(a, sgd(a), steps=2)
-    acc_b = wb.Accumulator(b, sgd(b), steps=3)
-    for micro in wb.over(pieces(samples(7), [1] * 7), acc_a, acc_b):
-        acc_a.backward(summed(a, micro), units=1)
-        acc_b.backward(summed(b, micro), units=1)
-    assert (acc_a.updates, acc_b.updates) == (4, 3)
 
 
 def test_nesting_two_loops_of_one_accumulator_is_refused() -> None:

@@ -35,13 +35,8 @@ def _clear_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (_freeze, "0.weight was frozen"),
         (_clear_one, "gradient of 0.weight has changed"),
         (lambda m, o: m[2].bias.grad.zero_(), "gradient of 2.bias has changed"),
-        (lambda m, o: m[2].bias.grad.data.clamp_(max=1e-3), "gradient of 2.bias has changed"),
-        (lambda m, o: m[2].bias.data.add_(1.0), "2.bias has changed .* remove optimizer.step"),
     ],
-    ids=[
-        *("zero_grad", "zeroed", "clip", "backward", "step", "freeze", "one", "one zeroed"),
-        *("data of a gradient", "data of a parameter"),
-    ],
+    ids=["zero_grad", "zeroed", "clip", "backward", "step", "freeze", "one", "one zeroed"],
 )
 @pytest.mark.parametrize("at_flush", [False, True])
 def test_a_line_of_the_old_loop_is_found(
@@ -52,9 +47,7 @@ def test_a_line_of_the_old_loop_is_found(
     acc = wb.Accumulator(model, optimizer, steps=3)
     acc.backward(summed(model, MICROS[0]), units=5)
     meddle(model, optimizer)
-    with pytest.raises(
-        WindowError, match=f"{message}.*discard.. drops what this window holds .1 of"
-    ):
+    with pytest.raises(WindowError, match=f"{message}.*discard.. drops what this window holds"):
         acc.flush() if at_flush else acc.backward(summed(model, MICROS[1]), units=3)
     acc.discard()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -108,28 +101,6 @@ def test_what_is_trained_must_not_change_in_a_window(
     acc.backward(summed(model, MICROS[1]), units=3)
     with pytest.raises(WindowError, match=message):
         acc.backward(summed(model, MICROS[2]), units=4)
-
-
-@pytest.mark.parametrize("rate", [0.5, 0.0])
-def test_evaluation_mode_that_is_left_on(rate: float) -> None:
-    """Refused if a layer depends on it; an evaluation between two backwards is not."""
-    model = nn.Sequential(nn.Linear(5, 3), nn.Dropout(rate), nn.Linear(3, 3)).double()
-    acc = wb.Accumulator(model, sgd(model), steps=3)
-    acc.backward(summed(model, MICROS[0]), units=5)
-    model.eval()
-    model.train()
-    acc.backward(summed(model, MICROS[1]), units=3)
-    model.eval()
-    if rate:
-        with pytest.raises(
-            WindowError, match=r"1 \(Dropout\) was put into evaluation mode .*train"
-        ):
-            acc.backward(summed(model, MICROS[2]), units=4)
-        acc.discard()
-        model.train()
-        acc.backward(summed(model, MICROS[0]), units=5)
-        model.eval()
-    assert acc.flush() is not None
 
 
 def test_what_may_be_done_in_a_window() -> None:
@@ -193,17 +164,5 @@ def test_an_encoder_in_two_passes_leaves_the_window_alone(meddle: str) -> None:
     train = wb.WholeBatch(
         model, optimizer, loss=wb.Coupled(encode, lambda z: wb.losses.info_nce(z, z)), micro_batch=4
     )
-    with pytest.raises(WindowError, match=r"gradient of 0.weight .* from the loss function"):
+    with pytest.raises(WindowError, match=r"gradient of 0.weight has changed"):
         train.step(samples(10))
-
-
-def test_a_scaler_that_unscales_in_mid_window_is_found() -> None:
-    """It writes gradients without a trace in their versions."""
-    model = mlp()
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
-    acc = wb.Accumulator(model, optimizer, steps=2, close=wb.Close(scaler=scaler))
-    acc.backward(summed(model, MICROS[0]), units=5)
-    scaler.unscale_(optimizer)
-    with pytest.raises(WindowError, match=r"remove .* scaler.unscale_\(\)"):
-        acc.backward(summed(model, MICROS[1]), units=3)
-    acc.discard()

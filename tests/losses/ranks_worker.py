@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.losses.preferences import OURS, PLAIN, pairs, units_of
+from tests.losses.preferences import OURS, PLAIN, pairs
 from tests.losses.problem import MEANS, Batch, Policy, batch, ours, undivided
 from tests.losses.test_policy import gradient, terms, terms_by_hand, units
 from tests.support import Seen, distance, pieces, sgd
@@ -58,13 +58,8 @@ def errors(loss: Any, plain: Any, data: Batch, units: Any = None) -> tuple[float
     rank, every = dist.get_rank(), shares(data)
     right = gradient(model := Policy(), plain(model, data))
     mine = every[rank]
-    if isinstance(loss, wb.Coupled):
-        own = {name: torch.cat([micro[name] for micro in mine]) for name in data}
-
-        def run(replica: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            wb.WholeBatch(replica, optimizer, loss=loss, micro_batch=2).step(own)
-    else:
-        run = in_a_stream(loss, mine, units and summed([units(micro) for micro in mine]))  # type: ignore[assignment]
+    counted = units and summed([units(micro) for micro in mine])
+    run = in_a_stream(loss, mine, counted)
     exact = distance(found(Policy(), run), right)
     model = Policy()
     means = [plain(model, micro) / len(micros) / 2 for micros in every for micro in micros]
@@ -103,7 +98,7 @@ def main() -> None:
     report["terms"] = errors(terms, terms_by_hand, batch(), units)
     report["out of data"] = out_of_data()
     for name, loss in OURS.items():
-        report[name] = errors(loss, PLAIN[name], pairs(), units_of(name))
+        report[name] = errors(loss, PLAIN[name], pairs())
     if dist.get_rank() == 0:
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(report, file)

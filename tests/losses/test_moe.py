@@ -76,7 +76,7 @@ def rows(number: int = 23, dtype: torch.dtype = torch.float64) -> dict[str, Tens
     return {"x": x, "y": torch.randint(0, 3, (number,), generator=generator)}
 
 
-def by_hand(model: Any, batch: Any, *, each: bool, z: float, weight: float) -> Tensor:
+def by_hand(model: Any, batch: Any, *, z: float, weight: float) -> Tensor:
     """The loss of an undivided batch, written out."""
     loss, routers = routed(model, batch)
     means = []
@@ -84,52 +84,24 @@ def by_hand(model: Any, batch: Any, *, each: bool, z: float, weight: float) -> T
         chance = logits.softmax(-1)
         share = F.one_hot(chance.topk(2).indices, 4).sum(1).double().mean(0)
         means.append((share, chance.mean(0)))
-    if each:
-        balance = sum(4 * (f * p).sum() for f, p in means)
-    else:
-        share, chance = (torch.stack(both).mean(0) for both in zip(*means, strict=True))
-        balance = 4 * (share * chance).sum()
+    share, chance = (torch.stack(both).mean(0) for both in zip(*means, strict=True))
+    balance = 4 * (share * chance).sum()
     logs = [logits.logsumexp(-1).square().mean() for logits in routers]
     total: Tensor = loss.total / loss.units + weight * balance
-    return total + z * (sum(logs) if each else sum(logs) / len(logs))
+    return total + z * sum(logs) / len(logs)
 
 
-@pytest.mark.parametrize("layers", ["together", "each"])
 @pytest.mark.parametrize("micro_batch", [1, 4, 7])
 @pytest.mark.parametrize("keep", [0, 2])
-def test_a_model_of_ones_own_with_z_loss(layers: Any, micro_batch: int, keep: int) -> None:
+def test_a_model_of_ones_own_with_z_loss(micro_batch: int, keep: int) -> None:
     model, batch = Router().double(), rows()
-    reference = by_hand(model, batch, each=layers == "each", z=0.3, weight=0.7)
+    reference = by_hand(model, batch, z=0.3, weight=0.7)
     gradients = torch.autograd.grad(reference, list(model.parameters()))
-    loss = wb.moe_loss(routed, balance=0.7, z=0.3, top_k=2, layers=layers, keep=keep)
+    loss = wb.moe_loss(routed, balance=0.7, z=0.3, top_k=2, keep=keep)
     step, ours = stepped(model, batch, micro_batch, loss=loss)
     assert distance(ours, gradients) <= EXACT
     assert step.loss == pytest.approx(float(reference.detach()), rel=EXACT)
     assert step.terms.keys() == {"loss", "balance", "z"}
-
-
-def test_probabilities_and_choices_of_ones_own() -> None:
-    """Sigmoid scores, and experts that a bias has helped to choose (DeepSeek's)."""
-
-    def biased(model: Any, micro: Any) -> Any:
-        out, logits = model(micro["x"])
-        scores = logits.sigmoid()
-        chosen = (scores + torch.tensor([0.0, 0.3, 0.0, 0.1])).topk(2).indices
-        pair = (scores / scores.sum(-1, keepdim=True), chosen)
-        return wb.cross_entropy(out, micro["y"]), [pair], micro["counts"]
-
-    batch = {**rows(), "counts": torch.arange(23) % 3}
-    model, loss = Router().double(), wb.moe_loss(biased, balance=0.5, top_k=2)
-    whole = loss(model, batch)
-    mean = sum(t.weight * t.total / t.units for t in whole.by_name.values())
-    gradients = torch.autograd.grad(mean, list(model.parameters()))
-    counted = batch["counts"] != 0
-    scores = model.router(batch["x"][counted]).sigmoid()
-    share = F.one_hot((scores + torch.tensor([0.0, 0.3, 0.0, 0.1])).topk(2).indices, 4).sum(1)
-    scores = scores / scores.sum(-1, keepdim=True)
-    balance = 4 * (share.double().mean(0) * scores.mean(0)).sum()
-    assert whole.by_name["balance"].total.item() == pytest.approx(balance.item(), rel=EXACT)
-    assert distance(stepped(model, batch, 5, loss=loss)[1], gradients) <= EXACT
 
 
 def per_micro_batch(model: Any, micro: Any) -> wb.Loss:
@@ -208,8 +180,6 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(LossError, match="a mask of 3 tokens for router logits of"):
         masked = wb.moe_loss(lambda m, x: (*routed(m, x), torch.ones(3)), balance=1.0, top_k=2)
         stepped(Router().double(), batch, 5, loss=masked)
-    with pytest.raises(OptionError, match='must be "together" or "each"'):
-        wb.moe_loss(layers="all")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="top_k=0"):
         wb.moe_loss(top_k=0)
 

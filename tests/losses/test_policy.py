@@ -159,26 +159,6 @@ def test_kl_inside_the_policy_loss_shares_its_mean(estimator: Any) -> None:
     assert_same(loss, by_tokens(model, data, token, "sequences"), model)
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_value_loss(clip: float | None) -> None:
-    model, data = Policy(), batch()
-    values = model(data["words"])[1][:, :-1]
-    before = values.detach() + 0.2 * data["returns"]
-
-    def token(i: int, t: int) -> Tensor:
-        error = (values[i, t] - data["returns"][i, t]) ** 2
-        if clip is not None:
-            near = before[i, t] + (values[i, t] - before[i, t]).clamp(-clip, clip)
-            error = torch.max(error, (near - data["returns"][i, t]) ** 2)
-        return error / 2
-
-    given: Any = {} if clip is None else {"old": before, "clip": clip}
-    loss = wb.losses.value_loss(values, data["returns"], data["mask"], **given)
-    assert_same(loss, by_tokens(model, data, token), model)
-    with pytest.raises(wb.errors.OptionError, match="go together"):
-        wb.losses.value_loss(values, data["returns"], data["mask"], clip=0.1)
-
-
 # ---------------------------------------------------- terms with units of their own
 
 
@@ -198,7 +178,8 @@ def terms(model: nn.Module, micro: Batch) -> Any:
     )
     kl = wb.losses.aggregate(wb.losses.token_kl(found, micro["reference"]), mask, mean="sequences")
     entropy = wb.losses.aggregate(-(logs.exp() * logs).sum(-1), mask)
-    value = wb.losses.value_loss(values[:, :-1], micro["returns"], mask)
+    error = (values[:, :-1] - micro["returns"]).square() / 2
+    value = wb.losses.aggregate(error, mask)
     return wb.Loss.terms(
         {"policy": policy, "kl": (kl, 0.3), "entropy": (entropy, -0.1), "value": (value, 0.5)}
     )
@@ -331,19 +312,19 @@ def test_terms_are_looked_at_as_other_losses_are() -> None:
 
     def compared(model: nn.Module, micro: Batch) -> Any:
         found = logprobs(model, micro).sum(1)
-        kto = wb.losses.kto_loss(found, found.detach() - 1, micro["advantages"] > 0, found)
-        return wb.Loss.terms({"policy": ours("tokens")(model, micro), "kto": (kto, 0.5)})
+        contrast = wb.losses.info_nce(found[:, None], micro["advantages"][:, None])
+        return wb.Loss.terms({"policy": ours("tokens")(model, micro), "nce": (contrast, 0.5)})
 
     acc = wb.Accumulator(model, sgd(model), steps=2)
-    acc.announce({"policy": 42, "kto": 12})
-    with pytest.raises(wb.errors.LossError, match="kto_loss"):
+    acc.announce({"policy": 42, "nce": 12})
+    with pytest.raises(wb.errors.LossError, match="info_nce"):
         acc.backward(compared(model, second))
     train = wb.WholeBatch(
         model,
         sgd(model),
         loss=compared,
-        units=lambda m: {"policy": m["mask"].sum(), "kto": len(m["mask"])},
+        units=lambda m: {"policy": m["mask"].sum(), "nce": len(m["mask"])},
         micro_batch=5,
     )
-    with pytest.raises(wb.errors.LossError, match="kto_loss"):
+    with pytest.raises(wb.errors.LossError, match="info_nce"):
         train.step(batch())

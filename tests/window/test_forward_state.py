@@ -98,7 +98,7 @@ def test_what_changes_inside_an_object_is_left() -> None:
         model.tensor += 1
         model.history, model.tensor = [3], torch.ones(2)  # type: ignore[assignment]
     assert model.history is history
-    assert model.history == [1, [1, 2]]
+    assert model.history == [1, [1, 2], 2]
     assert float(model.tensor) == 1.0
 
 

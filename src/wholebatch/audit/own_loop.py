@@ -7,7 +7,6 @@ for. `acc.run` and `WholeBatch` test the loss function itself, and `wb.verify` p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -18,6 +17,7 @@ from wholebatch.audit.coupling_layers import CouplingLayers
 from wholebatch.audit.divided_by_steps import DividedBySteps
 from wholebatch.audit.divided_twice import DividedTwice
 from wholebatch.audit.first_call import FirstCall
+from wholebatch.audit.foreign_writes import ForeignWrites
 from wholebatch.audit.mean_units import UnitsOfMeans
 from wholebatch.audit.model_calls import ModelCalls
 from wholebatch.audit.other_models import OtherModels
@@ -25,6 +25,7 @@ from wholebatch.audit.own_reduction import OwnReduction
 from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
+from wholebatch.window.model_and_optimizer import Target
 from wholebatch.window.observer import Plan
 from wholebatch.window.window import is_tested_window
 
@@ -44,37 +45,28 @@ OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, DividedTwice
 
 
 class OwnLoop:
-    """Asks a list of checks at the moments of a window; an `Observer`.
+    """Asks a list of checks at the moments of a window; an `Observer`."""
 
-    Args:
-        models: The models of the loop; they are held weakly.
-        checks: The classes of the checks.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        checks: Sequence[type[Check]] = CHECKS,
-        *,
-        runs_alone: bool = True,
-    ) -> None:
-        self._models: WeakSet[nn.Module] = WeakSet(models)
-        left_out = () if runs_alone else (FirstCall, ComparedRows, OtherModels)
+    def __init__(self, target: Target, checks: Sequence[type[Check]] = CHECKS) -> None:
+        self._writes = ForeignWrites(target)
+        self._models: WeakSet[nn.Module] = WeakSet(target.models)
+        left_out = () if target.sync.runs_alone else (FirstCall, ComparedRows, OtherModels)
         self._checks = [check() for check in checks if check not in left_out]
         self._have_warned: set[Check] = set()
         self._is_first = True  # until the first window in parts has closed
         self._plan = Plan(0, in_parts=False)
         before = [check.call for check in self._checks if isinstance(check, FirstCall)]
         after = [check.returned for check in self._checks if isinstance(check, ComparedRows)]
-        self._calls = ModelCalls(models, before, after) if before or after else None
+        self._calls = ModelCalls(target.models, before, after) if before or after else None
 
     def window_begins(self, plan: Plan) -> None:
         self._plan = plan
+        self._writes.forget()
         for check in self._asked():
             self._tell(check, check.window_begins(self._models))
 
-    def micro_batch_begins(self, micro: Any) -> None:
-        return
+    def backward_begins(self) -> None:
+        self._writes.check()
 
     def loss_is_known(self, loss: Loss | Terms) -> None:
         if not self._plan.in_parts:
@@ -92,10 +84,12 @@ class OwnLoop:
                 refuse_freed_graph(error)
                 raise
 
-    def gradients_are_added(self) -> None:
-        return
+    def gradients_are_added(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._writes.remember(parameters)
 
     def window_closes(self) -> None:
+        self._writes.check()
+        self._writes.check_rates()
         if not self._plan.in_parts:
             return
         for check in self._asked():

@@ -141,7 +141,10 @@ class Feed:
                 f"own, this one has {len(generators)}: build the loader as before"
             )
         for generator, saved in zip(generators, self._start_generators, strict=True):
+            now_seed = generator.initial_seed()
             generator.set_state(saved)
+            if is_new_pass and generator.initial_seed() != now_seed:
+                generator.manual_seed(now_seed)  # the loop seeds it anew for every pass
         self._iterator = iter(unpadded(self.loader, static=self._static))
         for position in range(self.fetched):
             if next(self._iterator, NOTHING) is NOTHING:

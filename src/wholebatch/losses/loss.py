@@ -392,8 +392,8 @@ def refuse_in_parts(loss: object) -> None:
     terms = loss.by_name.values() if isinstance(loss, Terms) else ()
     if isinstance(loss, OfTheBatch) or any(term.of_the_batch for term in terms):
         raise LossError(
-            "a loss that compares all samples with each other (clip_loss, info_nce, siglip_loss, "
-            "supcon_loss, kto_loss), computed on one micro-batch, is not part of the batch's "
+            "a loss that compares all samples with each other (clip_loss, info_nce), "
+            "computed on one micro-batch, is not part of the batch's "
             "loss. Use loss=wb.Coupled(encode, loss) (plain models and DDP): encode(model, micro) "
             "returns the representations, and loss(all) gets those of the whole batch. "
             "audit=False computes it on each micro-batch alone"

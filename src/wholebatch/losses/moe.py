@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from wholebatch.losses.causal_lm import causal_lm
 from wholebatch.losses.coupled import Coupled
 from wholebatch.losses.loss import Loss, Term, Terms, as_loss, terms_of
 
-Routers: TypeAlias = Sequence[Tensor | tuple[Tensor, Tensor]]
-"""For each layer, the router's logits (tokens, experts); or probabilities and chosen experts."""
+Routers: TypeAlias = Sequence[Tensor]
+"""For each layer, the router's logits (tokens, experts)."""
 Sums: TypeAlias = dict[str, Tensor]
 
 
@@ -35,7 +35,6 @@ def moe_loss(
     balance: float | None = None,
     z: float = 0.0,
     top_k: int | None = None,
-    layers: Literal["together", "each"] = "together",
     keep: int = 1,
 ) -> Coupled:
     """Return a loss of the whole batch: `loss`, `balance` × load balance and `z` × router z-loss.
@@ -43,23 +42,19 @@ def moe_loss(
     With a Hugging Face model in training with `output_router_logits=True`, `loss(model, micro)` is
     any loss without its balance term; logits and mask are read from the model's output, and
     `balance` and `top_k` from the model. For another model, `loss` returns `(loss, routers)` or
-    `(loss, routers, mask)`: `routers` holds the logits (tokens, experts) of each layer, or pairs
-    of probabilities and chosen experts (tokens, k); `mask` is 0 for tokens that do not count.
+    `(loss, routers, mask)`: `routers` holds the logits (tokens, experts) of each layer; `mask` is 0
+    for tokens that do not count. The means are over the tokens of all layers, as in Transformers.
 
     Args:
         loss: The loss of the model without its balance term. Default: `wb.causal_lm`.
         balance: Weight of the load-balancing loss. Default: the model's own.
         z: Weight of the router z-loss, the mean of logsumexp(logits)².
         top_k: Experts per token. Default: the model's own.
-        layers: "together" takes the means over the tokens of all layers, as Transformers does;
-            "each" adds the losses of the layers.
         keep: As for `wb.Coupled`: graphs of the first pass that need no second one.
     """
-    if layers not in ("together", "each"):
-        raise OptionError(f'layers={layers!r}: must be "together" or "each"')
     if top_k is not None and top_k < 1:
         raise OptionError(f"top_k={top_k}: must be a positive number of experts, or None")
-    mixture = _Mixture(loss or causal_lm, balance, z, top_k, layers == "each")
+    mixture = _Mixture(loss or causal_lm, balance, z, top_k)
     return Coupled(mixture.encode, mixture.whole, keep=keep, addends=mixture.addends)
 
 
@@ -69,7 +64,6 @@ class _Mixture:
     balance: float | None
     z: float
     top_k: int | None
-    each: bool
     _weights: dict[str, float] = field(default_factory=dict)
     """Of each term, as the last micro-batch had it."""
 
@@ -121,9 +115,9 @@ class _Mixture:
             name: (total.sum(), units.detach().sum(), self._weights[name])
             for name, (total, units) in all["terms"].items()
         }
-        terms["balance"] = (balance_of(sums, each=self.each), 1, self._weights["balance"])
+        terms["balance"] = (balance_of(sums), 1, self._weights["balance"])
         if self.z:
-            layers = 1 if self.each else len(sums["probability"])
+            layers = len(sums["probability"])
             terms["z"] = (all["z"].sum(), sums["tokens"] * layers, self.z)
         return Loss.terms(terms)
 
@@ -134,13 +128,9 @@ def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool =
     "probability" and "assigned" (tokens sent to each expert) are (layers, experts), "tokens" is
     how many tokens count.
     """
-    first = routers[0]
-    if isinstance(first, tuple):
-        probability, chosen = (_stacked([router[i] for router in routers]) for i in (0, 1))
-    else:
-        logits = _stacked(routers)  # type: ignore[arg-type]
-        probability = logits.softmax(-1)
-        chosen = probability.topk(top_k, dim=-1).indices
+    logits = torch.stack([router.to(routers[0].device) for router in routers])
+    probability = logits.softmax(-1)
+    chosen = probability.topk(top_k, dim=-1).indices
     layers, tokens, experts = probability.shape
     kept = torch.ones(tokens, dtype=torch.bool, device=probability.device)
     if mask is not None:
@@ -159,23 +149,16 @@ def routing_sums(routers: Routers, top_k: int, mask: Tensor | None, *, z: bool =
         "tokens": kept.sum(),
     }
     if z:
-        if isinstance(first, tuple):
-            raise OptionError("z= needs the routers' logits, which probabilities do not determine")
         sums["z"] = (logits.to(wide).logsumexp(-1).square() * kept).sum()
     return sums
 
 
-def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.to(tensors[0].device) for tensor in tensors])
-
-
-def balance_of(sums: Mapping[str, Tensor], *, each: bool = False) -> Tensor:
-    """Return the load-balancing loss of these sums: of all layers at once, or the layers' sum."""
-    probability, assigned = sums["probability"], sums["assigned"].to(sums["probability"].dtype)
-    tokens = sums["tokens"].to(probability.dtype).clamp(min=1)
-    if not each:
-        probability, assigned = probability.sum(0), assigned.sum(0)
-        tokens = tokens * len(sums["probability"])
+def balance_of(sums: Mapping[str, Tensor]) -> Tensor:
+    """Return the load-balancing loss of these sums, over the tokens of all layers."""
+    layers = len(sums["probability"])
+    probability = sums["probability"].sum(0)
+    assigned = sums["assigned"].sum(0).to(probability.dtype)
+    tokens = sums["tokens"].to(probability.dtype).clamp(min=1) * layers
     return (assigned / tokens * (probability / tokens)).sum() * probability.shape[-1]
 
 

@@ -226,37 +226,6 @@ def token_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator = "k3") -
     raise OptionError(f'estimator={estimator!r}: must be "k1", "k2" or "k3"')
 
 
-def value_loss(
-    values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    mean: Mean = "tokens",
-    old: Tensor | None = None,
-    clip: float | None = None,
-) -> Loss:
-    """Return half the squared error of a value function, as a sum and its units.
-
-    With `clip`, values may move by that much from `old`: the larger of both errors counts, as in
-    PPO.
-
-    Args:
-        values: Predicted values, `[sequences, tokens]`.
-        returns: The values to predict.
-        mask: 1 for tokens that count, `[sequences, tokens]`.
-        mean: The named mean, such as "tokens" or "sequences".
-        old: The values when the data was sampled, for `clip`.
-        clip: How far values may move from `old`.
-    """
-    if (old is None) != (clip is None):
-        raise OptionError("value_loss: old= and clip= go together; give both or none")
-    error = (values - returns).square()
-    if old is not None and clip is not None:
-        near = old + (values - old).clamp(min=-clip, max=clip)
-        error = torch.maximum(error, (near - returns).square())
-    return aggregate(error / 2, mask, mean=mean)
-
-
 def _clip_range(clip: float | tuple[float, float] | None) -> tuple[float, float]:
     low, high = clip if isinstance(clip, tuple) else (clip or 0.0, clip or 0.0)
     if low < 0 or high < 0:

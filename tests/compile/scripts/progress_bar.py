@@ -1,4 +1,4 @@
-# graph
+# eager: progress_bar.py, line 21
 """The loss describes a progress bar and writes to the log."""
 
 import io

@@ -150,7 +150,7 @@ def exact(
         raise UnsupportedError(
             "exact(GKDTrainer): it draws the answers of every batch inside its training_step, "
             "after the units of the window are counted; use GKDTrainer as it is with lmbda=0 and "
-            "seq_kd=False, or write the loop with wb.losses.distillation_loss"
+            "seq_kd=False, or write the loop with wb.Accumulator"
         )
     windows = _OF_TRL.get(of_trl[0] if of_trl else "", ExactTrainerMixin)
     if windows is ExactTrainerMixin:
