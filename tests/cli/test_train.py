@@ -128,7 +128,11 @@ REFUSED = {
     ),
     "resume": (["train", "mine.py", "--resume"], None, "--resume: needs --out"),
     "resume out": (["train", "--resume", "--out", "x"], None, "--resume: there is no run in x"),
-    "out is a file": (["train", "mine.py", "--out", "mine.py"], None, "is a file; give a folder"),
+    "out is a file": (
+        ["train", "mine.py", "--out", "mine.py"],
+        None,
+        "cannot be written: Not a directory",
+    ),
     "out below a file": (["train", "mine.py", "--out", "mine.py/x"], None, "cannot be"),
     "empty data": (["train", "mine.py"], ("return Points()", "return []"), "data() is empty"),
 }

@@ -41,12 +41,11 @@ from wholebatch.integrations.keras import (
 )
 
 BACKEND = keras.backend.backend()
-JAX = BACKEND == "jax"
 # The others spend their time compiling: they run the cases that pass through their own code.
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="runs on the torch backend")
-# Keras itself rounds the mean loss to float32 on torch, and masks, tanh and means on JAX.
-LIMIT = {"tensorflow": 1e-12, "jax": 1e-12, "torch": 1e-6}[BACKEND]
-ROUNDED = {"tensorflow": 1e-12, "jax": 1e-6, "torch": 1e-6}[BACKEND]
+# Keras itself rounds the mean loss to float32 on torch.
+LIMIT = {"tensorflow": 1e-12, "torch": 1e-6}[BACKEND]
+ROUNDED = {"tensorflow": 1e-12, "torch": 1e-6}[BACKEND]
 # Keras's own conversion of its TensorFlow variables, with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 SIZES = (3, 1, 1, 3, 1, 3, 3, 1, 3, 1)  # windows of four, and a tail of two
@@ -260,9 +259,6 @@ def test_refusals_and_units_of_ones_own() -> None:
     with pytest.raises(LossError, match=r"units=\), a function"):
         fit(model, (x, y), SIZES)
 
-    if JAX:
-        with pytest.raises(UnsupportedError, match="Nadam on the JAX backend"):
-            GradientAccumulateOptimizer("nadam", 4)
     if BACKEND != "torch":
         return
 
@@ -324,8 +320,7 @@ def test_a_loss_that_compares_samples_is_refused() -> None:
     with pytest.raises(LossError, match=r"compares samples.*audit=False"):
         fit(model, (x, y), (4, 4), epochs=1)
     np.testing.assert_array_equal(flat(model), start)  # nothing moved, and nothing is lost
-    if not JAX:
-        assert np.any(fit(fresh(audit=False), (x, y), (4, 4), epochs=1))
+    assert np.any(fit(fresh(audit=False), (x, y), (4, 4), epochs=1))
     counts = model_of(
         GradientAccumulateModel, masked=False, accum_steps=2, units=lambda x, y, weight: 5
     )

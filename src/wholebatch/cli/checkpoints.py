@@ -27,7 +27,7 @@ from torch import Tensor
 from wholebatch import __version__
 from wholebatch.cli.parallel_ranks import World
 from wholebatch.errors import StateError
-from wholebatch.plain_files import folder_to_disk, load_json, open_file, reason, to_disk
+from wholebatch.plain_files import folder_to_disk, load_json, reason, to_disk
 
 _NAME = re.compile(r"window-(\d{8,})")
 _STATE, _CHECKSUMS = "state.pt", "checksums.json"
@@ -181,7 +181,7 @@ def _plain(value: Any, place: str) -> Any:
 def _checksum(path: Path, *, flush: bool = False) -> str:
     """Return the SHA-256 of a file; with `flush`, wait until it is on the disk."""
     digest = hashlib.sha256()
-    with open_file(path) as file:
+    with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
         if flush:

@@ -25,7 +25,7 @@ from wholebatch.cli.report.tuned import TUNED, tuned_table
 from wholebatch.cli.run_settings import read_config
 from wholebatch.cli.updates_made import not_whole
 from wholebatch.errors import MissingExtraError, OptionError
-from wholebatch.plain_files import load_json, open_file, reason, write_atomically
+from wholebatch.plain_files import load_json, reason, write_atomically
 from wholebatch.readable_sizes import memory_said, percent
 
 PLOTS = {
@@ -176,8 +176,7 @@ def _seen(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _records(path: Path) -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl`; one that is being written now is left out."""
     try:
-        with open_file(path) as file:
-            lines = file.read().decode("utf-8", errors="replace").splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -189,7 +188,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             windows.append({"window": int(record["window"]), **record})
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise OptionError(f"{path}: line {number} is not the record of a window") from None
     return windows
 
