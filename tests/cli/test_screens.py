@@ -184,7 +184,7 @@ def test_help_takes_a_quarter_of_a_second_and_no_torch(arguments: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--batch-sise", "4"], ["verify", "--splits", "2"], ["nothing"]]
+    "arguments", [["train", "--batch-sise", "4"], ["verify", "--windows", "2"], ["nothing"]]
 )
 def test_a_wrong_option_is_told_without_torch(arguments: list[str]) -> None:
     code = (

@@ -329,28 +329,6 @@ def test_a_loss_that_compares_samples_is_refused() -> None:
         fit(counts, (x, y), (4, 4), epochs=1)
 
 
-def test_the_test_of_the_loss_leaves_no_trace() -> None:
-    """Dropout's draws, metrics and the weights are those of a run without it."""
-    x, y = data(8)
-    seen = []
-    for audit in (True, False):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((6, 3))
-        hidden = layers.Dropout(0.5, seed=3)(layers.Dense(5, activation="relu")(inputs))
-        model = GradientAccumulateModel(
-            inputs=inputs, outputs=layers.Dense(7)(hidden), accum_steps=2, audit=audit
-        )
-        model.compile(keras.optimizers.SGD(0.01), squared, metrics=["mae"])
-        model.run_eagerly = quick_eagerly()
-        history = model.fit(Slices((x, y), (1, 3, 2, 2)), shuffle=False, verbose=0).history
-        seen.append((flat(model), history))
-        assert not model.must_test
-    assert distance(seen[0][0], seen[1][0]) <= LIMIT
-    assert seen[0][1].keys() == seen[1][1].keys()
-    for name, values in seen[0][1].items():
-        np.testing.assert_allclose(values, seen[1][1][name], rtol=1e-6)
-
-
 @on_torch
 def test_the_example() -> None:
     keras.config.set_floatx("float32")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import wholebatch as wb
 from tests.distributed.launch import reports
@@ -26,9 +27,11 @@ from wholebatch.errors import (
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate import Accelerator  # noqa: E402
+from accelerate.data_loader import BatchSamplerShard  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from wholebatch.integrations.accelerate import AccelerateAccumulator  # noqa: E402
+from wholebatch.integrations.handed_over import samples_of_last_batches  # noqa: E402
 
 pytestmark = pytest.mark.slow
 SCRIPT = "accelerate_loop.py"
@@ -185,3 +188,21 @@ def test_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Accelerator, "is_fsdp2", False)
     with pytest.raises(UnsupportedError, match=r"FSDP1 .*set fsdp_version=2"):
         AccelerateAccumulator(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("samples_", "size", "split", "left"),
+    [(14, 3, False, (3, 2)), (12, 3, False, None), (5, 4, True, (2, 1))],
+)
+def test_samples_that_accelerate_repeats_are_known(
+    samples_: int, size: int, split: bool, left: tuple[int, int] | None
+) -> None:
+    """On two ranks; `size` is that of both where the ranks split a batch."""
+    batches = BatchSampler(SequentialSampler(range(samples_)), size, drop_last=False)
+    shards = [BatchSamplerShard(batches, 2, rank, split_batches=split) for rank in range(2)]
+    state = SimpleNamespace(active_dataloader=SimpleNamespace(batch_sampler=shards[1]))
+    accelerator = SimpleNamespace(num_processes=2, gradient_state=state)
+    assert samples_of_last_batches(accelerator) == left
+    last = [index for shard in shards for index in [*shard][-1]]
+    if left is not None:
+        assert last[: left[1]] == [*range(samples_ - left[1], samples_)]

@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import wholebatch
 from tests.integrations.loops import LOOPS
 from tests.support import Whole, adamw, distance, mean, mlp, pieces, samples, sgd
-from wholebatch.errors import NonFiniteError, WholebatchError
+from wholebatch.errors import NonFiniteError
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -72,24 +71,6 @@ def test_16_bit_gradients_are_added_in_fp32(library: str) -> None:
             total += part.double() / 128
     rounded = [one.to(torch.bfloat16) for one in sums]
     assert distance(seen, sums) <= 1.01 * distance(rounded, sums)
-
-
-@libraries
-def test_a_loss_that_compares_samples_is_told(library: str) -> None:
-    def compares(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
-        z = functional.normalize(model(micro["x"]), dim=1)
-        return functional.cross_entropy(z @ z.T, torch.arange(len(z)))
-
-    model = mlp()
-    told = r"links \d of the \d rows|do not add up to"
-    refused = library == "transformers"  # it has the whole batch, whose rows are samples
-    with (
-        pytest.raises(WholebatchError, match=told)
-        if refused
-        else pytest.warns(UserWarning, match=told)
-    ):
-        LOOPS[library](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares)
-    LOOPS[library](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares, audit=False)
 
 
 @libraries

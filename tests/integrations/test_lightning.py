@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
@@ -270,3 +271,11 @@ def test_fsdp1_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"FSDPStrategy \(FSDP1\).*ModelParallelStrategy"):
         _check_strategy(FSDPStrategy())
+
+
+def test_samples_that_a_sampler_repeats_are_told() -> None:
+    from wholebatch.integrations.lightning import _warn_of_repeats
+
+    sampler: Any = DistributedSampler(samples(7)["y"], num_replicas=2, rank=0)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="DistributedSampler repeats 1 samples in each epoch"):
+        _warn_of_repeats(SimpleNamespace(train_dataloader=SimpleNamespace(sampler=sampler)))  # type: ignore[arg-type]

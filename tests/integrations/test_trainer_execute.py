@@ -16,7 +16,6 @@ import wholebatch as wb
 from tests.distributed.launch import torchrun
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
-from wholebatch.batch import split
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")
@@ -39,8 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
-FLOAT32 = 1e-6
-TOKENS = wb.tokens(16, mask="input_ids")
 
 
 class Run:
@@ -88,101 +85,6 @@ def test_torch_compile_means_graphs_of_ours(run: Run, traces: Traces) -> None:
     assert run.distance(ours, run(Trainer, "whole")) <= EXACT
     assert (mode_of(ours), traces.made) == ("operations", 1)
     assert type(ours.model_wrapped).__name__ == "OptimizedModule"  # as its user knows it
-
-
-class Padded:
-    """Samples of several lengths; a batch is as wide as its longest.
-
-    Word 0 is padding alone: the tests give `input_ids` as the mask.
-    """
-
-    def __init__(self, tokens: Any) -> None:
-        tokens.tokens.clamp_(min=1)
-        lengths = (tokens.labels != -100).sum(1).clamp(min=1).tolist()
-        self.rows = [
-            {n: v[:length] for n, v in tokens[i].items()} for i, length in enumerate(lengths)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-    @staticmethod
-    def collate(rows: Any) -> dict[str, Tensor]:
-        pad = {"input_ids": 0, "labels": -100}
-        return {
-            name: nn.utils.rnn.pad_sequence(
-                [row[name] for row in rows], batch_first=True, padding_value=value
-            )
-            for name, value in pad.items()
-        }
-
-
-@pytest.mark.parametrize("micro_batch", [None, TOKENS, "auto"])
-def test_batches_of_several_widths(
-    run: Run, problem: Any, traces: Traces, micro_batch: Any
-) -> None:
-    data = Padded(problem.Tokens(problem.PROBLEMS["masked tokens"]))
-    assert len({len(row["labels"]) for row in data.rows}) > 4
-    given = {"data": data, "data_collator": Padded.collate}
-    whole = run(Trainer, "whole", **given)
-    ours = run(exact(Trainer, execute="compile", micro_batch=micro_batch), "ours", **given)
-    assert run.distance(ours, whole) <= EXACT
-    if micro_batch == TOKENS:  # sorted over the whole window, not within each batch
-        each = [Padded.collate(data.rows[at : at + 4]) for at in range(16, 32, 4)]
-        number = len(split(Padded.collate(data.rows[16:]), TOKENS))
-        assert ours._whole.last_step.micro_batches == number
-        assert number < sum(len(split(batch, TOKENS)) for batch in each)
-
-
-@pytest.mark.parametrize(("memory", "least"), [(None, 16), ("150KiB", 5)])
-def test_auto_may_join_the_batches_of_a_loader(run: Run, memory: Any, least: int) -> None:
-    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
-    whole = run(Trainer, "whole", **given)
-    ours = run(exact(Trainer, micro_batch="auto", memory=memory), "ours", **given)
-    assert run.distance(ours, whole) <= EXACT
-    assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
-    assert ours._whole.micro_batch_size in range(least, 17)  # the loader's batches have 4
-
-
-def labels_of(inputs: Any) -> Tensor:
-    return (inputs["labels"] != -100).sum()
-
-
-class Weighted(Trainer):
-    """Its loss has a weight that training changes."""
-
-    weight = 1.0
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        outputs = model(**inputs)
-        loss = self.weight * outputs["loss"]
-        return (loss, outputs) if return_outputs else loss
-
-
-class Anneal(TrainerCallback):
-    """Halves the trainer's weight once."""
-
-    trainer: Any
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.trainer.weight = 0.5
-
-
-def test_a_graph_is_made_again_when_what_the_loss_reads_has_changed(
-    run: Run, traces: Traces
-) -> None:
-    given: dict[str, Any] = {"num_train_epochs": 4, "logging_steps": 1, "logging_strategy": "steps"}
-    whole = run(Weighted, "whole", callbacks=[Anneal()], **given)
-    ours = run(
-        exact(Weighted, units=labels_of, execute="compile"), "ours", callbacks=[Anneal()], **given
-    )
-    assert run.distance(ours, whole) <= EXACT
-    # The Trainer's own counters, logs and callbacks make no graph invalid: 8 updates, 2 values.
-    assert (traces.made, mode_of(ours)) == (2, "operations")
 
 
 def test_bf16_in_the_models_forward(run: Run, hosts: Any, traces: Traces) -> None:

@@ -143,9 +143,6 @@ class Command:
             what = "no such option: " if unknown[0].startswith("-") else "unexpected argument: "
             raise OptionError(f"{what}{unknown[0]} (see --help)")
         values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
-        for name, text in vars(typed).items():
-            if text == [] and not by_name[name].metadata.get("positional"):  # of --updates=--
-                raise OptionError(f"{flag_of(by_name[name])}: needs a value (see --help)")
         return rest | {
             name: _converted(by_name[name], text, _kind(by_name[name], kinds)[0])
             for name, text in values.items()

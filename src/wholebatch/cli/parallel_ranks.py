@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.distributed.process_group import largest_over_ranks, shorten_timeout, world_size
-from wholebatch.errors import RankError, RecipeError, WholebatchError
+from wholebatch.errors import RankError, WholebatchError
 
 T = TypeVar("T")
 
@@ -90,12 +90,6 @@ def copied(model: nn.Module) -> nn.Module:
     device = next(model.parameters()).device
     if world_size() == 1:
         return model
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
-            raise RecipeError(
-                f"{name} is a SyncBatchNorm, which torch has for GPUs only: leave it a BatchNorm; "
-                "with --batchnorm exact (the default) it has the statistics of all ranks"
-            )
     return DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None
     )

@@ -219,7 +219,7 @@ def _held(folder: Path, *, is_new: bool) -> Iterator[bool]:
     except OSError as error:
         raise OptionError(f"--out {folder}: cannot be written: {reason(error)}") from error
     with lock:
-        with suppress(ImportError):  # Windows
+        with suppress(ImportError, OSError):  # Windows, a file system without locks
             import fcntl
 
             try:
@@ -370,9 +370,8 @@ def _updates_made(run: TrainingRun, loop: TrainingLoop) -> str:
     if loop.batchnorm_saw:
         return not_whole(loop.batchnorm_saw)
     return whole(
-        run.norms,
         recipe=run.recipe.name if run.recipe.is_embedded else path_from_here(run.recipe.path),
-        policy=run.config.batchnorm,
+        is_frozen=run.config.batchnorm == "freeze" and run.has_batchnorm,
         is_split=loop.most_micro_batches > 1 or run.world.ranks > 1,
         is_tested=run.recipe.audit,
     )

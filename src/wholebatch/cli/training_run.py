@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch import WholeBatch
@@ -17,15 +17,14 @@ from wholebatch.cli.parallel_ranks import World, copied
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, seed_generators
 from wholebatch.cli.run_settings import Config
-from wholebatch.cli.updates_made import Norms, samples_seen
+from wholebatch.cli.updates_made import samples_seen
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
     needs_whole_batch,
-    tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
+from wholebatch.errors import OptionError, StateError, UnsupportedError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.options import Memory
@@ -62,10 +61,9 @@ class TrainingRun:
         return self.train.choose(batch.like if isinstance(batch, EmptyShare) else batch)
 
     @property
-    def norms(self) -> Norms:
-        """The layers whose results depend on how the batch is split."""
-        used = any(uses_batch_statistics(norm) for _, norm in batchnorms(self.model))
-        return Norms(used, bool(tracked_instance_norms(self.model)))
+    def has_batchnorm(self) -> bool:
+        """True if a BatchNorm of the model normalises by the batch."""
+        return any(uses_batch_statistics(norm) for _, norm in batchnorms(self.model))
 
     def batchnorm_sees(self, samples: int, micro_batches: int) -> int | None:
         """Return the samples that a BatchNorm sees at a time; None if it sees the whole batch.
@@ -73,7 +71,7 @@ class TrainingRun:
         `samples` are those of this rank's batch.
         """
         parts = micro_batches > 1 or self.world.ranks > 1
-        if self.config.batchnorm != "allow" or not parts or not self.norms.batchnorm:
+        if self.config.batchnorm != "allow" or not parts or not self.has_batchnorm:
             return None
         size = self.train.micro_batch_size
         return samples_seen(samples, micro_batches=micro_batches, micro_batch=size)
@@ -99,13 +97,12 @@ class TrainingRun:
         missing = {"model", "optimizer", "data", "ranks"} - state.keys()
         if missing:
             raise StateError(f"{path} is damaged: it has no {', '.join(sorted(missing))}")
-        own = self.model.state_dict()
-        check_model(own, state["model"], where=str(path))
-        try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise StateError(f"{path} does not fit this recipe's optimizer: {error}") from error
+        for part, name in ((self.model, "model"), (self.optimizer, "optimizer")):
+            try:
+                part.load_state_dict(state[name])
+            except (ValueError, KeyError, RuntimeError) as error:
+                why = " ".join(str(error).split())
+                raise StateError(f"{path} does not fit this recipe's {name}: {why}") from error
         _check_optimizer(self.optimizer, where=str(path))
         self.batches.load_state_dict(state["data"])
         self._restore_progress(state["ranks"])
@@ -183,7 +180,7 @@ def build_run(
             f"--validate {config.validate}: {recipe.path} has no validation(); define it to return "
             "the held-out samples, as data() returns the training samples"
         )
-    model = moved(_built(recipe, config), world.device)
+    model = _built(recipe, config).to(world.device)
     spread = copied(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
     for group in optimizer.param_groups:
@@ -252,14 +249,6 @@ def _built(recipe: Recipe, config: Config) -> nn.Module:
     return model
 
 
-def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model to its device, or say why that cannot be."""
-    try:
-        return model.to(device)
-    except (RuntimeError, NotImplementedError) as error:
-        raise RecipeError(f"the recipe's model cannot be moved to {device}: {error}") from error
-
-
 def micro_batch_of(recipe: Recipe, config: Config) -> Any:
     """Return the split of a batch: a number of samples, a budget of tokens, or "auto"."""
     return config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
@@ -289,29 +278,6 @@ def fitted_to(config: Config, batches: Batches) -> Config:
             'give at most that, or "auto"'
         )
     return config
-
-
-def check_model(here: dict[str, Any], there: dict[str, Any], *, where: str) -> None:
-    """Refuse the state of another model, naming the first tensors that differ."""
-    differences = [f"{name} is only in the checkpoint" for name in there if name not in here]
-    for name, tensor in here.items():
-        saved = there.get(name)
-        if not isinstance(tensor, Tensor):
-            continue
-        if not isinstance(saved, Tensor):
-            differences.append(f"{name} is only in this model")
-        elif (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
-            differences.append(f"{name} is {_kind(saved)} there and {_kind(tensor)} here")
-    if differences:
-        shown = "; ".join(differences[:3])
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise StateError(f"{where} is of another model: {shown}{more}")
-
-
-def _kind(tensor: Tensor) -> str:
-    """Return the shape and dtype of a tensor, such as 8×5 float32."""
-    shape = "×".join(map(str, tensor.shape)) or "()"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:

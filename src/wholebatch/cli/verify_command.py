@@ -34,7 +34,6 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, like_train, resolve
-from wholebatch.cli.split_proof import numbers, prove_splits
 from wholebatch.errors import OptionError, RecipeError, WholebatchError
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ _BUILT_IN = (
     "the model returns logits of x with the classes in the last dimension"
 )
 _like_recipes = partial(like_train, panel=_BATCH, of="model")
-_loop, _script = (partial(option, panel=_LOOP, of=kind) for kind in ("loop", "script"))
+_script = partial(option, panel=_LOOP, of="script")
 
 
 @dataclass(frozen=True)
@@ -76,21 +75,6 @@ class VerifyOptions:
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
     seed: int = like_train("seed", "Seed of weights and data.", _BATCH, default=0)
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP, of="loop")
-    splits: tuple[int, ...] | None = _loop(
-        None,
-        "N,N",
-        "Prove instead that a function(micro_batch), of any trainer, makes the same update however "
-        "its samples are cut: sizes of micro-batches, the first one all samples.",
-        check=numbers,
-        typed=str,
-    )
-    ranks: tuple[int, ...] | None = _loop(
-        None,
-        "N,N",
-        "With --splits: numbers of ranks, each of them a job of so many processes.",
-        check=numbers,
-        typed=str,
-    )
     windows: int | None = _script(
         None,
         "N",
@@ -112,7 +96,6 @@ class VerifyOptions:
     "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
     "wholebatch verify train.py:one_window",
     "wholebatch verify train.py -- --lr 3e-4",
-    "wholebatch verify train.py:one_update --splits 8,4,1 --ranks 1,2",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -123,10 +106,6 @@ def verify(options: VerifyOptions) -> int:
     name = options.what
     kind = _kind_of(name)
     _check_partners(options, kind)
-    if options.splits is not None:
-        path, function = _parsed(str(name))
-        ranks = options.ranks or (1,)
-        return prove_splits(path, function, options.splits, ranks, as_json=options.as_json)
     if kind == "script":
         return _watch_script(Path(str(name)), options)
     with Spinner(console_of(stderr=options.as_json)) as doing:
@@ -211,8 +190,6 @@ def _check_partners(options: VerifyOptions, kind: str) -> None:
         of = setting.metadata.get("of", kind)
         if of != kind and getattr(options, setting.name) != setting.default:
             raise OptionError(f"{flag_of(setting)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
-    if options.splits is None and options.ranks is not None:
-        raise OptionError("--ranks: belongs to --splits; give --splits 8,4,1 too")
 
 
 def _verify_recipe(

@@ -14,12 +14,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -47,22 +45,11 @@ class ScriptRun:
 
 def run_script(script: Path, arguments: Sequence[str], *, windows: int | None) -> ScriptRun:
     """Run a script as `python script arguments` does, to the end of its first epoch."""
-    import torch
-
     from wholebatch.verification.watch_loop import Watch, WatchIsOver
 
-    states = {torch.optim.Optimizer: False, torch.nn.Module: False}
-
-    def why_nothing() -> str:
-        if states[torch.optim.Optimizer]:
-            return "nothing was trained: it resumed at its end. Run it without its checkpoint"
-        if states[torch.nn.Module]:
-            return "nothing was trained: it resumed at its end, or it only evaluates a saved model"
-        return ""
-
-    watched = Watch(name=script.name, windows=windows, logs=False, why_nothing=why_nothing)
+    watched = Watch(name=script.name, windows=windows, logs=False)
     failed = False
-    with _noting_loads(states), _folder_of(script) as copied:
+    with _folder_of(script) as copied:
         if os.environ.get("RANK", "0") == "0":
             say(Console(stderr=True), _announcement(script, windows))
         before = sys.argv, sys.path[:]
@@ -85,26 +72,6 @@ def run_script(script: Path, arguments: Sequence[str], *, windows: int | None) -
         finally:
             sys.argv, sys.path[:] = before
     return ScriptRun(watched.verdict, failed)
-
-
-@contextmanager
-def _noting_loads(states: dict[Any, bool]) -> Iterator[None]:
-    """Note of which classes a saved state is loaded: a script that resumes does that."""
-
-    def noted(owner: Any) -> Any:
-        original = owner.load_state_dict
-
-        @wraps(original)
-        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-            states[owner] = True
-            return original(*args, **kwargs)
-
-        return patch.object(owner, "load_state_dict", load_state_dict)
-
-    with ExitStack() as patches:
-        for owner in states:
-            patches.enter_context(noted(owner))
-        yield
 
 
 def _announcement(script: Path, windows: int | None) -> str:
