@@ -204,9 +204,8 @@ def _add(group: Any, option: Field[Any], kind: type, many: bool) -> None:
     if option.metadata.get("positional"):
         group.add_argument(option.name, nargs="*" if many else "?", metavar=metavar, help=help)
     elif kind is bool:
-        const = not default
         flag = flag_of(option)
-        group.add_argument(flag, dest=option.name, action="store_const", const=const, help=help)
+        group.add_argument(flag, dest=option.name, action="store_const", const=True, help=help)
     else:
         action = "append" if many else "store"
         group.add_argument(
@@ -228,9 +227,8 @@ def _converted(option: Field[Any], text: Any, kind: type) -> Any:
 
 
 def flag_of(option: Field[Any]) -> str:
-    """Return an option as it is typed: `--batch-size`, `--no-float64`."""
-    off = "no-" if option.default is True else ""
-    return option.metadata.get("flag") or f"--{off}{option.name.replace('_', '-')}"
+    """Return an option as it is typed: `--batch-size`."""
+    return option.metadata.get("flag") or f"--{option.name.replace('_', '-')}"
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
@@ -57,7 +59,7 @@ class Metrics:
     ) -> None:
         """Open TensorBoard, where it is installed, and Weights & Biases, if asked for."""
         if find_spec("tensorboard") is not None:
-            with _told(self._events):
+            with _told(self._events), _without_tensorflow():
                 from torch.utils.tensorboard import SummaryWriter
 
                 purge = windows + 1 if windows else None  # hides windows beyond the checkpoint
@@ -152,3 +154,21 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StateError(f"cannot write {path}: {reason(error)}") from error
+
+
+@contextmanager
+def _without_tensorflow() -> Iterator[None]:
+    """Make TensorBoard use its own file system instead of TensorFlow's, if both are installed.
+
+    TensorFlow takes seconds to import and draws from NumPy's generator on import, so a run would
+    differ with and without it. TensorBoard skips TensorFlow if this module exists.
+    """
+    name = "tensorboard.compat.notf"
+    if name in sys.modules or "tensorflow" in sys.modules:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]

@@ -7,7 +7,6 @@ it has them (docs/verify.md, "Its model and data").
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import logging
 import os
@@ -34,7 +33,7 @@ from wholebatch.cli.command_options import (
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
 from wholebatch.cli.run_settings import autocast_option, like_train, resolve
-from wholebatch.errors import OptionError, RecipeError, WholebatchError
+from wholebatch.errors import OptionError, RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -258,50 +257,26 @@ def _watch_script(script: Path, options: VerifyOptions) -> int:
 
 def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> LoopVerdict:
     """Return the verdict on `FILE.py:function`."""
-    from wholebatch.cli.recipes.recipe import place_of, run_file
+    from wholebatch.cli.recipes.recipe import run_file
     from wholebatch.verification import verify_loop
 
     path, name = _parsed(loop)
     module = run_file(path)
     function = getattr(module, name, None)
     if not callable(function):
-        has = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
-        ]
         raise RecipeError(
-            f"{path} has no function {name}; it has {', '.join(has) or 'none'}. The function takes "
-            "(model, optimizer, micro_batches) and trains one window"
+            f"{path} has no function {name}(model, optimizer, micro_batches), which trains one "
+            "window"
         )
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError as error:
-        raise RecipeError(
-            f"{path}: {name}() does not take (model, optimizer, micro_batches), which trains one "
-            f"window: {error}"
-        ) from None
-    except ValueError:  # it has no signature that could be read: it is seen when it is called
-        pass
-    try:
-        return verify_loop(
-            function,
-            case=_case_of(module, path, options.seed),
-            steps=int(getattr(module, "steps", 4)),
-            optimizer=getattr(module, "optimizer", None),
-            uneven=not options.equal,
-            device=device,
-            name=f"{path.name}:{name}",
-        )
-    except WholebatchError:
-        raise
-    except Exception as error:
-        place = place_of(error, path)
-        if place is None:
-            raise
-        line = (str(error).strip().splitlines() or [""])[0]
-        advice = "" if hasattr(module, "model") else f". {path.name} has no model(): {_BUILT_IN}"
-        raise RecipeError(f"{place}: {type(error).__name__}: {line}{advice}") from error
+    return verify_loop(
+        function,
+        case=_case_of(module, path, options.seed),
+        steps=int(getattr(module, "steps", 4)),
+        optimizer=getattr(module, "optimizer", None),
+        uneven=not options.equal,
+        device=device,
+        name=f"{path.name}:{name}",
+    )
 
 
 def _parsed(loop: str) -> tuple[Path, str]:
