@@ -51,7 +51,7 @@ if __name__ == "__main__":
     if rank == 0:
         shutil.copytree("from-one", "from-one-ddp")
     dist.barrier()
-    found = {}
+    reports = {}
     for name, arguments in CASES.items():
-        found[name] = run(name, arguments)
-        Path(f"report-{rank}.json").write_text(json.dumps(found))
+        reports[name] = run(name, arguments)
+        Path(f"report-{rank}.json").write_text(json.dumps(reports))
