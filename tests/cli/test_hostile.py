@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import processes
 from tests.cli.helpers import NOISY, Ran, environment_of
 from tests.cli.test_resume import assert_same_run
 from wholebatch.cli.metrics import Metrics
-from wholebatch.errors import RecipeError
 
 Command = Callable[..., Ran]
 Write = Callable[..., Path]
@@ -132,13 +130,3 @@ def test_a_disk_that_fills_at_the_metrics(
     ran = command("train", recipe(NOISY), "--out", "run")
     assert ran.status == 2
     assert ran.err == "error: cannot write run/metrics.jsonl: No space left on device\n"
-
-
-def test_sync_batchnorm_on_cpu_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's DDP says "only work with GPU modules", and not what to do."""
-    from wholebatch.cli import parallel_ranks
-
-    monkeypatch.setattr(parallel_ranks, "world_size", lambda: 2)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
-    with pytest.raises(RecipeError, match=r"1 is a SyncBatchNorm.*leave it a BatchNorm"):
-        parallel_ranks.copied(model)

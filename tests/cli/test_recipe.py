@@ -91,12 +91,6 @@ def test_errors_in_its_functions_name_the_line(recipe: Write) -> None:
         load_recipe(str(path)).build_model()
 
 
-def test_a_recipe_may_import_its_neighbours(recipe: Write) -> None:
-    recipe("WIDTH = 8\n", name="wholebatch_test_neighbour.py")
-    path = recipe(EXACT, ("import torch\n", "import torch\nimport wholebatch_test_neighbour\n"))
-    assert load_recipe(str(path)).name == "mine"
-
-
 def test_optimizer_is_adamw_unless_the_recipe_has_one(recipe: Write) -> None:
     plain = load_recipe(str(recipe(EXACT)))
     optimizer = plain.build_optimizer(plain.build_model(), lr=None)

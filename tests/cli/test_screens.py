@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from tests.cli.helpers import EXACT, command_line, environment_of
+from tests.cli.helpers import EXACT, environment_of
 from tests.cli.screens import terminal
 from wholebatch import verification
 from wholebatch.cli import main
@@ -197,33 +195,3 @@ def test_a_wrong_option_is_told_without_torch(arguments: list[str]) -> None:
     )  # fmt: skip
     assert ran.stdout == "2 True False\n"
     assert ran.stderr.startswith("error: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "verify", "plan", "tune", "recipes"])
-def test_something_is_on_the_screen_at_once(
-    name: str, folder: Path, recipe: Callable[..., Path]
-) -> None:
-    """Within half a second of processor time: other tests may keep the machine busy."""
-    import pty
-
-    ours, theirs = pty.openpty()
-    environment = environment_of(TERM="xterm-256color")
-    arguments = SCREENS[name]
-    began = time.perf_counter()
-    child = subprocess.Popen(
-        command_line(*arguments), stdout=theirs, stderr=theirs, env=environment, cwd=folder
-    )
-    os.close(theirs)
-    said = b""
-    try:
-        while b"importing" not in said:
-            said += os.read(ours, 4096)
-        waited = time.perf_counter() - began
-        ticks = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        used = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
-    finally:
-        child.kill()
-        child.wait()
-        os.close(ours)
-    assert used <= 0.5 or waited <= 0.5, (used, waited)

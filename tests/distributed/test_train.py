@@ -33,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job has run every case of the worker, and one process what they are held to."""
     folder = tmp_path_factory.mktemp("train")
     texts = {"exact": EXACT, "noisy": NOISY, "held_out": HELD_OUT}
-    texts["stream"] = NOISY.replace("    return Points()", "    return iter([*Points()])")
+    texts["stream"] = NOISY.replace(
+        "    return Points()", "    return torch.utils.data.DataLoader(Points(), batch_size=10)"
+    )
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     path = str(folder / "exact.py")

@@ -4,8 +4,8 @@ A checkpoint is a folder, `window-00000120/`, with `state.pt` (tensors and plain
 with weights_only=True) and `checksums.json` (its SHA-256).
 
 It is written under another name, flushed to the disk, and only then renamed: under a checkpoint's
-name there is a whole checkpoint or none. The last two are kept. A damaged one is reported, and the
-one before it is used. Nothing in it is a pickle that could run code.
+name there is a whole checkpoint or none. The last two are kept. A damaged one is never loaded.
+Nothing in it is a pickle that could run code.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was read, and why newer ones could not be."""
+    """A checkpoint that was read."""
 
     path: Path
     state: dict[str, Any]
-    damaged: tuple[tuple[Path, str], ...] = ()
 
 
 class Checkpoints:
@@ -94,46 +93,38 @@ class Checkpoints:
                 _remove(old)
 
     def load(self) -> Loaded | None:
-        """Return the newest whole checkpoint, on the CPU; None if there is none at all.
-
-        A StateError says that all are damaged.
-        """
-        damaged: list[tuple[Path, str]] = []
-        for path in reversed(self._world.on_first_rank(self.paths)):
-            why = self._world.on_first_rank(lambda path=path: _problem_of(path))  # type: ignore[misc]
-            if why is None:
-                return Loaded(path, _state_of(path), tuple(damaged))
-            damaged.append((path, why))
-        if not damaged:
+        """Return the newest checkpoint, on the CPU; None if there is none at all."""
+        paths = self._world.on_first_rank(self.paths)
+        if not paths:
             return None
-        also = f" (and {len(damaged) - 1} older, damaged too)" if len(damaged) > 1 else ""
-        raise StateError(f"{damaged[0][1]}{also}; there is no earlier checkpoint")
+        why = self._world.on_first_rank(lambda: _problem_of(paths[-1]))
+        if why is not None:
+            before = (
+                f"remove it to go on from {paths[-2].name}" if len(paths) > 1 else "it is alone"
+            )
+            raise StateError(f"{paths[-1]} {why}; {before}")
+        return Loaded(paths[-1], _state_of(paths[-1]))
 
-    def clean(self, loaded: Loaded | None) -> None:
-        """Remove what a killed process left half written; rename what is damaged."""
+    def clean(self) -> None:
+        """Remove what a killed process left half written."""
         for path in self.folder.glob("window-*.*ing"):
             shutil.rmtree(path, ignore_errors=True)
-        for path, _ in loaded.damaged if loaded is not None else ():
-            shutil.rmtree(path.with_suffix(".damaged"), ignore_errors=True)
-            path.replace(path.with_suffix(".damaged"))
 
 
 def _problem_of(path: Path) -> str | None:
     """Return why a checkpoint cannot be loaded; None if it is whole."""
     try:
-        sums = load_json(path / _CHECKSUMS, StateError, path / _CHECKSUMS)
-        if not isinstance(sums, dict) or _STATE not in sums:
-            raise StateError(f"{path / _CHECKSUMS} does not list its files")
-        if _checksum(path / _STATE) != sums[_STATE]:
-            raise StateError(f"the checksum of {_STATE} is wrong")
+        sums = load_json(path / _CHECKSUMS, StateError, _CHECKSUMS)
+        if not isinstance(sums, dict) or _checksum(path / _STATE) != sums.get(_STATE):
+            return f"is damaged: the checksum of {_STATE} is wrong"
         torch.load(path / _STATE, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # not torch's words: it advises to run the code
         return (
-            f"{path} is not a checkpoint of wholebatch, or it is unsafe: it needs more than "
-            "tensors and plain values. None of its code was run"
+            "is not a checkpoint of wholebatch, or it is unsafe: it needs more than tensors and "
+            "plain values. None of its code was run"
         )
     except Exception as error:  # files that were made to mislead fail in any way
-        return f"{path} is damaged: {reason(error)}"
+        return f"is damaged: {reason(error)}"
     return None
 
 

@@ -110,8 +110,8 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
             }
             text = config_text(run.config, **about)
             write_atomically(folder / "config.json", text, OptionError)
-            checkpoints.clean(loaded)
-        for note in _notes(run, given, loaded, stored):
+            checkpoints.clean()
+        for note in _notes(run, given, stored):
             terminal.note(f"note: {note}")
         about_it = f": {recipe.description}" if recipe.description else ""
         head = f"wholebatch {__version__}  {recipe.name}{about_it}"
@@ -265,13 +265,8 @@ def _about_here(world: World, recipe: Recipe) -> dict[str, Any]:
 Rows = list[tuple[str, str]]
 
 
-def _notes(
-    run: TrainingRun, given: Given, loaded: Loaded | None, stored: dict[str, Any] | None
-) -> Iterator[str]:
+def _notes(run: TrainingRun, given: Given, stored: dict[str, Any] | None) -> Iterator[str]:
     """Yield notes on settings that the user may not expect."""
-    for _, why in loaded.damaged if loaded is not None else ():
-        assert loaded is not None
-        yield f"{why}; going back to {loaded.path.name}"
     if stored is not None and stored.get("recipe_sha256") != run.recipe.digest:
         yield f"{run.recipe.path} has changed since this run began"
     if stored is not None and stored.get("data_sha256") != run.batches.fingerprint:
@@ -308,7 +303,7 @@ def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: 
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     over = "" if world.ranks == 1 else ", copied on ranks"
     length = batches.length
-    data = "a stream" if length is None else f"{length:,} samples"
+    data = "a DataLoader" if length is None else f"{length:,} samples"
     if length is not None:
         data += f", {batches.in_an_epoch:,} batches an epoch"
     clip = f", clipped to norm {config.clip_norm:g}" if config.clip_norm else ""

@@ -159,7 +159,7 @@ def samples_of_last_batches(accelerator: Any) -> tuple[int, int] | None:
     """
     if accelerator.num_processes == 1:
         return None
-    batches = getattr(accelerator.gradient_state.active_dataloader, "batch_sampler", None)
+    batches: Any = getattr(accelerator.gradient_state.active_dataloader, "batch_sampler", None)
     while hasattr(batches, "skip_batches"):  # of a resumed epoch
         batches = batches.batch_sampler
     if not getattr(batches, "even_batches", False) or batches.drop_last or not batches.batch_size:

@@ -2,10 +2,10 @@
 
 The order of a dataset in epoch e is a permutation made from (seed, e), and random numbers that its
 samples draw are seeded by (seed, epoch, batch, rank). So a batch is always the same, whatever ran
-before it: resuming goes straight there. A stream is read again from its start.
+before it: resuming goes straight there. A DataLoader is read again from its start.
 
 With several ranks, each takes its share of every batch. Of a dataset a rank reads only its own
-samples; a stream is read by every rank, which takes its slice.
+samples; a DataLoader is read by every rank, which takes its slice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from wholebatch.batch.lookahead_loader import generators_of
 from wholebatch.batch.samples import flatten, layout_of
@@ -48,8 +48,8 @@ class EmptyShare:
 class Batches:
     """The batches of a recipe, one per `take()`, over any number of epochs.
 
-    `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
-    DataLoader, whose batches are used as they are. The last batch of an epoch may be short; it is
+    `build` makes the data: a dataset (a length and an index), or a DataLoader, whose batches are
+    used as they are. The last batch of an epoch may be short; it is
     never dropped. With `ranks`, `take()` returns the share of `rank`, or an `EmptyShare`.
 
     Batch number n of the run, from 0, has `times(n)` times `batch_size` samples.
@@ -71,7 +71,7 @@ class Batches:
         self.taken = 0
         """The batches that were taken, over all epochs."""
         self.batch_size, self._times = batch_size, times
-        self._build, self._seed, self._name = build, seed, name
+        self._seed, self._name = seed, name
         self._rank, self._ranks = rank, ranks
         self._collate = collate or default_collate
         with seeded(seed, name):
@@ -223,8 +223,6 @@ class Batches:
 
     def _begin_epoch(self) -> None:
         with seeded(self._seed, self._name, self.position.epoch):
-            if self.position.epoch and isinstance(self._data, Iterator):
-                self._data = self._build()  # a generator is exhausted after one epoch
             for generator in generators_of(self._data):  # that continue from epoch to epoch
                 generator.manual_seed(_mixed(self._seed, self._name, self.position.epoch))
             self._stream = iter(self._data)
@@ -234,17 +232,9 @@ class Batches:
         """Return the stream's next batch, or None at its end."""
         assert self._stream is not None
         with seeded(self._seed, self._name, self.position.epoch, self._in_stream):
-            if self.kind == "loader":
-                read = [*islice(self._stream, 1)]
-                batch = read[0] if read else None
-            else:
-                number = self.taken - self.position.batch + self._in_stream
-                read = [*islice(self._stream, self._size_of(number))]
-                batch = _collated(self._collate, read) if read else None
-        if not read:
-            return None
-        self._in_stream += 1
-        return (batch,)
+            read = (*islice(self._stream, 1),)
+        self._in_stream += len(read)
+        return read or None
 
 
 @contextmanager
@@ -303,18 +293,11 @@ def _kind_of(data: Any) -> str:
             f"the recipe's data() returned a {type(data).__name__} of columns; return samples: "
             "torch.utils.data.TensorDataset(x, y), a list, or a dataset"
         )
-    if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__"):
-        if not hasattr(data, "__len__"):
-            raise RecipeError(
-                f"the recipe's data() returned a {type(data).__name__} that has an index but no "
-                "length; give it a __len__, or make it iterable"
-            )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return "dataset"
-    if hasattr(data, "__iter__"):
-        return "stream"
     raise RecipeError(
         f"the recipe's data() returned a {type(data).__name__}; return a dataset (a length and an "
-        "index), an iterable of samples, or a DataLoader"
+        "index), or a DataLoader, of a stream too"
     )
 
 
