@@ -270,7 +270,8 @@ def leave_out_repeated(trainer: Any, batches: list[Any]) -> None:
         return
     (size, total), layout = last, layout_of(batches[-1])
     labels: Any = batches[-1].get("labels") if isinstance(batches[-1], Mapping) else None
-    masks = trainer.units_of is None and labels is not None and labels.dtype == torch.long
+    is_its_own = trainer.units_of is None and trainer.coupled is None
+    masks = is_its_own and labels is not None and labels.dtype == torch.long
     has_empty = total <= size * (accelerator.num_processes - 1) and len(batches) == 1
     if not trainer.takes_parts or layout.size != size or (has_empty and not masks):
         raise UnsupportedError(
