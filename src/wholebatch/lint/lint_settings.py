@@ -16,9 +16,9 @@ from .rules import RULES
 OTHER_CODES = {
     "WB001": "a syntax error: the file, or this cell of a notebook, was not checked.",
     "WB002": "a file that could not be read: it is over 2 MB, or no regular file.",
-    "WB003": "a loop that accumulates in a way that the rules do not understand. It may be right "
-    "or wrong: `wholebatch verify SCRIPT.py` runs it and compares its update.",
-    "WB004": "a loop of TensorFlow's GradientTape, which is not read: the rules are for PyTorch.",
+    "WB003": "a loop that accumulates in a way that the rules do not understand, or a loop of "
+    "TensorFlow. It may be right or wrong: `wholebatch verify SCRIPT.py` runs it and compares its "
+    "update.",
 }
 """Codes that are not rules, and what they mean."""
 
