@@ -11,10 +11,9 @@ import importlib.metadata
 import inspect
 import logging
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +37,10 @@ class Unlisted(set[Any]):
 
 
 @contextmanager
-def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Iterator[None]:
+def dynamo_settings(*, is_compiling: bool) -> Iterator[None]:
     """Let Dynamo take numbers as constants, guard hooks too, and pass over what only tells.
 
-    `is_compiling` is what `torch.compiler.is_compiling()` answers. Numbers with the names
-    `open_numbers` become symbols.
+    `is_compiling` is what `torch.compiler.is_compiling()` answers.
     """
     from torch._dynamo import config, symbolic_convert
     from torch._dynamo.variables import ConstDictVariable, TensorVariable, UserDefinedClassVariable
@@ -86,11 +84,8 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
         reads["var_getattr"] = _class_attributes_guarded(UserDefinedClassVariable.var_getattr)
     # Here Dynamo looks up what these functions answer; the dictionary is made once.
     answers: dict[Any, Any] = getattr(functions_of_torch, "tracing_state_functions", dict)()
-    names = ",".join(map(re.escape, open_numbers))
-    open_sources: Any = torch.compiler.config
     with (
         config.patch(known),
-        open_sources.patch(dynamic_sources=names),
         _items_replaced(answers, {torch.compiler.is_compiling: is_compiling}),
         replaced_attributes(ConstDictVariable, **lookups),
         replaced_attributes(TensorVariable, method_storage_offset=_refuse_offset),

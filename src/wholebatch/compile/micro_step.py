@@ -142,7 +142,7 @@ class Executor:
 
     def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
-        inputs = take_apart(micro, self.kinds.sizes)
+        inputs = take_apart(micro)
         is_open = self._window.open_early()
         self._begin_window()
         self._plan.micro_batches += 1
@@ -154,8 +154,6 @@ class Executor:
         if slot.ready is None or not slot.ready.captured:
             slot.times += 1
         slot.entry = slot.entry or self.kinds.known_entry(inputs)
-        if slot.ready is None and is_open:
-            slot.ready = self._maker.with_other_numbers(slot, inputs)
         situation = self.kinds.situation(
             kind, slot, inputs, is_open=is_open, first=not self._window.micro_batches
         )
@@ -256,7 +254,7 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
         try:
-            inputs = take_apart(inputs.rebuilt(), self.kinds.sizes)
+            inputs = take_apart(inputs.rebuilt())
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem
