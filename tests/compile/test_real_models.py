@@ -54,11 +54,6 @@ def asserts(_: Any, x: Tensor) -> Tensor:
     return 2 * x
 
 
-def converts_nothing(model: Any, x: Tensor) -> Tensor:
-    model.inner.to(x.dtype)
-    return 2 * x
-
-
 def has_a_distribution(_: Any, x: Tensor) -> Tensor:
     return torch.distributions.Normal(x, x.square() + 1).log_prob(2 * x)
 
@@ -79,7 +74,6 @@ def make_inputs_require_grads(module: Any, input: Any, output: Any) -> None:
         lambda: Wrapped(drops_layers),
         lambda: Wrapped(makes_tensors),
         lambda: Wrapped(asserts),
-        lambda: Wrapped(converts_nothing),
         lambda: Wrapped(has_a_distribution),
         lambda: hooked(make_inputs_require_grads),
     ],

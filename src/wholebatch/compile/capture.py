@@ -31,7 +31,7 @@ from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.model_parts import ModelParts
-from wholebatch.compile.opaque_code import read_by, require_gradients
+from wholebatch.compile.opaque_code import is_opaque, require_gradients
 from wholebatch.compile.python_writes import written_by_code
 from wholebatch.compile.source_names import MICRO_BATCH, name_of, plain_name
 from wholebatch.losses.loss import as_loss, terms_of
@@ -385,15 +385,12 @@ def _resolved(each: Input, values: dict[Place, Any], sizes: dict[Place, Any]) ->
 
 
 def _refuse_opaque(graph: fx.GraphModule) -> None:
-    """Raise CannotTrace for functions that Dynamo has not looked into, and that read values."""
+    """Raise CannotTrace for functions that Dynamo has not looked into."""
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            name = read_by(node.target) if node.op == "call_function" else None
-            if name is not None:
-                raise CannotTrace(
-                    f"{getattr(node.target, '__name__', node.target)} reads {name}, where Dynamo "
-                    "does not look: give it as an argument"
-                )
+            if node.op == "call_function" and is_opaque(node.target):
+                name = getattr(node.target, "__name__", node.target)
+                raise CannotTrace(f"Dynamo does not look into {name}: what it reads is not known")
 
 
 @contextmanager

@@ -74,7 +74,6 @@ class Executor:
         self._plan = ExecutePlan.of(execute, device)
         self._begun: Any = None  # the window that has begun
         self._failures = 0  # kinds that could not be one graph
-        self._changes_told = 0  # when `changed` was asked
         self._too_large: Stage | None = None  # of the graph that was made when memory ran out
         self.kinds = Kinds(self._model, getattr(loss, "reads", loss), precision, self.notes)
         self.kinds.as_read = getattr(loss, "as_read", nullcontext)
@@ -206,11 +205,6 @@ class Executor:
             self._window.seed_of(name, self._likes[dtype], weight)
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
-
-    def changed(self) -> bool:
-        """True if a graph has noticed another value that the code reads, since this was asked."""
-        before, self._changes_told = self._changes_told, self.kinds.changes
-        return self.kinds.changes > before
 
     def _begin_window(self) -> None:
         """At the start of a window, cast the weights and check that the graphs are still valid."""

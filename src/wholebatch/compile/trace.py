@@ -42,8 +42,8 @@ class Form:
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
     """Units that are numbers; None for a tensor, which is an output of the graph."""
-    extras: tuple[str, ...] = ()
-    """The names of the tensors to hand back beside the loss, which are outputs too."""
+    extras: tuple[tuple[str, torch.dtype], ...] = ()
+    """The tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
     def of(loss: Loss | Terms) -> Form:
@@ -56,7 +56,7 @@ class Form:
             units=tuple(
                 None if isinstance(term.units, Tensor) else term.units for term in terms.values()
             ),
-            extras=tuple(extras_of(loss)),
+            extras=tuple((name, extra.dtype) for name, extra in extras_of(loss).items()),
         )
 
     def read(self, totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Added:
@@ -66,7 +66,7 @@ class Form:
         terms = map(Term, totals, units, self.weights)
         return Added(
             terms=dict(zip(self.names, terms, strict=True)),
-            extras=dict(zip(self.extras, outputs, strict=True)),
+            extras=dict(zip(dict(self.extras), outputs, strict=True)),
         )
 
 
@@ -172,7 +172,9 @@ class _MicroStep:
         names = self.program.names, self.program.weights
         dtypes = tuple(total.dtype for total in totals)
         numbers = tuple(None if isinstance(u, Tensor) else u for u in units)
-        self.form = Form(*names, dtypes, numbers, self.program.extras)
+        kinds = (extra.dtype for extra in extras)
+        handed_back = tuple(zip(self.program.extras, kinds, strict=True))
+        self.form = Form(*names, dtypes, numbers, handed_back)
         drawn = self.repeated.number
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
         self.draws_again = self.repeated.number != drawn
@@ -260,6 +262,8 @@ def trace(
     drawing = [node for node in graph.graph.nodes if draws(node.target, node.args, node.kwargs)]
     assert step.form is not None
     units, form = step.form.units, step.form
+    if sizes is None and any(isinstance(u, (torch.SymInt, torch.SymFloat)) for u in units):
+        raise CannotTrace("its units depend on the values of a tensor: give them as a tensor")
     if sizes is not None:
         form = replace(form, units=tuple(sizes.value(number, inputs) for number in units))
     return Traced(
@@ -371,7 +375,6 @@ def _written_down(step: _MicroStep, flat: list[Any]) -> fx.GraphModule:
                 watched,
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
-                _disable_torch_fn_metadata_mode=True,  # Nodes need not know their functions.
             )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise
