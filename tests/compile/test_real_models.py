@@ -214,14 +214,6 @@ def test_a_checkpoint_with_dropout_uses_the_numbers_of_its_forward() -> None:
     assert distance(found[0], found[1]) <= EXACT
 
 
-def test_a_checkpoint_that_draws_new_numbers_is_refused() -> None:
-    model = Checkpointed(on=True, preserve_rng_state=False).double()
-    train = traced(model, audit=False)
-    with pytest.warns(ExecuteWarning, match="its backward draws random numbers"):
-        train.step(samples(8, features=8))
-    train.step(samples(8, features=8))
-
-
 # ------------------------------------------------------------- recurrent layers
 
 

@@ -146,8 +146,6 @@ class _MicroStep:
     used: tuple[int, ...] = ()
     """The parameters that got a gradient."""
     form: Form | None = None
-    draws_again: bool = False
-    """True if the backward draws random numbers of its own."""
     repeated: RepeatedDraws = field(default_factory=RepeatedDraws)
 
     def __call__(self, *flat: Any) -> list[Tensor]:
@@ -175,9 +173,7 @@ class _MicroStep:
         kinds = (extra.dtype for extra in extras)
         handed_back = tuple(zip(self.program.extras, kinds, strict=True))
         self.form = Form(*names, dtypes, numbers, handed_back)
-        drawn = self.repeated.number
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
-        self.draws_again = self.repeated.number != drawn
         self.used = tuple(i for i, g in enumerate(gradients) if g is not None)
         return [
             *(total.detach() for total in totals),
@@ -187,17 +183,13 @@ class _MicroStep:
             *(gradient for gradient in gradients if gradient is not None),
         ]
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what the trace records in place of this operation, or NotImplemented."""
-        return self.repeated.answer(func, args, kwargs)
-
 
 class _EveryOperation(TorchDispatchMode):
     """Sees every operation that runs on fake tensors."""
 
-    def __init__(self, step: _MicroStep) -> None:
+    def __init__(self, repeated: RepeatedDraws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._step = step
+        self._repeated = repeated
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -207,7 +199,7 @@ class _EveryOperation(TorchDispatchMode):
         if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
             return device  # Two of three calls: autograd asks for the device of every tensor.
         kwargs = kwargs or {}
-        answer = self._step.answer(func, args, kwargs)
+        answer = self._repeated.answer(func, args, kwargs)
         return func(*args, **kwargs) if answer is NotImplemented else answer
 
 
@@ -247,11 +239,6 @@ def trace(
     graph = _written_down(step, [*program.sizes.values(), *tensors, *micro, *seeds])
     if sizes is not None and not sizes.any_open:
         raise CannotTrace("its code reads the sizes as numbers")
-    if step.draws_again:
-        raise CannotTrace(
-            "its backward draws random numbers that are not those of the forward (activation "
-            "checkpointing with preserve_rng_state=False)"
-        )
     names: dict[int, str | None] = {**dict.fromkeys(map(id, trained), "a parameter")}
     names.update(program.outside)
     names.update(dict.fromkeys(map(id, model.buffers())))  # These it may change.
@@ -338,10 +325,9 @@ def _checkpointed(
     repeated: RepeatedDraws,
     body: Callable[..., Any],
     *args: Any,
-    preserve_rng_state: bool = True,
     **options: Any,
 ) -> Any:
-    run = repeated.drawing_again(body) if preserve_rng_state else body
+    run = repeated.drawing_again(body)
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -366,7 +352,7 @@ def _written_down(step: _MicroStep, flat: list[Any]) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def watched(*flat: Any) -> list[Tensor]:
-        with _EveryOperation(step):
+        with _EveryOperation(step.repeated):
             return step(*flat)
 
     try:
