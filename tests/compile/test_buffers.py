@@ -15,6 +15,12 @@ from tests.compile.nets import Micro, Tagger, mean_of_tokens, mode_of, tagged, t
 from tests.support import Whole
 from wholebatch.compile import gradient_buffers
 from wholebatch.compile.gradient_buffers import Gradients
+from wholebatch.compile.graph_memory import GraphMemory
+
+
+@pytest.fixture(autouse=True)
+def _reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphMemory, "reserves_on", ("cpu",))
 
 
 def decayed(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ from tests.support import Seen, Whole, sgd
 from wholebatch.compile import ExecuteWarning
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _warnings_of_the_compiler_are_its_own() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.simplefilter("error", ExecuteWarning)
+        yield
 
 
 def test_compiled_joint_graphs_of_many_sizes_make_the_update_of_the_undivided_batch(

@@ -114,6 +114,7 @@ INTERNALS = (
         _EAGER,
         ("_check_tensor_all",),
     ),
+    Internal("torch.nn", "Module._apply", "a forward that converts a module is refused", _EAGER),
     Internal("torch", "Tensor._version", "writes into tensors", _EAGER),
     Internal(
         "torch.fx.experimental.symbolic_shapes",

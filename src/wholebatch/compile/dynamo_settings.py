@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from wholebatch.compile.execute_mode import CannotTrace
@@ -50,8 +50,6 @@ def dynamo_settings(*, is_compiling: bool) -> Iterator[None]:
     tells |= {
         value for name, value in vars(logging.Logger).items() if name.startswith(_TELLING)
     } | {logging.Logger.isEnabledFor, logging.Logger.log}
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    tells |= {getattr(bars, name) for name in _SHOWS if bars is not None}
     wanted: dict[str, Any] = {
         "specialize_int": True,
         "specialize_float": True,
@@ -158,6 +156,19 @@ def _rand(*size: Any, **more: Any) -> Any:
     return _RAND(*size, **more)
 
 
+def _apply(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Convert nothing in captured code, and refuse what would convert something."""
+    if not torch.compiler.is_dynamo_compiling():
+        return _APPLY(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        converted = function(tensor)
+        if converted.dtype != tensor.dtype or converted.device != tensor.device:
+            raise RuntimeError(f"{REASON}its forward casts or moves a {type(module).__name__}")
+    return module
+
+
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def grouped_mm(left: Tensor, right: Tensor, **more: Any) -> Tensor:
     """Multiply groups of rows in autocast's dtype, which must be bfloat16.
@@ -217,18 +228,18 @@ def _version(name: str) -> str:
 
 
 _RAND: Any = torch.rand
+_APPLY = nn.Module._apply
 _CHECKS: Any = torch._check_tensor_all
 _CHECKS_WITH: Any = torch._check_tensor_all_with
 _GROUPED_MM: Any = functional.grouped_mm
 _METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
 _ORIGINALS: dict[str, Any] = {}
 _FUNCTIONS = (
-    *(_rand, _check_all, _check_all_with, _grouped),
+    *(_rand, _apply, _check_all, _check_all_with, _grouped),
     *(_can_use_grouped, _metadata, _version),
 )
 REPLACEMENTS = (*_FUNCTIONS, *(function.__code__ for function in _FUNCTIONS))
 """What stands in for functions of others during a capture: no guard may be about it."""
-_SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
 
 
 @contextmanager
@@ -236,6 +247,7 @@ def can_follow_more() -> Iterator[None]:
     """Within this context, Dynamo can follow more code.
 
     - LayerDrop with a probability of 0: models of transformers compare `torch.rand([])` with it.
+    - `module.to()` in a forward, if it converts nothing.
     - Grouped products of experts, which follow autocast as `linear` does.
     - Assertions on tensors.
     - Questions for installed packages: these stay the same.
@@ -252,6 +264,7 @@ def can_follow_more() -> Iterator[None]:
     with (
         replaced_attributes(torch, **of_torch),
         replaced_attributes(functional, grouped_mm=_grouped),
+        replaced_attributes(nn.Module, _apply=_apply),
         replaced_attributes(experts or _Uniform, **choices),
         replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
     ):
