@@ -32,7 +32,7 @@ def build(fresh_seed: int, generator: bool) -> tuple[nn.Module, Any, Any, wb.Acc
         model, optimizer, steps={0: 3, 2: 4}, scheduler=scheduler, batchnorm="allow"
     )
     data = TensorDataset(torch.linspace(-1, 1, 88).reshape(22, 4), torch.arange(22) % 3)
-    own = torch.Generator().manual_seed(fresh_seed) if generator else None
+    own = torch.Generator().manual_seed(1) if generator else None
     return model, optimizer, DataLoader(data, batch_size=2, shuffle=True, generator=own), acc
 
 
