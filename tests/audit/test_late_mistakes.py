@@ -77,15 +77,15 @@ class Teacher:
 MISTAKES: dict[str, tuple[Callable[[], LossOf], str]] = {
     "a token mean with the samples as units": (
         lambda: token_mean,
-        "the units may count something else|units of this loss do not follow",
+        "may count something else|units of this loss do not follow",
     ),
     "a term of a rare class": (
         lambda: rare_class,
-        "compares samples|the units may count something else|units of this loss do not follow",
+        "compares samples|may count something else|units of this loss do not follow",
     ),
     "flooding": (
         lambda: flooding,
-        "compares samples|the units may count something else|units of this loss do not follow",
+        "compares samples|may count something else|units of this loss do not follow",
     ),
     "a teacher moved by every micro-batch": (
         Teacher,

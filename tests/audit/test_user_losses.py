@@ -98,7 +98,7 @@ REFUSED_ONES: dict[str, tuple[Any, Any, str]] = {
     "CTC with the targets as units": (
         Recurrent,
         lambda m, b: wb.mean_loss(ctc(m, b), targets(b).sum()),
-        "units may count something else",
+        "may count something else",
     ),
     "a mean over the longest sequence": (Recurrent, longest, "compares samples"),
     "sequences in one row": (Recurrent, in_one_row, "units must add up"),

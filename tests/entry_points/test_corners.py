@@ -106,21 +106,6 @@ def test_neighbours_that_a_micro_batch_cuts_are_refused(size: int, micro: int) -
         step_of(mlp(), loss=in_groups(size), micro_batch=micro)(samples(3 * micro))
 
 
-@pytest.mark.parametrize(
-    ("size", "micro"), [(2, 20), (4, 20), (12, 24), (9, 27), (11, 22), (16, 48), (10, 20)]
-)
-def test_neighbours_that_no_micro_batch_cuts_are_exact(size: int, micro: int) -> None:
-    model, batch, loss = mlp(), samples(3 * micro), in_groups(size)
-    whole = copy.deepcopy(model)
-    step, optimizer = step_of(model, loss=loss, micro_batch=micro), sgd(whole)
-    for _ in range(2):  # tested by few samples, and by a whole micro-batch
-        step(batch)
-        optimizer.zero_grad()
-        (loss(whole, batch).total / (3 * micro)).backward()
-        optimizer.step()
-    assert distance(model.parameters(), whole.parameters()) < EXACT
-
-
 def two_windows(loss: Callable[[Any, Batch], Tensor], micro: int) -> None:
     """Make two steps of 48 samples, whose loss is the sum of a micro-batch."""
 

@@ -6,18 +6,17 @@ for. `acc.run` and `WholeBatch` test the loss function itself, and `wb.verify` p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 from weakref import WeakSet
 
 from torch import nn
 
 from wholebatch.audit.check import Check, LossOfMicroBatch
 from wholebatch.audit.compared_rows import ComparedRows
-from wholebatch.audit.coupling_layers import CouplingLayers
 from wholebatch.audit.divided_by_steps import DividedBySteps
-from wholebatch.audit.divided_twice import DividedTwice
+from wholebatch.audit.finding import refuse
 from wholebatch.audit.first_call import FirstCall
+from wholebatch.audit.layers import refused_by_type
 from wholebatch.audit.mean_units import UnitsOfMeans
 from wholebatch.audit.model_calls import ModelCalls
 from wholebatch.audit.other_models import OtherModels
@@ -25,30 +24,22 @@ from wholebatch.audit.own_reduction import OwnReduction
 from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
-from wholebatch.window.observer import Plan
+from wholebatch.window.observer import Nobody, Plan
 from wholebatch.window.window import is_tested_window
 
-CHECKS: tuple[type[Check], ...] = (
-    CouplingLayers,
-    OwnReduction,
-    OtherModels,
-    ComparedRows,
-    FirstCall,
-    DividedBySteps,
-    DividedTwice,
-    UnitsOfMeans,
-)
-"""To add a law, write its file and put its class here."""
-OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, DividedTwice, UnitsOfMeans)
+OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, UnitsOfMeans)
 """Those that need the loss alone."""
+CHECKS: tuple[type[Check], ...] = (*OF_A_LOSS, OtherModels, ComparedRows, FirstCall)
+"""To add a law, write its file and put its class here."""
 
 
-class OwnLoop:
+class OwnLoop(Nobody):
     """Asks a list of checks at the moments of a window; an `Observer`.
 
     Args:
         models: The models of the loop; they are held weakly.
         checks: The classes of the checks.
+        runs_alone: A forward does not meet the other ranks.
     """
 
     def __init__(
@@ -70,11 +61,11 @@ class OwnLoop:
 
     def window_begins(self, plan: Plan) -> None:
         self._plan = plan
+        if plan.in_parts and self._is_first:
+            for model in self._models:
+                refuse(refused_by_type(model))
         for check in self._asked():
-            self._tell(check, check.window_begins(self._models))
-
-    def micro_batch_begins(self, micro: Any) -> None:
-        return
+            check.window_begins()
 
     def loss_is_known(self, loss: Loss | Terms) -> None:
         if not self._plan.in_parts:
@@ -87,19 +78,15 @@ class OwnLoop:
             micro = LossOfMicroBatch(term.total, term.units, isinstance(loss, OfMean), self._plan)
             try:
                 for check in asked:
-                    self._tell(check, check.loss_is_known(micro))
+                    for warning in check.loss_is_known(micro):
+                        self._tell(check, warning)
             except RuntimeError as error:
                 refuse_freed_graph(error)
                 raise
 
-    def gradients_are_added(self) -> None:
-        return
-
     def window_closes(self) -> None:
         if not self._plan.in_parts:
             return
-        for check in self._asked():
-            self._tell(check, check.window_closes())
         self._is_first = False
         if self._calls is not None:
             self._calls.take_off()
@@ -107,17 +94,12 @@ class OwnLoop:
 
     def _asked(self) -> list[Check]:
         """Return the checks that are asked in this window."""
-        is_tested = is_tested_window(self._plan.number)
-        return [
-            check
-            for check in self._checks
-            if self._plan.in_parts
-            and (self._is_first if check.windows == "the first" else is_tested)
-        ]
+        is_tested = self._plan.in_parts and is_tested_window(self._plan.number)
+        is_first = self._plan.in_parts and self._is_first
+        return [check for check in self._checks if (is_first if check.only_first else is_tested)]
 
-    def _tell(self, check: Check, warnings: Iterable[str]) -> None:
+    def _tell(self, check: Check, warning: str) -> None:
         """Warn, once for each check."""
-        for warning in warnings:
-            if check not in self._have_warned:
-                self._have_warned.add(check)
-                warn_user(warning)
+        if check not in self._have_warned:
+            self._have_warned.add(check)
+            warn_user(warning)
