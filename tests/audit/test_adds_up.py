@@ -253,7 +253,7 @@ def test_a_batch_that_memory_cuts_is_looked_at_when_it_is_cut() -> None:
 
     model = mlp()
     train = wb.WholeBatch(model, sgd(model), loss=limited, micro_batch=20)
-    with pytest.raises(wb.errors.UnsupportedError, match="use wb.Coupled"):
+    with pytest.raises(wb.errors.UnsupportedError, match=r"use wb\.Coupled"):
         train.step(samples(20))
     assert train.updates == 0
 
