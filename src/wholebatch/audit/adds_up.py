@@ -153,8 +153,8 @@ def _compared(samples: ChosenSamples, name: str, whole: SampleRun) -> Additivity
         text = (
             f"the loss of {len(rows)} samples is that of their parts, its gradient is not: at "
             f"parameter {gap[0]} it differs by {gap[1]:.0e} of its norm. A detached statistic of "
-            "the samples, a hook on a tensor or module, or the backward of an autograd.Function "
-            f"depends on the batch; {_VERIFY}"
+            "the samples (use wb.Coupled(encode, loss)), a hook on a tensor or module, or the "
+            f"backward of an autograd.Function depends on the batch; {_VERIFY}"
         )
         return AdditivityResult((AuditFinding(_LOSS, name, "gradient", text),))
     findings = _state_after(samples, whole, first, second, again)
