@@ -93,7 +93,6 @@ docs: $(VENV)/.dev-all ## build the documentation's site in build/site, warnings
 	@echo "build/site/index.html"
 
 bench: $(VENV)/.dev-all ## measure on this machine; writes docs/benchmarks/
-	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 
 compare: $(VENV)/.dev-all ## measure if public trainers' updates depend on the split; writes docs/split-dependence.md

@@ -568,28 +568,7 @@ def _remarks(rows: Sequence[dict[str, Any]], missing: Sequence[str]) -> list[str
             f"With these random weights bf16 itself is further than 1 from float64 in "
             f"{', '.join(rough)}: their distances say nothing about the split."
         )
-    if any(row.get("date") == "2026-11-18" for row in rows):
-        remarks.append(
-            "In the rows of 2026-11-18 the loss of the loop under `torch.compile` ran outside of "
-            "the compiled code; since then it is compiled with the model."
-        )
-    remarks += [
-        f"{row['name']}: {_REMARKS[row['name'], row.get('date')]}"
-        for row in rows
-        if (row["name"], row.get("date")) in _REMARKS
-    ]
     return ["## What is open", "", *(f"- {remark}" for remark in remarks), ""] if remarks else []
-
-
-# What is known of a row beyond what it holds, by the model and the date of the row.
-_REMARKS: dict[tuple[str, str | None], str] = {
-    ("resnext50_32x4d", "2026-11-18"): (
-        "recorded; the row probably names its last window, where eager code ran to be compared."
-    ),
-    ("regnet_y_1_6gf", "2026-11-18"): (
-        "its compiled graph was further from eager code than is allowed, so it was not used."
-    ),
-}
 
 
 # ------------------------------------------------ beside torch.compile, over micro-batch sizes
@@ -597,7 +576,7 @@ _REMARKS: dict[tuple[str, str | None], str] = {
 
 def write_sizes(path: Path) -> int:
     """Write the table and the plot of models that were measured in several micro-batch sizes."""
-    from which_mean import written
+    from pages import written
 
     rows = sorted(_rows(path), key=lambda row: (row["name"].partition(":")[0], row["micro"]))
     rows = [row for row in rows if "ms" in row.get("wholebatch", {})]
@@ -606,7 +585,6 @@ def write_sizes(path: Path) -> int:
         return 1
     facts = rows[0]
     lines = [
-        "",
         f"Measured on {facts['date']}: {facts['device']}, torch {facts['torch']}, transformers "
         f"{facts['transformers']}.",
         "",
@@ -617,7 +595,6 @@ def write_sizes(path: Path) -> int:
         "| WholeBatch, ms | times as fast as the better one | share of the peak |",
         "|---|---:|---:|---:|---:|---:|---:|",
         *(f"| {' | '.join(_size_cells(row))} |" for row in rows),
-        "",
     ]
     page = written(SIZES_PAGE.read_text(encoding="utf-8"), "sizes", lines)
     SIZES_PAGE.write_text(page, encoding="utf-8")

@@ -34,8 +34,8 @@ import torch  # noqa: E402
 from matter import charts, small_batch  # noqa: E402
 from matter.tasks import SETTINGS, Setting  # noqa: E402
 from matter.ways import run, ways_of  # noqa: E402
+from pages import written  # noqa: E402
 from scipy import stats  # noqa: E402
-from which_mean import written  # noqa: E402
 
 RESULTS = ROOT / "docs" / "benchmarks" / "does_it_matter.json"
 PAGE = ROOT / "docs" / "does-it-matter.md"
@@ -251,10 +251,9 @@ def publish(results: dict[str, Any]) -> None:
     """Write tables and plots."""
     page = PAGE.read_text(encoding="utf-8")
     for name, setting in results["settings"].items():
-        page = written(page, name, ["", *table(setting), ""])
+        page = written(page, name, table(setting))
     if "small_batch" in results:
-        lines = ["", *small_batch_table(results["small_batch"]), ""]
-        page = written(page, "small-batch", lines)
+        page = written(page, "small-batch", small_batch_table(results["small_batch"]))
     PAGE.write_text(page, encoding="utf-8")
     if results["settings"]:
         charts.draw(results, IMAGES)

@@ -4,8 +4,8 @@
 
 Each model runs in a process of its own, under a hard limit of its allocator, for at most 60
 seconds. "Largest that fits" is searched in steps of 4% above the chosen size, each with a window of
-two micro-batches, until three sizes in a row fail. A model with BatchNorms that train is not split,
-so ResNet-50 has GroupNorms here. The page goes to $OUT if that is set, else to docs/benchmarks.
+two micro-batches, until three sizes in a row fail. The page goes to $OUT if that is set, else to
+docs/benchmarks.
 """
 
 from __future__ import annotations
@@ -17,61 +17,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from memory_models import GPT, UNet, ViT, images, loss, masks, resnet, texts
-from torch import Tensor, nn
+from architecture_models import MODELS as ARCHITECTURES
+from architecture_models import REFERENCES
 
 import wholebatch as wb
 from wholebatch.memory import predict_peak
 from wholebatch.memory.plain_window import PlainWindow
 
 GIB = 2**30
-Batch = dict[str, Tensor]
-
-
-def llama() -> nn.Module:
-    """Return a Llama of 12 layers of 768, or a GPT of that size without transformers."""
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return GPT(layers=12, width=768, heads=12, length=1024)
-    config = LlamaConfig(
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        vocab_size=32000,
-        max_position_embeddings=1024,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)  # type: ignore[no-any-return, unused-ignore]
-
-
-def logits_loss(model: nn.Module, micro: Batch) -> wb.Loss:
-    made = model(micro["x"])
-    return wb.cross_entropy(getattr(made, "logits", made), micro["y"], dim=-1)
-
-
-def resnet_with_group_norms() -> nn.Module:
-    model = resnet((3, 4, 6, 3))
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.BatchNorm2d):
-            model.set_submodule(name, nn.GroupNorm(32, module.num_features))
-    return model
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Any, float]] = {
-    "Llama 12×768": (llama, lambda n: texts(n, 1024, 32000), logits_loss, 10.0),
-    "ViT-B": (lambda: ViT(width=768, heads=12), images, loss, 6.0),
-    "ResNet-50, GroupNorm": (resnet_with_group_norms, images, loss, 4.0),
-    "UNet": (UNet, masks, loss, 4.0),
-}
-"""A model, its batches and loss, and the GiB of memory that it gets."""
+MODELS = {"llama 12x768 micro 4": 10.0, "vit": 6.0, "convnext": 6.0, "bert": 4.0}
+"""Models of `architecture_models.py`, and the GiB of memory that each gets."""
 
 
 SECONDS = 60
@@ -80,13 +40,11 @@ SECONDS = 60
 
 def measured(name: str, most: int = 256) -> dict[str, Any]:
     """Return the chosen size, the largest that runs, and a predicted and a real peak."""
-    make, batch_of, loss_of, gib = MODELS[name]
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = make()
+    case = next(one for one in (*ARCHITECTURES, *REFERENCES) if one.name == name)
+    model, loss_of = case.build(case.size).cuda(), case.loss
     optimizer = torch.optim.AdamW(model.parameters())
-    budget = int(gib * GIB)
-    batch = batch_of(most)
+    budget = int(MODELS[name] * GIB)
+    batch = case.batch(case.size, most)
     train = wb.WholeBatch(
         model,
         optimizer,
@@ -172,7 +130,7 @@ def main() -> None:
             row = json.loads(ran.stdout.splitlines()[-1])
             off = row["predicted"] / row["real"] - 1 if row["real"] else float("nan")
             page.append(
-                f"| {name} | {MODELS[name][3]:.0f} | {row['chosen']} | {row['largest']} | "
+                f"| {name} | {MODELS[name]:.0f} | {row['chosen']} | {row['largest']} | "
                 f"{row['chosen'] / row['largest']:.0%} | {row['recoveries']} | "
                 f"{row['seconds']:.0f} | {row['predicted']:.2f} | {row['real']:.2f} | {off:+.1%} |"
             )

@@ -3,6 +3,7 @@
     python benchmarks/gpu_finetune.py                                        # every row
     python benchmarks/gpu_finetune.py --rows 8b-lora --loops 'whole,loop+,sft*,sft' --budget 540
     python benchmarks/gpu_finetune.py --rows '8b-lora/sft*,3b/whole'          # a loop for each row
+    python benchmarks/gpu_finetune.py --rows llama              # docs/benchmarks/trainers.md
     python benchmarks/gpu_finetune.py --rows tiny-lora --execute eager         # tried on a CPU
 
 | row | model | trained | tokens × window, micro |
@@ -12,9 +13,11 @@
 | 3b | Llama 28×3072, bf16 | everything | 1,024 × 16, 2 |
 | 1b-lora | Llama 22×2048, float32 | LoRA of rank 16 on attention | 1,024 × 32, 4 |
 | 1b-long | Llama 22×2048, float32 | everything | 8,192 × 8, 1 |
+| llama, llama-1 | Llama 12×768, float32, in every trainer | everything | 1,024 × 64, 4 and 1 |
 
 Each loop runs in a process of its own. They get ready side by side as far as the card has room, and
-are timed one at a time. A third of the tokens have no label, a different share in every sample.
+are timed one at a time. A third of the tokens have no label, a different share in every sample
+(not in the Llama 12×768).
 Rows of TRL, PEFT, bitsandbytes or Liger are left out by name where the package is missing, and what
 would begin too late for `--budget` is named. The share of the peak counts the matrix products that
 the model must do (4 per frozen weight and token, 6 per trained one, and those of attention) against
@@ -42,7 +45,7 @@ from typing import Any
 
 import torch
 from speed.loops import CUDA, LOOPS, Job, trainer
-from speed.models import CASES, DEVICE, Case, Sample, llama_of, of_transformers, transformer_of
+from speed.models import CASES, DEVICE, Case, Sample, llama_of, transformer_of
 from speed.together import Child, Expected, Spec, run_rows
 from torch import nn
 
@@ -133,7 +136,7 @@ def _masked(sample: Callable[[int], Sample]) -> Callable[[int], Sample]:
 
 def _case(sizes: dict[str, Any], window: int, tokens: int, build: Callable[[], Any]) -> Case:
     like = transformer_of("Llama", sizes, window, length=tokens)
-    return dataclasses.replace(like, build=build, sample=_masked(like.sample), loss=of_transformers)
+    return dataclasses.replace(like, build=build, sample=_masked(like.sample))
 
 
 _1B = llama_of(2048, 5632, 22, 32)
@@ -166,6 +169,8 @@ ROWS: dict[str, Row] = {
         Expected(60.0, 30.0),
     ),
     "1b-long": Row(_case(_1B, 8, 8192, CASES["llama-1b"].build), 1, 8192, Expected(75.0, 60.0)),
+    "llama": Row(CASES["llama"], 4, 1024, Expected(60.0, 14.0)),
+    "llama-1": Row(CASES["llama"], 1, 1024, Expected(60.0, 14.0)),
     "tiny-lora": Row(
         _case(_TINY, 8, 16, lambda: _with_adapters(CASES["tiny"].build, _ALL)),
         2,
@@ -236,7 +241,7 @@ HERE: dict[str, tuple[str, Callable[[Job], None]]] = {
     **{name: LOOPS[name] for name in ("exact", "trainer")},
     "sft-liger": ("SFTTrainer, Liger", functools.partial(sft, liger=True)),
     "trainer-liger": ("Trainer, Liger", functools.partial(trainer, use_liger_kernel=True)),
-    **{name: LOOPS[name] for name in ("acc", "loop")},
+    **{name: LOOPS[name] for name in ("acc", "loop", *LOOPS)},
 }
 """In the order in which they are measured, for as long as there is time."""
 
@@ -261,7 +266,7 @@ def measure(spec: Spec, execute: str) -> dict[str, Any]:
     """Measure one loop on one row, in this process."""
     name, loop, micro = spec
     row = ROWS[name]
-    job = Job(row.case, micro, execute, waits=True)
+    job = Job(row.case, micro, execute)
     began = time.perf_counter()
     logged: list[str] = []
     listener = logging.Handler(logging.INFO)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src"), str(ROOT)]
 
 from compare import ABOUT, CASES, LIBRARIES, LIMITS, Row  # noqa: E402
+from pages import written  # noqa: E402
 
 RECORD = ROOT / "docs" / "benchmarks" / "split_dependence.json"
 PAGE = ROOT / "docs" / "split-dependence.md"
@@ -117,14 +118,6 @@ def workarounds() -> list[str]:
         if about.workaround or link:
             lines.append(f"| {trainer} | {about.workaround} | {link} |")
     return lines
-
-
-def written(page: str, name: str, lines: Sequence[str]) -> str:
-    """Return the page with these lines between the marks of this name."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    head, _, rest = page.partition(begin)
-    tail = rest.partition(end)[2]
-    return "\n".join([head + begin, "", *lines, "", end + tail])
 
 
 def page_of(page: str, rows: Sequence[Row], day: str) -> str:

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import wholebatch as wb  # noqa: E402
+from benchmarks.pages import written  # noqa: E402
 from tests.losses.preferences import OURS, PLAIN, pairs  # noqa: E402
 from tests.losses.problem import Batch, Policy, batch, ours, undivided  # noqa: E402
 from tests.support import Seen, distance, pieces, sgd  # noqa: E402
@@ -164,14 +165,6 @@ def trainers_table() -> Iterator[str]:
         through_us = off(trained(MAKE[name](exact, 4, **options)), whole)
         cells = ["< 1e-6" if one < 1e-6 else f"{one:.0%}" for one in (own, through_us)]
         yield f"| {title} | {' | '.join(cells)} |"
-
-
-def written(page: str, name: str, lines: list[str]) -> str:
-    """Return the page with these lines between the markers of this name."""
-    begin, end = (f"<!-- {name}: {place} -->" for place in ("begin", "end"))
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return "\n".join([f"{before}{begin}", *lines, f"{end}{after}"])
 
 
 def main() -> None:

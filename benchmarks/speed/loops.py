@@ -17,16 +17,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import wholebatch as wb
 from speed.device_time import mark, milliseconds
-from speed.models import DEVICE, Case
+from speed.models import DEVICE, Case, counted, of_transformers
 
 __all__ = ["LOOPS", "Job"]
 
 WARM = 4  # windows that are not counted
 MEASURED = 8
+CLIP_NORM = 1.0
 CUDA = DEVICE == "cuda"
 
 
@@ -37,10 +38,6 @@ class Job:
     case: Case
     micro: int
     execute: str = "graph"
-    seconds: float = 60.0
-    """After which two measured windows are enough."""
-    waits: bool = False
-    """True if another process says when to begin with the windows that count."""
     times: list[Any] = field(default_factory=list)
     highest: float = 0.0
     """GiB that were reserved at most before the windows that count."""
@@ -68,17 +65,14 @@ class Job:
     def batches(self, size: int) -> Iterator[Any]:
         """Yield batches of this many samples on the device, again and again."""
         made = self.case.samples()
-        number = self.case.window * self.case.windows
-        parts = [range(at, at + size) for at in range(0, number, size)]
-        batches = [self.case.collate([made[index] for index in part]) for part in parts]
+        parts = [range(at, at + size) for at in range(0, self.case.window, size)]
+        batches = [default_collate([made[index] for index in part]) for part in parts]
         moved = [{name: leaf.to(DEVICE) for name, leaf in batch.items()} for batch in batches]
         while True:
             yield from moved
 
     def loader(self) -> DataLoader[Any]:
-        return DataLoader(
-            self.case.samples(), self.micro, collate_fn=self.case.collate, pin_memory=CUDA
-        )
+        return DataLoader(self.case.samples(), self.micro, pin_memory=CUDA)
 
     def start(self) -> None:
         if CUDA:  # what the model was made in is not counted
@@ -89,35 +83,26 @@ class Job:
 
     def window_done(self) -> bool:
         """Note the time after a window; return True if enough were measured."""
-        made = len(self.times) + 1 - self.warm
-        if made == 0:
+        if len(self.times) + 1 == WARM:
             self._settle()
         self.times.append(mark())
-        if self.waits:
-            sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")
-        late = time.perf_counter() - self.began > self.seconds
-        return made >= MEASURED or (late and made >= 2)
-
-    @property
-    def warm(self) -> int:
-        """The windows before those that count: every shape twice, where shapes differ."""
-        return max(WARM, 2 * self.case.windows + 1)
+        sys.stderr.write(f"window after {time.perf_counter() - self.began:.1f} s\n")
+        return len(self.times) >= WARM + MEASURED
 
     def _settle(self) -> None:
-        """Wait for the device, and for the word if there is one; count memory from here on."""
+        """Wait for the device, and for the word to go on; count memory from here on."""
         if CUDA:
             torch.cuda.synchronize()
             self.highest = torch.cuda.max_memory_reserved() / 2**30
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        if self.waits:
-            print("READY", flush=True)
-            sys.stdin.readline()
+        print("READY", flush=True)
+        sys.stdin.readline()
 
     def found(self) -> tuple[float, float]:
         """Return ms per window, and GiB that the process has reserved."""
-        ms = statistics.median(milliseconds(self.times[self.warm - 1 :]))
+        ms = statistics.median(milliseconds(self.times[WARM - 1 :]))
         return ms, (torch.cuda.memory_reserved() if CUDA else 0) / 2**30
 
 
@@ -131,8 +116,7 @@ def by_hand(job: Job, *, compiled: bool = False) -> None:
             loss = forward(**batch).loss
         (loss / job.steps).backward()
         if place % job.steps == 0:
-            if job.case.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), job.case.clip_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
             if job.window_done():
@@ -144,10 +128,10 @@ def whole_batch(job: Job) -> None:
     train = wb.WholeBatch(
         model,
         job.adamw(model),
-        loss=job.case.loss,
-        micro_batch=job.case.split(job.micro),
+        loss=of_transformers,
+        micro_batch=job.micro,
         precision="bf16" if CUDA else "full",
-        clip_norm=job.case.clip_norm,
+        clip_norm=CLIP_NORM,
         execute=job.execute,  # type: ignore[arg-type]
     )
     job.start()
@@ -159,10 +143,8 @@ def whole_batch(job: Job) -> None:
 
 def accumulator_run(job: Job) -> None:
     model = job.model()
-    acc = wb.Accumulator(
-        model, job.adamw(model), steps=job.steps, clip_norm=job.case.clip_norm, **job.how
-    )
-    loss = partial(job.case.loss, model)
+    acc = wb.Accumulator(model, job.adamw(model), steps=job.steps, clip_norm=CLIP_NORM, **job.how)
+    loss = partial(of_transformers, model)
     job.start()
     for batch in job.batches(job.micro):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=CUDA):
@@ -188,7 +170,7 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
     model = job.model()
     model, optimizer = accelerator.prepare(model, job.adamw(model))
     windows = AccelerateAccumulator(accelerator, model, optimizer, **job.how) if ours else None
-    loss = partial(job.case.loss, model)
+    loss = partial(of_transformers, model)
     job.start()
     for batch in job.batches(job.micro):
         with accelerator.accumulate(model):
@@ -196,8 +178,8 @@ def accelerate(job: Job, *, ours: bool = False, **options: Any) -> None:
                 accelerator.backward(model(**batch).loss)
             else:
                 windows.run(loss, batch)
-            if accelerator.sync_gradients and job.case.clip_norm is not None:
-                accelerator.clip_grad_norm_(model.parameters(), job.case.clip_norm)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients and job.window_done():
@@ -214,7 +196,7 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
     given: Any = torch.compile(plain) if compiled else plain
     model, optimizer = host.setup(given, job.adamw(plain))
     windows = FabricAccumulator(host, model, optimizer, **job.how) if ours else None
-    loss = partial(job.case.loss, model)
+    loss = partial(of_transformers, model)
     job.start()
     for place, batch in enumerate(job.batches(job.micro), start=1):
         last = place % job.steps == 0
@@ -223,9 +205,7 @@ def fabric(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         else:
             windows.run(loss, batch, last=last)
         if last:
-            if job.case.clip_norm is not None:
-                norm = job.case.clip_norm
-                host.clip_gradients(model, optimizer, max_norm=norm, error_if_nonfinite=False)
+            host.clip_gradients(model, optimizer, max_norm=CLIP_NORM, error_if_nonfinite=False)
             optimizer.step()
             optimizer.zero_grad()
             if job.window_done():
@@ -260,7 +240,7 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
 
     callbacks: list[Any] = [Clock()]
     if ours:
-        callbacks.append(ExactAccumulation(units=job.case.units, **job.how))
+        callbacks.append(ExactAccumulation(units=counted, **job.how))
     host = Trainer(
         max_epochs=1,
         accelerator=DEVICE,
@@ -268,7 +248,7 @@ def lightning(job: Job, *, ours: bool = False, compiled: bool = False) -> None:
         precision="bf16-mixed" if CUDA else "32-true",
         accumulate_grad_batches=job.steps,
         # Lightning does not clip the gradients of a fused AdamW under bf16.
-        gradient_clip_val=None if CUDA else job.case.clip_norm,
+        gradient_clip_val=None if CUDA else CLIP_NORM,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -296,7 +276,7 @@ def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
             per_device_train_batch_size=job.micro,
             gradient_accumulation_steps=job.steps,
             max_steps=100_000,
-            max_grad_norm=job.case.clip_norm or 0.0,
+            max_grad_norm=CLIP_NORM,
             bf16=CUDA,
             use_cpu=not CUDA,
             optim="adamw_torch_fused" if CUDA else "adamw_torch",
@@ -314,7 +294,7 @@ def trainer(job: Job, *, ours: bool = False, **options: Any) -> None:
             model=job.model(),
             args=args,
             train_dataset=job.case.samples(),
-            data_collator=job.case.collate,
+            data_collator=default_collate,
             callbacks=[Clock()],
         )
         host.train()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from wholebatch.compile import Execute, check_execute
 from wholebatch.errors import OptionError, WindowError
-from wholebatch.joint_windows import parameters_below
 from wholebatch.loop import Loop
 from wholebatch.loop_windows import LoopWindows
 from wholebatch.losses.loss import Loss, Terms, Units, loss_of
@@ -27,7 +26,6 @@ from wholebatch.run_loss import RunFunctions
 from wholebatch.runner import Place
 from wholebatch.warn_user import warn_user
 from wholebatch.window.close_options import ClipNorm
-from wholebatch.window.foreign_writes import warn_of_empty_steps
 from wholebatch.window.ledger import Turn, refuse_no_grad
 from wholebatch.window.micro_batch import MicroBatch
 from wholebatch.window.model_and_optimizer import Scheduler
@@ -135,11 +133,8 @@ class Accumulator(LoopWindows):
             ledger,
             execute=check_execute(execute, ledger.target.device),
             audit=audit,
-            untouched=self._untouched,
         )
         self.last_loss: Loss | Terms | None = None
-        if self._written_by == "the loop":
-            warn_of_empty_steps(self, ledger.target.optimizers)
         self._warning = UnclosedWarning(
             ledger, self._turn, owner=type(self).__name__, closes=self._closes_the_last
         )
@@ -244,10 +239,7 @@ class Accumulator(LoopWindows):
         with self._turn, self._part_of_micro_batch():
             refuse_no_grad("backward()", "compute the loss and call backward() outside of them")
             is_last = self._begin_backward(last) and not more
-            ledger, loop = self._ledger, self._loop
-            if loop is not None and loop.joint.are_several:
-                used = total if mean is None else mean
-                loop.joint.refuse_moved(self, lambda: parameters_below(used))
+            ledger = self._ledger
             has_terms = isinstance(total, Terms) and ledger.known is not None
             loss = cast(Terms, total) if has_terms else loss_of(total, units, mean)
             ledger.add(loss, last=is_last, counts=self._counts)
@@ -295,10 +287,6 @@ class Accumulator(LoopWindows):
             self._ledger.sync.before_forwards()
             is_last = self._begin_backward(last)
             function = self._functions[loss]
-            loop = self._loop
-            if loop is not None and loop.joint.are_several:
-                modules = function.modules
-                loop.joint.refuse_moved(self, lambda: set(map(id, modules.parameters())))
             place = Place(
                 position=len(self._ledger.micro_batches),
                 in_parts=self._in_parts,
@@ -326,7 +314,7 @@ class Accumulator(LoopWindows):
                 "announce() in an open window: its units must be known before its first backward"
             )
         loop = self._loop
-        if loop is not None and loop.joint.are_several and self._ledger.sync.ranks > 1:
+        if loop is not None and loop.has_several and self._ledger.sync.ranks > 1:
             raise WindowError(
                 "announce() on several ranks, with several accumulators in one loop: a rank "
                 "without data would not know which accumulator comes next; give each accumulator "
@@ -429,7 +417,6 @@ class Accumulator(LoopWindows):
         position. The random generators are restored.
         """
         load_state(self._ledger, "Accumulator", saved)
-        self._untouched.forget()
         self.epoch = saved["epoch"]
         self._size = None
         self._load_loop_state(saved)

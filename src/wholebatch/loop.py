@@ -10,6 +10,10 @@ Ranks meet before each window. A rank that has run out of items takes part in th
 others.
 
 A loop holds its members weakly, and a member keeps of a loop that was left only its position.
+
+The windows of several members (the two of a GAN) begin and end in the same items. After the update
+of one, its models may not be called for the windows of the others, which would mix old and new
+weights.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
+from torch import nn
+
 from wholebatch.batch.lookahead_loader import NOTHING, Feed
 from wholebatch.batch.samples import Static
 from wholebatch.distributed.read_ahead import Ahead, read_ahead
 from wholebatch.errors import OptionError, RankError, StateError, WindowError
-from wholebatch.joint_windows import JointWindows
 from wholebatch.window.forward_state import ForwardState, restore_random
 from wholebatch.window.ledger import HasLedger
 
@@ -30,6 +35,11 @@ _NESTED = (
     "this loop is over: another over() of the same object has begun inside of it or in turn with "
     "it, or a state was loaded in it. Both would add to its gradients: use one loop at a time, or "
     "wb.over(loader, first, second) for several accumulators"
+)
+_MOVED = (
+    "{} was updated when the last micro-batch of another model's window was not done, and this "
+    "micro-batch uses it: that window would mix the old and the new weights. Compute all losses of "
+    "a micro-batch before its first backward(). With run(), give each accumulator its own loop"
 )
 
 
@@ -138,7 +148,8 @@ class Loop:
                 "of optimizers instead"
             )
         self._members = [ref(member) for member in members]
-        self.joint = JointWindows(members)
+        self.has_several = len(members) > 1
+        self._guards: list[Any] = []  # hooks on updated models, until the next item
         self.reads_ahead = ahead
         self.counts = True
         """False if the item only takes part in the collectives of the other ranks."""
@@ -209,13 +220,12 @@ class Loop:
             member._loop = self
             if self._size is None:
                 member._position = member._read_ahead = member._resumes = None
-        self.joint.begin()
 
     def _stop(self) -> None:
         """Let go of the members, whether the loader has ended or the loop was left."""
         if ForwardState is None:  # the interpreter ends, and the globals are gone
             return
-        self.joint.unguard()
+        self._unguard()
         self.put_back()
         feed, self._feed = self._feed, None
         for member in self.members:
@@ -249,7 +259,9 @@ class Loop:
     def _begin_item(self, ahead: Ahead | None = None) -> Any:
         """Begin an item for all members, and return it."""
         assert self._feed is not None
-        self.joint.unguard()
+        self._unguard()
+        if self.has_several:
+            self._refuse_out_of_step()
         self.counts = ahead is None or ahead.counts
         for member in self.members:
             if member._loop is not self:
@@ -283,7 +295,6 @@ class Loop:
     def _windows_of_ranks(self) -> Iterator[Any]:
         """Yield items until no rank has any; all ranks meet before each window."""
         assert self._feed is not None
-        self.joint.keep_order()
         is_first = True
         while True:
             has_item = self._take()
@@ -313,7 +324,7 @@ class Loop:
     def _meet(self, has_item: bool, *, is_first: bool) -> int:
         """Meet the other ranks before a window; return how many items a rank brings at most."""
         shared = [member for member in self.members if member._ledger.sync.ranks > 1]
-        self.joint.refuse_out_of_step(shared)
+        self._refuse_out_of_step()
         most, fewest = self._lead._meet(int(has_item))
         if is_first and most and fewest == 0 and len(shared) > 1:
             raise RankError(
@@ -356,8 +367,47 @@ class Loop:
     def before_close(self, member: Member) -> None:
         """Prepare to close the window of a member."""
         self.put_back()
-        self.joint.refuse_other_order(member)
-        self.joint.guard(member)
+        for first in self.members if member._ledger.sync.ranks > 1 else ():
+            if first is member:
+                break
+            if first._may_use_item:
+                raise WindowError(
+                    "wb.over on several ranks: the last backwards of a window must come in the "
+                    "order in which the accumulators were given, since a rank without data closes "
+                    "its windows in that order: give them to wb.over in the order of their "
+                    "backwards"
+                )
+
+        waiting = [
+            ref(other)
+            for other in (self.members if self.has_several else ())
+            if other is not member and other._may_use_item and other._ledger.micro_batches
+        ]
+
+        def refuse(model: nn.Module, _: Any) -> None:
+            others = [held() for held in waiting]
+            if model.training and any(other and other._may_use_item for other in others):
+                raise WindowError(_MOVED.format(type(model).__name__))
+
+        for model in member._ledger.target.models if waiting else ():
+            self._guards.append(model.register_forward_pre_hook(refuse))
+
+    def _unguard(self) -> None:
+        """Allow to call all models again: the next item begins."""
+        while self._guards:
+            self._guards.pop().remove()
+
+    def _refuse_out_of_step(self) -> None:
+        """Refuse members whose windows do not begin and end in the same items."""
+        windows = [(m._window_size, len(m._ledger.micro_batches)) for m in self.members]
+        if len(set(windows)) > 1:
+            steps = " and ".join(str(size) for size, _ in windows)
+            raise WindowError(
+                f"wb.over with accumulators of {steps} steps, or with a flush() or discard() of "
+                "one of them: all windows of a loop must begin and end together, since a window "
+                "may use models that another one updates. Give them the same steps, or a loop for "
+                "each (to update a critic more often than its generator, n_critic)"
+            )
 
     def put_back(self) -> None:
         """Put back what a forward without weight has changed in the models."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from wholebatch.audit.foreign_writes import refuse_unreduced_steps, warn_of_empty_steps
 from wholebatch.audit.layers import warn_of_spectral_norms
 from wholebatch.audit.own_loop import OwnLoop
 from wholebatch.coupled import choose as choose_batchnorm
@@ -16,7 +17,6 @@ from wholebatch.errors import EmptyWindowError, WindowError
 from wholebatch.loop import Member
 from wholebatch.warn_user import warn_user
 from wholebatch.window.close import Handover
-from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.ledger import PART_FAILED, Ledger
 from wholebatch.window.observer import Plan
 from wholebatch.window.steps import Steps
@@ -34,8 +34,6 @@ class LoopWindows(Member):
         audit: Test the first window, and units of means in windows 2, 4, 8, ...
     """
 
-    _written_by: ClassVar[str] = "the loop"
-    """Who must not write to an open window, for messages."""
     _closes_the_last: ClassVar[str] = "loop with over(loader)"
     """How the loop closes a short last window, for messages."""
     _knows_steps: ClassVar[bool] = True
@@ -47,12 +45,14 @@ class LoopWindows(Member):
         models = ledger.target.models
         self._ledger = ledger
         self._steps = steps
-        self._untouched = Untouched(ledger, self._written_by)
         self._batchnorms = [choose_batchnorm(batchnorm, model) for model in models]
         for model in models:
             warn_of_spectral_norms(model)
         if audit:
-            ledger.observer = OwnLoop(models, runs_alone=ledger.sync.runs_alone)
+            ledger.observer = OwnLoop(ledger.target)
+            refuse_unreduced_steps(ledger)
+            if self._handover is None:
+                warn_of_empty_steps(self, ledger.target.optimizers)
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
@@ -110,7 +110,7 @@ class LoopWindows(Member):
             ledger.before_window(is_late=True)
             self._begin_window()
         ledger.refuse_broken()
-        self._untouched.check()
+        ledger.observer.backward_begins()
         return self._closes
 
     def _warn_of_length(self, steps: int) -> None:
@@ -131,8 +131,8 @@ class LoopWindows(Member):
 
     def _end_backward(self, more: bool) -> Step | None:
         """End a micro-batch after its backwards; the last one closes the window."""
-        self._untouched.remember()
         if more:
+            self._ledger.observer.gradients_are_added(self._ledger.inputs)
             return None
         self._may_use_item = self._window_gone = False
         if self._counts:
@@ -174,16 +174,13 @@ class LoopWindows(Member):
     def _leave_window(self) -> None:
         """Note that a window was flushed or discarded; an item that is open outlives it."""
         self._size = None
-        self._untouched.forget()
         self._window_gone = self._may_use_item
         self._is_last_item = None
 
     def _close(self) -> Step:
-        self._untouched.check(rates=True)
         if self._loop is not None:
             self._loop.before_close(self)
         self._size = None
-        self._untouched.forget()
         self.last_step = self._ledger.close()
         self._after_close(self.last_step)
         return self.last_step

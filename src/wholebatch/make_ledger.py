@@ -12,7 +12,6 @@ from wholebatch.offload import choose as choose_store
 from wholebatch.options import Close, Memory, close_options
 from wholebatch.window.close import Handover
 from wholebatch.window.close_options import ClipNorm
-from wholebatch.window.foreign_writes import refuse_unreduced_steps
 from wholebatch.window.ledger import Ledger
 from wholebatch.window.model_and_optimizer import Scheduler, build_target
 
@@ -54,6 +53,4 @@ def make_ledger(
         on_gradient=close.on_gradient is not None,
         handover=handover,
     )
-    ledger = Ledger(target, options, sync, store, close.on_gradient, close.on_open)
-    refuse_unreduced_steps(ledger)
-    return ledger
+    return Ledger(target, options, sync, store, close.on_gradient, close.on_open)

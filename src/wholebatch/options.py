@@ -94,6 +94,9 @@ def known_options(**elsewhere: str) -> Callable[[Callable[P, R]], Callable[P, R]
     return decorated
 
 
+Close.__init__ = known_options()(Close.__init__)  # type: ignore[method-assign]
+
+
 def as_close(close: object) -> Close:
     """Return the option, or raise an OptionError that says what is allowed."""
     if close is None:

@@ -26,7 +26,6 @@ from wholebatch.loss_functions import check_run_function
 from wholebatch.losses.loss import SINGLE, Loss, Terms
 from wholebatch.runner import MicroStep, Place
 from wholebatch.window.autocast import Full
-from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.ledger import HALF_DONE, Ledger
 from wholebatch.window.reachable_objects import content_of, inside
 from wholebatch.window.replaced_attributes import replaced_attributes
@@ -46,13 +45,11 @@ class RunFunctions:
         *,
         execute: Execute,
         audit: bool,
-        untouched: Untouched,
     ) -> None:
         self._ledger = ledger
         self._options: dict[str, Any] = {
             "execute": execute,
             "audit": audit,
-            "untouched": untouched,
         }
         self._functions: list[RunLoss] = []
 
@@ -109,7 +106,6 @@ class RunLoss:
         *,
         execute: Execute,
         audit: bool,
-        untouched: Untouched,
         reads: Callable[..., Any] | None = None,
     ) -> None:
         check_run_function(loss)
@@ -149,7 +145,6 @@ class RunLoss:
             ledger=ledger,
             precision=Full(),  # that of the loop
             execute=execute,
-            untouched=untouched,
             prepare=lambda _: this._micro,  # as it was given: parts of it may belong on the host
         )
         self.executor = self._step.executor

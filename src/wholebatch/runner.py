@@ -16,6 +16,7 @@ from weakref import proxy
 
 from torch import Tensor, nn
 
+from wholebatch.audit.foreign_writes import refuse_unreduced_steps
 from wholebatch.audit.layers import warn_of_spectral_norms
 from wholebatch.audit.loss_test import LossTest
 from wholebatch.audit.own_loop import OF_A_LOSS, OwnLoop
@@ -40,7 +41,6 @@ from wholebatch.losses.loss import (
     as_loss,
 )
 from wholebatch.window.autocast import Precision
-from wholebatch.window.foreign_writes import Untouched
 from wholebatch.window.forward_state import ForwardState
 from wholebatch.window.ledger import Ledger
 from wholebatch.window.observer import Plan
@@ -93,7 +93,6 @@ class MicroStep:
         ledger: Where the gradients are added.
         precision: The precision of the forward pass.
         execute: How a micro-batch is computed.
-        untouched: Refuses writes by the loss function to the window.
         prepare: Returns a micro-batch as the loss function gets it, before each eager call.
     """
 
@@ -106,12 +105,11 @@ class MicroStep:
         ledger: Ledger,
         precision: Precision,
         execute: Execute,
-        untouched: Untouched,
         prepare: Callable[[Any], Any],
     ) -> None:
         self._loss, self._model = loss, model
         self._ledger, self._precision = ledger, precision
-        self._untouched, self._prepare = untouched, prepare
+        self._prepare = prepare
         from wholebatch.compile.micro_step import Executor  # Not needed to import wholebatch.
         from wholebatch.compile.trace import Added
 
@@ -148,7 +146,7 @@ class MicroStep:
         with self._precision.forward():
             loss = as_loss(self._loss(self._model, micro))
         if self.is_eager:
-            self._untouched.check(rates=True)
+            self._ledger.observer.backward_begins()
         self._ledger.add(loss, last=place.last, counts=place.counts)
         return loss
 
@@ -186,9 +184,9 @@ class Runner:
         self._precision = precision
         self._device = ledger.target.device
         self._before: ForwardState | None = None  # holds the running statistics before the window
-        self._untouched = Untouched(ledger, by="the loss function")
         if audit:
-            ledger.observer = OwnLoop((), OF_A_LOSS)
+            ledger.observer = OwnLoop(ledger.target, OF_A_LOSS)
+            refuse_unreduced_steps(ledger)
         read = loss.encode if isinstance(loss, Coupled) else loss
         _refuse_lazy_parameters(root)
         warn_of_spectral_norms(root)
@@ -203,7 +201,6 @@ class Runner:
             ledger=ledger,
             precision=precision,
             execute=self._executed(check_execute(execute, self._device)),
-            untouched=self._untouched,
             prepare=lambda micro: this._on_device(micro),
         )
         self.executor = self._step.executor
@@ -273,7 +270,6 @@ class Runner:
 
     def begin_window(self) -> None:
         """Begin an attempt at a window."""
-        self._untouched.forget()
         if self.policy is not None:
             self.policy.begin_window()
         training = [norm for _, norm in whole_batch_norms(self._root) if norm.training]
@@ -320,8 +316,6 @@ class Runner:
                 else:
                     with ForwardState(*ledger.target.models):  # leaves no trace
                         run(micros[-1] if micros else how.stand_in, place)
-                if step.is_eager:
-                    self._untouched.remember()
                 if counts:
                     how.after_micro(index + 1, of)
 

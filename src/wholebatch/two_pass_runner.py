@@ -77,8 +77,9 @@ class TwoPassRunner(Runner):
         def inject(index: int, outputs: list[Tensor], gradients: list[Tensor]) -> None:
             last = how.reduces and len(ledger.micro_batches) == len(micros) - 1
             if outputs:
-                with self._untouched.backward():
-                    ledger.backward(outputs, gradients, last=last)
+                ledger.observer.backward_begins()
+                ledger.backward(outputs, gradients, last=last)
+                ledger.observer.gradients_are_added(ledger.inputs)
             ledger.record({})  # its loss is that of the window
             ledger.end_micro_batch()
             how.after_micro(len(ledger.micro_batches), len(micros))
@@ -131,8 +132,8 @@ class TwoPassRunner(Runner):
             },
             of_the_window=True,
         )
-        with self._untouched.backward():
-            self._ledger.backward([term.total for term in terms.values()], seeds, also=leaves)
+        ledger.backward([term.total for term in terms.values()], seeds, also=leaves)
+        ledger.observer.gradients_are_added(ledger.inputs)
 
     def _agreed_units(self, terms: Mapping[str, Term]) -> dict[str, float]:
         """Return the units of each term; raise LossError if the ranks' losses differ."""

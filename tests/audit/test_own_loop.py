@@ -7,6 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import wholebatch as wb
 from tests.support import Seen, mlp, sgd
 from wholebatch.audit.own_loop import OwnLoop
+from wholebatch.distributed import Local
 from wholebatch.errors import LossError, UnsupportedError
 from wholebatch.window.observer import Nobody, Plan
 
@@ -130,7 +132,8 @@ def test_every_way_to_a_window_is_the_same_without_the_audit(case: str, way: str
 
 def watched(*losses: Any, steps: int = 2, models: Any = ()) -> list[str]:
     """Return the warnings of a window with these losses."""
-    loop = OwnLoop(models)
+    target: Any = SimpleNamespace(models=models, optimizers=(), sync=Local())
+    loop = OwnLoop(target)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.window_begins(Plan(1, in_parts=True, steps=(steps,)))

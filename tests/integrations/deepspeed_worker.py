@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import wholebatch as wb
 from tests.support import distance
-from tests.verification.loops.live import found_in
+from tests.verification.answers import found_in
 
 STEPS, MICRO, RANKS = 4, 4, 2
 

@@ -18,7 +18,7 @@ pytest.importorskip("trl")
 
 from tests.integrations import trl_training as runs
 from tests.integrations.trl_training import TRAINERS, off, trained
-from tests.verification.loops.live import found_in
+from tests.verification.answers import found_in
 from wholebatch.integrations.transformers import exact
 
 pytestmark = [

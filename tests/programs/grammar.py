@@ -26,7 +26,7 @@ PACKAGES["pipeline"] = "torch"
 INSTALLED = [way for way in HOSTS if find_spec(PACKAGES.get(way, way)) is not None]
 _EAGER_BY_CODE = ("experts", "random", "batchnorm", "physics", "counter", "remembers")
 """Models whose code branches on data, or changes the model: they run eagerly, with a warning."""
-EAGER = ("sparse", "lstm", "gru")
+EAGER = ("sparse", "lstm")
 """Models that no graph can be made of."""
 STYLES = ["module", "main", "closure", "class", "callable", "criterion", "partial"]
 CONTAINERS = ["dict", "tuple", "dataclass", "namedtuple"]
@@ -192,7 +192,7 @@ def _call(draw: Any, way: str, model: str, event: str) -> str:
 def _may_be_in_place(way: str, model: str, event: str) -> bool:
     """True if the loss may write to the floats that it is given: no forward sees them again."""
     again = way == "more" or event in ("raise", "oom", "discard", "evaluate", "resume")
-    return not again and model not in (*TOKEN_MODELS, "batchnorm", "images")
+    return not again and model not in (*TOKEN_MODELS, "batchnorm")
 
 
 def _loss(draw: Any, way: str, model: str) -> str:
@@ -433,7 +433,7 @@ def _on_ranks(draw: Any) -> Program:
     way = _pick(draw, ["over", "backward", "run"])
     if draw(st.integers(0, 5)) == 3:
         return draw(_in_host_on_ranks())  # type: ignore[no-any-return]
-    sharded = _pick(draw, ["ddp", "fsdp", "hsdp"], 2)
+    sharded = _pick(draw, ["ddp", "fsdp", "hsdp", "every", "gathered"], 3)
     model = _pick(
         draw,
         [name for name in MODELS if name not in ("batchnorm", "sparse", "lora", "random", "graph")],
@@ -444,12 +444,14 @@ def _on_ranks(draw: Any) -> Program:
     whole = way == "over"
     windows = draw(_windows(whole=whole, loss=loss, model=model))
     windows = _labelled(_full(draw, windows, ranks * draw(st.integers(1, 2))))
-    if sharded != "ddp" or model == "counter":  # what is noted, all ranks gather
+    if sharded != "ddp":  # what is noted, all ranks gather
         windows = (*windows[:-1], (windows[-1] * ranks)[: max(ranks, len(windows[-1]))])
+    if sharded == "gathered" and not whole:  # nor is a rank's last Step after its loop
+        windows = _full(draw, (*windows, ()), len(windows[0]))[:-1]
     if whole:
         size = windows[0][0].rows
         windows = tuple(tuple(Micro(size, m.labels) for m in window) for window in windows)
-    return Program(
+    program = Program(
         model=model,
         windows=windows,
         loss=loss,
@@ -464,6 +466,8 @@ def _on_ranks(draw: Any) -> Program:
         sharded=sharded,
         seed=draw(st.integers(0, 50)),
     )
+    has_graph = way != "backward" and _has_a_graph(program) and sharded in ("ddp", "gathered")
+    return replace(program, execute="traced") if has_graph and draw(st.booleans()) else program
 
 
 @st.composite

@@ -124,10 +124,6 @@ def _note(program: Program) -> str:
     note = _note_of_state(program)
     if program.sharded != "ddp":
         note = note.replace("p.detach()", "p.detach().full_tensor()")
-    if program.model == "counter" and program.ranks > 1 and program.sharded == "ddp":
-        note += f"\n    seen = [torch.zeros((), dtype=dtype) for _ in range({program.ranks})]"
-        note += "\n    dist.all_gather(seen, model.module.seen)"
-        note += '\n    record[-1]["seen"] = torch.stack(seen).tolist()'
     if program.way in hosts.HOSTS:
         return note
     return f'{note}\n    record[-1]["skips"] = train.skipped'
@@ -180,6 +176,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 """
+_SEEN = """# After the loop: a rank with fewer micro-batches gets its last Step there.
+seen = [torch.zeros((), dtype=dtype) for _ in range(RANKS)]
+dist.all_gather(seen, model.module.seen)
+record[-1]["seen"] = torch.stack(seen).tolist()"""
 _RANKS_MAIN = """def main():
     meeting = tempfile.mktemp()
     answers = multiprocessing.get_context("fork").SimpleQueue()
@@ -203,6 +203,8 @@ def _on_ranks(program: Program, parts: list[str]) -> list[str]:
         f'dist.init_process_group("gloo", f"file://{{meeting}}", rank=rank, world_size={ranks})'
     )
     ends = "if rank == 0:\n    answers.put(json.dumps(record))\ndist.destroy_process_group()"
+    if program.model == "counter" and program.sharded == "ddp":
+        ends = f"{_SEEN.replace('RANKS', str(ranks))}\n{ends}"
     if program.way == "trainer":  # what torchrun sets
         own = "RANK=str(rank), LOCAL_RANK=str(rank)"
         meet = f"WORLD_SIZE='{ranks}', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'"
@@ -520,6 +522,8 @@ def _options(program: Program) -> list[str]:
     if program.event == "nan":
         close += ['nonfinite="skip"']
     close += [CLOSE[name] for name in program.close]
+    if program.sharded in SYNCS:
+        close += [f'sync="{program.sharded}"']
     if program.precision == "fp16":
         close += [f'scaler=torch.amp.GradScaler("{program.device}", init_scale=256.0)']
     if close:
@@ -547,9 +551,12 @@ MEMORY = {
 }
 
 
+SYNCS = ("every", "gathered")
+"""When FSDP2 reduces, other than by default."""
+_FSDP = 'model = fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))'
 SHARDED = {
     "ddp": "model = DistributedDataParallel(model)",
-    "fsdp": 'model = fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))',
+    **dict.fromkeys(("fsdp", *SYNCS), _FSDP),
     "hsdp": 'names = ("replicate", "shard")\n'
     'mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)\n'
     "model = fully_shard(model, mesh=mesh)",

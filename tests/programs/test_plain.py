@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from tests.programs.plain.grammar import draw, is_written, loops, plainest
+from tests.programs.frame import shrink
+from tests.programs.plain.grammar import draw, is_written, loops, smaller
 from tests.programs.plain.judge import contradiction, judge, warm_up
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import MISTAKES
@@ -77,7 +78,7 @@ def test_a_judge_that_disagrees_is_told_of(change: dict[str, object], failure: s
 
 def test_a_failure_is_made_plain() -> None:
     loop = Loop(shape="islice", divide="share", optimizer="adam", clip="norm", rows=4)
-    smallest = plainest(loop, lambda other: other.clip == "norm")
+    smallest = shrink(loop, smaller, lambda other: other.clip == "norm")
     assert smallest == Loop(clip="norm")
 
 

@@ -18,13 +18,14 @@ from tests import processes
 from tests.processes import worker
 from tests.programs.description import STRUCTURED, TOKEN_MODELS, WHOLE_BATCH, Micro, Program
 from tests.programs.found import FOUND
+from tests.programs.frame import shrink
 from tests.programs.grammar import INSTALLED, KINDS, STYLES, models_of, programs
 from tests.programs.judge import Verdict, judge, verdict
 from tests.programs.mistakes import LATER, MISTAKES, ONE_ROW, SIZE, TESTED
 from tests.programs.models import CALLS, MODELS, ROW_LOSSES
 from tests.programs.run import Outcome, run, warm_up
 from tests.programs.script import CLOSE, NAMES, OPTIMIZERS, SCHEDULERS, script
-from tests.programs.shrink import shrink
+from tests.programs.shrink import smaller
 
 ROOT = Path(__file__).parents[2]
 UNEVEN = ((Micro(3), Micro(3), Micro(2, "one")), (Micro(3), Micro(3, "none"), Micro(1)))
@@ -113,7 +114,7 @@ def test_a_mistake_that_nobody_names_is_found(machine: Worker) -> None:
 
 def test_a_failure_is_made_small() -> None:
     program = Program("attention", UNEVEN, way="run", clip="norm", close=("sync",), seed=7)
-    smallest = shrink(program, lambda program: program.clip == "norm" and program.micro_batch > 1)
+    smallest = shrink(program, smaller, lambda p: p.clip == "norm" and p.micro_batch > 1)
     assert smallest == Program(windows=((Micro(2),),), clip="norm")
 
 
@@ -267,22 +268,7 @@ def test_every_loss_is_right(machine: Worker, loss: str, way: str) -> None:
     assert verdict.kind == "exact", verdict
 
 
-OPEN = [
-    ("gradient", "detached statistics"),
-    ("backward", "quotient as total"),
-    ("backward", "units of one"),
-]
-"""Way and mistake of programs that pass unseen, or do not end, with the fewer checks."""
-
-
-def _row(program: Program) -> Any:
-    is_open = (program.way, program.mistake) in OPEN or program.model == "counter"
-    is_open = is_open and program in FOUND
-    marks = pytest.mark.xfail(run=False, reason="open: see OPEN") if is_open else ()
-    return pytest.param(program, id=repr(program), marks=marks)
-
-
-@pytest.mark.parametrize("program", [_row(program) for program in (*covering(), *FOUND)])
+@pytest.mark.parametrize("program", [*covering(), *FOUND], ids=repr)
 def test_every_value_is_right_and_what_was_found_stays_found(
     machine: Worker, program: Program
 ) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import wholebatch as wb
-from tests.verification.loops.live import found_in, quiet
+from tests.verification.answers import found_in, quiet
 from wholebatch.verification import LoopVerdict
 
 

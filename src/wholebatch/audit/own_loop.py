@@ -16,6 +16,7 @@ from wholebatch.audit.compared_rows import ComparedRows
 from wholebatch.audit.divided_by_steps import DividedBySteps
 from wholebatch.audit.finding import refuse
 from wholebatch.audit.first_call import FirstCall
+from wholebatch.audit.foreign_writes import ForeignWrites
 from wholebatch.audit.layers import refused_by_type
 from wholebatch.audit.mean_units import UnitsOfMeans
 from wholebatch.audit.model_calls import ModelCalls
@@ -24,7 +25,8 @@ from wholebatch.audit.own_reduction import OwnReduction
 from wholebatch.losses.loss import Loss, OfMean, Terms, refuse_in_parts, terms_of
 from wholebatch.warn_user import warn_user
 from wholebatch.window.autograd_graph import refuse_freed_graph
-from wholebatch.window.observer import Nobody, Plan
+from wholebatch.window.model_and_optimizer import Target
+from wholebatch.window.observer import Plan
 from wholebatch.window.window import is_tested_window
 
 OF_A_LOSS: tuple[type[Check], ...] = (OwnReduction, DividedBySteps, UnitsOfMeans)
@@ -33,39 +35,32 @@ CHECKS: tuple[type[Check], ...] = (*OF_A_LOSS, OtherModels, ComparedRows, FirstC
 """To add a law, write its file and put its class here."""
 
 
-class OwnLoop(Nobody):
-    """Asks a list of checks at the moments of a window; an `Observer`.
+class OwnLoop:
+    """Asks a list of checks at the moments of a window; an `Observer`."""
 
-    Args:
-        models: The models of the loop; they are held weakly.
-        checks: The classes of the checks.
-        runs_alone: A forward does not meet the other ranks.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        checks: Sequence[type[Check]] = CHECKS,
-        *,
-        runs_alone: bool = True,
-    ) -> None:
-        self._models: WeakSet[nn.Module] = WeakSet(models)
-        left_out = () if runs_alone else (FirstCall, ComparedRows, OtherModels)
+    def __init__(self, target: Target, checks: Sequence[type[Check]] = CHECKS) -> None:
+        self._writes = ForeignWrites(target)
+        self._models: WeakSet[nn.Module] = WeakSet(target.models)
+        left_out = () if target.sync.runs_alone else (FirstCall, ComparedRows, OtherModels)
         self._checks = [check() for check in checks if check not in left_out]
         self._have_warned: set[Check] = set()
         self._is_first = True  # until the first window in parts has closed
         self._plan = Plan(0, in_parts=False)
         before = [check.call for check in self._checks if isinstance(check, FirstCall)]
         after = [check.returned for check in self._checks if isinstance(check, ComparedRows)]
-        self._calls = ModelCalls(models, before, after) if before or after else None
+        self._calls = ModelCalls(target.models, before, after) if before or after else None
 
     def window_begins(self, plan: Plan) -> None:
         self._plan = plan
+        self._writes.forget()
         if plan.in_parts and self._is_first:
             for model in self._models:
                 refuse(refused_by_type(model))
         for check in self._asked():
             check.window_begins()
+
+    def backward_begins(self) -> None:
+        self._writes.check()
 
     def loss_is_known(self, loss: Loss | Terms) -> None:
         if not self._plan.in_parts:
@@ -84,7 +79,12 @@ class OwnLoop(Nobody):
                 refuse_freed_graph(error)
                 raise
 
+    def gradients_are_added(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._writes.remember(parameters)
+
     def window_closes(self) -> None:
+        self._writes.check()
+        self._writes.check_rates()
         if not self._plan.in_parts:
             return
         self._is_first = False

@@ -60,7 +60,6 @@ class HandedOver(Accumulator):
     are those of `Accumulator`.
     """
 
-    _written_by = "the loop until the window is complete"
     _handover = Handover(
         lends=True,  # the library clears them before the next window
         counts=True,

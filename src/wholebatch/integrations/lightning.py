@@ -289,7 +289,7 @@ class TrainerAccumulator(HandedOver):
         )
         self._trainer = trainer
         if options.get("audit", True):  # `run` tests the whole training_step
-            self._ledger.observer = OwnLoop((), OF_A_LOSS)
+            self._ledger.observer = OwnLoop(self._ledger.target, OF_A_LOSS)
 
     @property
     def is_open(self) -> bool:

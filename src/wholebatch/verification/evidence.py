@@ -96,20 +96,6 @@ class Clip:
         return self.limit < NO_LIMIT or self.cuts
 
 
-@dataclass(frozen=True, eq=False)
-class KnownTerms:
-    """The right answer of a window, where a proof has it: gradient and units of each mean."""
-
-    means: Mapping[str, Tensor]
-    """By term of the loss: the gradient of each micro-batch's own mean, one row for each."""
-    units: Mapping[str, tuple[float, ...]]
-    floor: float
-    """The distance of the right gradient that rounding explains."""
-    is_coupled: bool
-    """True if the undivided batch is not the sum of its micro-batches."""
-    micro_batches: Sequence[object] = ()
-
-
 @dataclass(frozen=True)
 class Ledger:
     """A window of wholebatch: its own count of units, and what was seen beside it."""
@@ -148,7 +134,8 @@ class WindowEvidence:
     is_brief: bool = False
     """True if no gradients were recorded: windows like it are known."""
     ledger: Ledger | None = None
-    known: KnownTerms | None = None
+    units: tuple[float, ...] = ()
+    """The units of the micro-batches, where they are given."""
 
     @property
     def cleared(self) -> list[int]:

@@ -88,7 +88,7 @@ def judge(
     lines = {**(every[0].lines if every else {}), "step": ranks[0].line}
     lines = {what: line for what, line in lines.items() if line}
     trial = LoopTrial(name, case=case, micro_batches=len(every), notes=tuple(notes), lines=lines)
-    if ranks[0].known is not None or ranks[0].ledger is not None:
+    if ranks[0].ledger is not None:
         return _judged(trial, ranks, counts, own, None, None)
     if any(micro.compares_others for micro in every):
         return trial.with_answer(NOT_JUDGED, f"{_COMPARES_OTHERS}: use wb.verify")
@@ -178,7 +178,10 @@ def _judged(
     if isinstance(weights, Weights):
         trial = trial.with_weights(weights)
     findings = _findings(ranks, weights, counts)
-    is_sum = trial.source == "weights" and "sums added" in [f.variant for f in findings]
+    is_given = any(window.units for window in ranks)
+    is_sum = (
+        not is_given and trial.source == "weights" and "sums added" in [f.variant for f in findings]
+    )
     if is_sum:
         findings = [finding for finding in findings if finding.is_beside]
     if findings:
@@ -200,9 +203,8 @@ def _judged(
 def _findings(ranks: Ranks, weights: Weights | Unknown, counts: Counts) -> list[Finding]:
     """Return all mistakes that explain the window, the one to begin with first."""
     is_right = isinstance(weights, Weights) and weights.is_right
-    is_proof = ranks[0].known is not None
-    lost = is_lost(ranks) and not (is_proof and is_right)
-    findings = [] if is_proof or (is_right and not lost) else list(of_two_passes(ranks, counts))
+    lost = is_lost(ranks)
+    findings = [] if is_right and not lost else list(of_two_passes(ranks, counts))
     findings = findings or findings_of(SEEN, ranks)
     if not findings and lost:
         findings = findings_of(LOST, ranks)[:1]
@@ -216,8 +218,6 @@ def _findings(ranks: Ranks, weights: Weights | Unknown, counts: Counts) -> list[
 
 def _doubts(ranks: Ranks, counts: Counts) -> Iterator[str]:
     """Yield the reasons why weights that are right may not make the right update."""
-    if ranks[0].known is not None:
-        return
     every = [micro for window in ranks for micro in window.backwards]
     ledgers = [window.ledger for window in ranks if window.ledger is not None]
     if not ledgers and counts.usual == len(every) == 1:
@@ -271,8 +271,6 @@ def _carries(micros: Sequence[Backward]) -> bool:
 
 def _unexplained(trial: LoopTrial, weights: Weights, ranks: Ranks, counts: Counts) -> LoopTrial:
     """Return the verdict on weights that are not right, and fit no known mistake."""
-    if weights.source == "gradients":
-        return trial.with_answer(DIFFERENT)
     reading = next(row[0] for row in weights.terms if row[0].off > SAME_WEIGHT)
     if reading.constant is None:
         if reading.is_mean_of_losses and math.isclose(

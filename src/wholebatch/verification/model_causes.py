@@ -8,7 +8,7 @@ first that finds a cause ends the search, since each excludes what comes after i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,15 +24,11 @@ from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_stati
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.coupled_layers import layers_that_couple
 from wholebatch.verification.distances import TIMES_THE_FLOOR, Comparison, fit_of
-from wholebatch.verification.divided_batch import DividedBatch, counts_of, other_counts
-from wholebatch.verification.evidence import Counts
+from wholebatch.verification.divided_batch import DividedBatch
 from wholebatch.verification.findings import Finding
-from wholebatch.verification.known_terms import gradient_rows
-from wholebatch.verification.loss_factors import Reading
 from wholebatch.verification.model_runs import ModelRuns
 from wholebatch.verification.parameter_rows import ParameterRows
-from wholebatch.verification.weights import SAME_WEIGHT, Weights
-from wholebatch.verification.wrong_weights import explain
+from wholebatch.verification.weights import SAME_WEIGHT
 
 _MOST_PARTS = 64
 """Micro-batches whose weights are fitted."""
@@ -45,20 +41,10 @@ class TotalWeights:
     values: tuple[float, ...]
     left: float
     """The share of the undivided batch's gradient that no weights explain."""
-    units: tuple[float, ...]
+    units: float
+    """Of all micro-batches together."""
     units_of_all: float
-    counts: Counts
-
-    def wrong(self) -> list[Finding]:
-        """Return what explains that units of the loss are not the weights, by the loop's tables."""
-        true = [
-            w * unit / self.units_of_all for w, unit in zip(self.values, self.units, strict=True)
-        ]
-        by_units = tuple(unit / self.units_of_all for unit in self.units)
-        reading = Reading(by_units, tuple(true))
-        sizes = (len(self.units),)
-        weights = Weights(((reading,),), sizes, reading.off, SAME_WEIGHT, 0.0, "gradients")
-        return explain(weights, self.counts)
+    """Of the undivided batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,25 +100,25 @@ class ModelEvidence:
         norms = [module for _, module in batchnorms(runs.model)]
         if not self.may_run_alone or any(map(uses_batch_statistics, norms)):
             return None
-        rows = ParameterRows()
-        rows.adopt(runs.model)
         micros = self.batch.micro_batches()[:_MOST_PARTS]
         runs.silences.append(_freeze_norms)
         try:
-            parts = [gradient_rows(runs, rows, (), part) for part in (*micros, self.batch.whole)]
+            parts = [_total_of(runs, part) for part in (*micros, self.batch.whole)]
         finally:
             runs.silences.pop()
-        *added, whole = [_added([row for row, _ in terms.values()]) for terms in parts]
-        *units, of_all = [next(iter(terms.values()))[1] for terms in parts]
+        *added, whole = [row for row, _ in parts]
+        *units, of_all = [count for _, count in parts]
         values, left = fit_of(added, whole)
-        counts = Counts(
-            len(micros), len(micros), others=other_counts([[counts_of(micro) for micro in micros]])
-        )
-        return TotalWeights(tuple(values), left, tuple(units), of_all, counts)
+        return TotalWeights(tuple(values), left, sum(units), of_all)
 
 
-def _added(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*rows]).sum(0)
+def _total_of(runs: ModelRuns, batch: Any) -> tuple[Tensor, float]:
+    """Return some numbers of the gradient of a batch's total, and the units of its first term."""
+    rows = ParameterRows()
+    rows.adopt(runs.model)
+    terms = runs.gradients_of_terms(batch)
+    row = torch.stack([rows.sample_named(by_name) for by_name, _ in terms.values()]).sum(0)
+    return row, next(iter(terms.values()))[1]
 
 
 def _freeze_norms(model: nn.Module) -> None:
@@ -226,7 +212,6 @@ def _weighed(evidence: ModelEvidence) -> Iterator[Finding]:
     weights = evidence.weights
     if weights is None:
         return
-    total = sum(weights.units)
     # A fit of few rows to many numbers leaves nothing only where it is the truth.
     limit = max(1e3 * evidence.runs.scale.unit, TIMES_THE_FLOOR * evidence.gradient.tolerance)
     if weights.left > limit:
@@ -235,9 +220,9 @@ def _weighed(evidence: ModelEvidence) -> Iterator[Finding]:
             "no weighting of the micro-batches' gradients gives the undivided batch's: "
             f"{percent(weights.left)} of it remains",
         )
-    elif abs(total - weights.units_of_all) > 1e-6 * max(total, 1.0):
+    elif abs(weights.units - weights.units_of_all) > 1e-6 * max(weights.units, 1.0):
         variant = (
-            f"the micro-batches have {total:g} units together, the undivided batch "
+            f"the micro-batches have {weights.units:g} units together, the undivided batch "
             f"{weights.units_of_all:g}: the loss does not return a sum and its units"
         )
         yield Finding("mean-of-means", variant, advice=_RETURN_UNITS)
@@ -248,10 +233,7 @@ def _weighed(evidence: ModelEvidence) -> Iterator[Finding]:
             f"the undivided batch weighs its micro-batches' totals by {shown}, and sums would all "
             "have weight 1"
         )
-        known = weights.wrong()[:1] or [Finding("mean-of-means", "")]
-        for finding in known:
-            words = ": ".join(filter(None, (finding.variant, variant)))
-            yield replace(finding, variant=words, advice=_RETURN_UNITS)
+        yield Finding("other-units", variant, advice=_RETURN_UNITS)
 
 
 def _unexplained(evidence: ModelEvidence) -> Iterator[Finding]:

@@ -83,10 +83,9 @@ class ParameterRows:
         """Return whole tensors of the parameters as they are kept."""
         return self._row([None if tensor is None else self._part(tensor) for tensor in tensors])
 
-    def sample_named(self, named: Mapping[str, Tensor | None], indices: Sequence[int]) -> Tensor:
-        """Return whole tensors by parameter, as gradients of a step on `indices` are kept."""
-        row = self.sample([named.get(name) for name in self.names])
-        return self.selected(row, indices) if indices else row
+    def sample_named(self, named: Mapping[str, Tensor | None]) -> Tensor:
+        """Return whole tensors by parameter as they are kept."""
+        return self.sample([named.get(name) for name in self.names])
 
     def gradients(self) -> Tensor:
         return self.sample([parameter.grad for parameter in self.parameters])

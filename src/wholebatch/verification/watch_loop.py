@@ -123,6 +123,11 @@ class Watch:
             return self._verdict
         return self._make(_trials([self._records(is_over=False)], is_given=self._is_given))
 
+    def next_window(self, units: Sequence[float]) -> bool:
+        """Give the units of the next window; False if micro-batches wait for a step."""
+        self._recorder.units = tuple(units)
+        return not self._recorder.pending
+
     def _stepped(self) -> None:
         """End the loop at its next backward, where it has been watched for long enough."""
         recorder, windows = self._recorder, max(self._recorder.window_counts.values(), default=0)

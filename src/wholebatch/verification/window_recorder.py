@@ -114,6 +114,8 @@ class WindowRecorder:
         self.stepped_twice = self.stepped_inside = self.steps_on_copies = self.lost_steps = False
         self.after_step: Tensor | None = None
         """The weights after the last step."""
+        self.units: tuple[float, ...] = ()
+        """The units of the next window's micro-batches, if they are given."""
         self._known: dict[int, torch.optim.Optimizer] = {}
         self._modules, self._calls = CalledModules(), LoopCalls()
         self._history: list[_Brought] = []
@@ -552,6 +554,7 @@ class WindowRecorder:
                 if clip.number > since
             ),
             line=user_line(),
+            units=self.units if len(self.units) == len(mine) else (),
             rate_is_zero=not any(float(group["lr"]) for group in optimizer.param_groups),
         )
 

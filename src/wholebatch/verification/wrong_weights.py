@@ -3,7 +3,7 @@
 `wrong_weights` yields the weights that each mistake gives, in the variants that occur in public
 code; `explain` compares them with those of the window. All mistakes that match are found.
 
-To add a mistake: a row in mistakes.md, its weights here, and a loop in tests/verification/loops.
+To add a mistake: its row in mistakes.md, its weights here, its row in tests/programs/plain.
 """
 
 from __future__ import annotations

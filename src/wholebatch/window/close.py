@@ -372,7 +372,6 @@ class Store:
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
-        self.is_stepping = False
         self._spoiled: list[tuple[nn.Parameter, int]] = []
         """Parameters of a window that failed in its update, with their versions."""
 
@@ -464,7 +463,6 @@ class Store:
 
         Optimizers that read `found_inf` on the device change nothing if it is 1.
         """
-        self.is_stepping = True
         try:
             if self.target.sixteen_bit.parameters:
                 self.target.sixteen_bit.round_once()
@@ -473,8 +471,6 @@ class Store:
             return
         except torch.OutOfMemoryError as error:
             failure = str(error)  # the text only: a traceback keeps what was allocated alive
-        finally:
-            self.is_stepping = False
         self._spoil(failure)
 
     def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:

@@ -2,20 +2,19 @@
 
 A window that begins again (out of memory, a replay) must find what the first try found. A forward
 moves BatchNorm's running statistics, other buffers, attributes of the user's own modules and random
-generators. Buffers and generators are put back exactly. Of attributes, and of lists and dicts among
-them, a shallow copy is made: a counter, a tensor that was bound anew, or an entry of a log is put
-back. What changes inside of other objects (a tensor that is no buffer, an object of another class)
-stays as the forward has left it.
+generators. Buffers and generators are put back exactly. Of the attributes a shallow copy is made: a
+counter, or a tensor that was bound anew, is put back. What changes inside of an object (the entries
+of a list, a tensor that is no buffer) stays as the forward has left it.
 """
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, TypeAlias
 
 import torch
@@ -61,9 +60,6 @@ class ForwardState:
         modules = dict.fromkeys(module for model in models for module in model.modules())
         own = [m for m in modules if not type(m).__module__.startswith(_WRAPPERS)]
         self._attributes = {module: _shallow_copy(module) for module in own}
-        self._logs = [
-            (value, value.copy()) for fields in self._attributes.values() for value in _logs(fields)
-        ]
         self._buffers = {module: dict(module._buffers) for module in modules}
         self._contents = _contents_of(self._buffers)
         held = (value for fields in self._attributes.values() for value in fields.values())
@@ -82,8 +78,6 @@ class ForwardState:
         """Put everything back; without `random` only buffers and attributes."""
         for module, before in self._attributes.items():
             _put_back(vars(module), before)
-        for log, entries in self._logs:
-            _refill_log(log, entries)
         self.restore_buffers()
         if random:
             self.restore_random()
@@ -157,35 +151,6 @@ def _shallow_copy(module: nn.Module) -> dict[str, Any]:
     return fields
 
 
-_TORCHS = frozenset(vars(nn.Module()))
-"""The names of a module's own dicts: parameters, buffers, modules and hooks."""
-
-
-def _logs(fields: dict[str, Any]) -> Iterator[Any]:
-    """Yield the lists, deques and dicts among the attributes of a user's module."""
-    for name, value in fields.items():
-        if name in _TORCHS or type(value) not in (list, dict, deque):
-            continue
-        # An LSTM's own list of its weights: an engine that shards them replaces them.
-        if not any(isinstance(entry, nn.Parameter) for entry in value):
-            yield value
-
-
-def _refill_log(log: Any, entries: Any) -> None:
-    """Let a list, deque or dict hold the entries that it held."""
-    now, before = ([*each.items()] if isinstance(log, dict) else each for each in (log, entries))
-    same = len(now) == len(before) and all(map(_is_entry, now, before))
-    if not same:
-        log.clear()
-        (log.update if isinstance(log, dict) else log.extend)(entries)
-
-
-def _is_entry(now: Any, before: Any) -> bool:
-    if isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before):
-        return all(map(operator.is_, now, before))  # an item of a dict
-    return now is before
-
-
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     """Let a dictionary hold what it held before; results stay."""
     for name in now.keys() - before.keys() - _KEPT:
@@ -219,46 +184,22 @@ def _contents_of(
 
 @contextmanager
 def attributes_restored(owner: object) -> Iterator[None]:
-    """Put back the attributes of an object, and what its containers of numbers hold."""
+    """Put back the attributes of an object, and copies of its containers of numbers."""
     own = vars(owner)
-    before = dict(own)
-    logs = {name: _copy_of_numbers(value) for name, value in before.items() if _is_log(value)}
+    before = {n: deepcopy(value) if _is_log(value) else value for n, value in own.items()}
     try:
         yield
     finally:
         own.clear()
         own.update(before)
-        for name, numbers in logs.items():
-            _refill(own[name], numbers)
 
 
 def _is_log(value: Any) -> bool:
     """True for a container of numbers, or of such containers."""
-    if isinstance(value, dict):
-        return all(_is_log(inner) or isinstance(inner, float | int) for inner in value.values())
-    is_list = isinstance(value, list | deque)
-    return is_list and all(_is_log(inner) or isinstance(inner, float | int) for inner in value)
-
-
-def _copy_of_numbers(log: Any) -> Any:
-    if isinstance(log, dict):
-        return {key: _copy_of_numbers(inner) for key, inner in log.items()}
-    return [_copy_of_numbers(inner) for inner in log] if isinstance(log, list | deque) else log
-
-
-def _refill(log: Any, numbers: Any) -> None:
-    """Let a container of numbers hold what it held; the containers stay the same objects."""
-    if isinstance(log, dict):
-        for key in log.keys() - numbers.keys():
-            del log[key]
-        for key, inner in numbers.items():
-            if isinstance(inner, dict | list) and key in log:
-                _refill(log[key], inner)
-            else:
-                log[key] = inner
-    elif list(log) != numbers:
-        log.clear()
-        log.extend(numbers)
+    if not isinstance(value, dict | list | deque):
+        return False
+    held = value.values() if isinstance(value, dict) else value
+    return all(_is_log(inner) or isinstance(inner, float | int) for inner in held)
 
 
 # ------------------------------------------------------------ random generators

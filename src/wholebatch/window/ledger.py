@@ -383,9 +383,11 @@ class Ledger:
 
     def end_micro_batch(self) -> None:
         """End a micro-batch after its last backward; one without a backward has a place, too."""
-        self.micro_batches.append(self.begin_micro_batch())
+        micro = self.begin_micro_batch()
+        self.micro_batches.append(micro)
         self.micro = None
-        self.observer.gradients_are_added()
+        if micro.parts:
+            self.observer.gradients_are_added(self.inputs)
 
     # ------------------------------------------------------------------ close
 
@@ -400,15 +402,15 @@ class Ledger:
         Without `steps` the gradients stay in `.grad`, for the user to step with and to clear.
         `while_waiting()` is called where the host waits for the device.
         """
-        self.observer.window_closes()
-        for observer in observers:
-            observer.window_closes(self)
         handover = self.store.handover
         steps = steps and self.target.steps and (self.sync.owns_step or not handover.counts)
         self.leaves_gradients = not steps
         window, micro_batches, training = self.current, self.all_micro_batches, self._training
         try:
             self._refuse_changed(window)
+            self.observer.window_closes()
+            for observer in observers:
+                observer.window_closes(self)
             filled_in = self.sync.reduce(window.inputs)
             # A rank without weights only joins the others.
             weights = self._weights or self._last_weights

@@ -408,11 +408,11 @@ def _loss_scale(
     return None if scaler is None or not scaler.is_enabled() else LossScale(scaler, device)
 
 
-def name_of(parameter: nn.Parameter, models: Iterable[nn.Module]) -> str:
-    """Return the parameter's name; of several models, with the place and class of the model."""
+def name_of(parameter: Tensor, models: Iterable[nn.Module]) -> str:
+    """Return the name of a parameter or buffer; of several models, with place and class."""
     models = list(models)
     for place, model in enumerate(models):
-        for name, candidate in model.named_parameters():
+        for name, candidate in (*model.named_parameters(), *model.named_buffers()):
             if candidate is parameter:
                 return name if len(models) == 1 else f"{name} of {type(model).__name__} ({place})"
-    return f"a parameter of shape {tuple(parameter.shape)}"
+    return f"a tensor of shape {tuple(parameter.shape)}"

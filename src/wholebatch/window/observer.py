@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import nn
+
 from wholebatch.losses.loss import Loss, Terms
 
 
@@ -34,14 +36,14 @@ class Observer(Protocol):
     def window_begins(self, plan: Plan) -> None:
         """See a window before its first micro-batch."""
 
-    def micro_batch_begins(self, micro: Any) -> None:
-        """See a micro-batch before its forward; None where only the loop knows it."""
+    def backward_begins(self) -> None:
+        """See the window as the loop or the loss function has left it, before a backward."""
 
     def loss_is_known(self, loss: Loss | Terms) -> None:
         """See the loss of a micro-batch, or of a part of it, before its backward."""
 
-    def gradients_are_added(self) -> None:
-        """See that all gradients of a micro-batch are in."""
+    def gradients_are_added(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See that the gradients of a backward, or of a whole micro-batch, are in."""
 
     def window_closes(self) -> None:
         """See that the window is about to close, before anything is reduced or written."""
@@ -53,13 +55,13 @@ class Nobody:
     def window_begins(self, plan: Plan) -> None:
         return
 
-    def micro_batch_begins(self, micro: Any) -> None:
+    def backward_begins(self) -> None:
         return
 
     def loss_is_known(self, loss: Loss | Terms) -> None:
         return
 
-    def gradients_are_added(self) -> None:
+    def gradients_are_added(self, parameters: Sequence[nn.Parameter]) -> None:
         return
 
     def window_closes(self) -> None:

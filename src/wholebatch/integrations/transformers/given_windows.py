@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.audit.foreign_writes import ForeignWrites
 from wholebatch.batch import Batches
-from wholebatch.errors import WindowError
 from wholebatch.losses.loss import SINGLE
 from wholebatch.whole_batch import WholeBatch
 from wholebatch.window.close import Handover
-from wholebatch.window.foreign_writes import Watch
 from wholebatch.window.forward_state import attributes_restored
 from wholebatch.window.window import Step
 
@@ -56,7 +55,7 @@ class GivenWindows(WholeBatch):
         self._shares = torch.zeros(0)
         self.extras: dict[str, Tensor] = {}
         """The tensors beside the losses (`wb.Loss(extras=)`), summed over each batch."""
-        self._watch = Watch(self._ledger.target.optimizers)
+        self._writes = ForeignWrites(self._ledger.target)
 
     def make_gradient(
         self, batches: Sequence[Any], *, updates: int, units: float | None = None
@@ -73,9 +72,9 @@ class GivenWindows(WholeBatch):
         replica = self.model if isinstance(self.model, DistributedDataParallel) else None
         with nullcontext() if replica is None else replica.no_sync():
             step = self.gradient(Batches(batches))
-        self._watch.forget()
+        self._writes.forget()
         if step.skipped is None:
-            self._watch.remember(self._ledger.target.trained())
+            self._writes.remember(self._ledger.target.trained())
         return self._shares.unbind()
 
     def _known_units(self, micros: Sequence[Any]) -> dict[str, float] | None:
@@ -117,16 +116,8 @@ class GivenWindows(WholeBatch):
 
     def check_untouched(self) -> None:
         """Refuse to go on if others have written the gradient since `make_gradient`."""
-        change = self._watch.changed(self._ledger.target.trained())
-        if change is None:
-            self._watch.refuse_other_rates()
-            return
-        parameter, what = change
-        raise WindowError(
-            f"the {'gradient' if what == 'gradient' else 'value'} of "
-            f"{self._ledger.target.name_of(parameter)} has changed in the middle of the window: "
-            "leave zero_grad(), clipping and step() to the trainer"
-        )
+        self._writes.check()
+        self._writes.check_rates()
 
     def release(self) -> None:
         """Free the memory of graphs and gradients; another window makes them again."""
