@@ -159,7 +159,7 @@ def test_a_static_name_that_does_not_exist_is_refused() -> None:
 def test_a_loader_in_place_of_a_batch_is_refused(kind: str) -> None:
     loader = DataLoader(TensorDataset(x32), batch_size=8)
     given = loader if kind == "DataLoader" else (batch for batch in loader)
-    with pytest.raises(SplitError, match=f"a {kind}.* of a loader, each batch"):
+    with pytest.raises(SplitError, match=f"a {kind}.*of a loader, each batch"):
         split(given, 2)
 
 
