@@ -170,3 +170,33 @@ def test_a_graph_of_two_nodes_is_no_batch_of_two_samples(way: str) -> None:
 
     mean = torch.stack([F.cross_entropy(model(x, edges), y) for x, edges, y in data]).mean()
     assert off(backward, mean, model, data) < 1e-12
+
+
+@pytest.mark.parametrize("beyond", [True, False])
+def test_targets_beyond_the_mask_are_trained(beyond: bool) -> None:
+    """From the second window on, in which no test compares the padded with the trimmed."""
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)).double()
+    widths = []
+
+    def loss(model: Any, micro: dict[str, Tensor]) -> wb.Loss:
+        if torch.is_grad_enabled():  # the test of the loss has no graph here
+            widths.append(micro["targets"].shape[1])
+        return wb.cross_entropy(model(micro["input_ids"]), micro["targets"], dim=-1)
+
+    def batch(seed: int, beyond: bool) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        ids = torch.randint(1, 9, (4, 6))
+        mask = torch.ones_like(ids)
+        mask[:, 4:], mask[2, 2:] = 0, 0
+        targets = ids.roll(-1, 1) if beyond else ids.roll(-1, 1).masked_fill(mask == 0, -100)
+        return {"input_ids": ids * mask, "attention_mask": mask, "targets": targets}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    tokens = wb.tokens(12)
+    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=tokens, execute="eager")
+    train.step(batch(1, False))
+    widths.clear()
+    given = batch(2, beyond)
+    step, trained = train.step(given), [*widths]
+    assert step.units == loss(model, given).units
+    assert max(trained[-2:]) == (6 if beyond else 4)

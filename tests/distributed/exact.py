@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,35 +55,6 @@ def looped(mine: Windows, make: Any = sgd, clip: float | None = None) -> Errors:
             acc.backward(loss(model, m))
 
     return compared(train, mine, make, clip)
-
-
-def as_traced() -> Errors:
-    """Micro-steps as traced graphs, in other numbers on every rank; rank 0 runs out of data early.
-
-    The ranks hold parts of the optimizer's state.
-    """
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # Its import warns.
-
-    rank = dist.get_rank()
-    windows = 3 if rank == 0 else 4
-    mine = [[micro(1000 * rank + 10 * w, 4 + 2 * rank)] for w in range(windows)]
-
-    def train(model: Any, optimizer: Any) -> None:
-        whole = wb.WholeBatch(
-            model, optimizer, loss=loss, micro_batch=2, clip_norm=CLIP, execute="compile"
-        )
-        whole._runner.executor._plan.compiles = False
-        for batch in whole.over([window[0] for window in mine]):
-            whole.step(batch)
-        assert whole._runner.executor.mode == "operations"
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            kind = partial(torch.optim.Adam, lr=0.01)
-            return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind)
-        return torch.optim.Adam(model.parameters(), lr=0.01)
-
-    return compared(train, mine, make, CLIP)
 
 
 def several_accumulators(mine: Windows) -> Errors:
@@ -223,7 +193,6 @@ def report() -> dict[str, Any]:
         "unused": looped(micros_of("unused", rank)),
         "adamw unused": looped(micros_of("unused", rank), adamw, CLIP),
         "no data on rank 0": looped([] if rank == 0 else micros_of("tokens", rank)),
-        "adamw: ZeRO-1 as traced": as_traced(),
         "several accumulators": several_accumulators(exhausted),
         "announced": announced(exhausted),
         "no gradient anywhere": no_gradient_anywhere(),

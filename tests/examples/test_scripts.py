@@ -277,23 +277,6 @@ def test_a_resumed_run_goes_on(
             assert torch.equal(value, resumed[part][key]), (part, key)
 
 
-@pytest.mark.slow
-def test_lora_resumes(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
-    arguments = ["--epochs", "2", "--steps", "20"]
-    run_script("finetune_lora", *arguments, "--out", str(tmp_path / "whole"))
-    with stopped_after(10):
-        run_script("finetune_lora", *arguments, "--out", str(tmp_path / "stopped"))
-    run_script("finetune_lora", *arguments, "--out", str(tmp_path / "stopped"), "--resume")
-    from safetensors.torch import load_file
-
-    whole, resumed = (
-        load_file(tmp_path / which / "adapter_model.safetensors") for which in ("whole", "stopped")
-    )
-    assert all(torch.equal(value, resumed[key]) for key, value in whole.items())
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_ddp_runs_and_resumes(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.programs.plain.text import script as plain_script
 def of_programs(device: str, kind: str) -> Machine:
     """Return the grammar of programs with wholebatch, judged by the undivided batch."""
     from tests.programs.description import Program
-    from tests.programs.grammar import kind_of, programs
+    from tests.programs.grammar import draw, kind_of
     from tests.programs.hosts import HOSTS
     from tests.programs.judge import KINDS, judge
     from tests.programs.run import warm_up
@@ -40,7 +40,8 @@ def of_programs(device: str, kind: str) -> Machine:
         failure = verdict.signature if verdict.failed else ""
         return Judged(program, kind_of(program), (verdict.kind,), failure, verdict.detail)
 
-    return Machine(KINDS, programs(device=device, kind=kind), judged, smaller, script)
+    of_kind = partial(draw, device=device, kind=kind)
+    return Machine(KINDS, of_kind, judged, smaller, script)
 
 
 def of_loops() -> Machine:

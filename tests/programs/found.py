@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.programs.description import Micro, Program
 
 ONE = (Micro(1),)
-UNEVEN = ((Micro(3), Micro(3), Micro(3, "one"), Micro(3)), (Micro(3), Micro(3, "none"), Micro(3)))
+UNEVEN = ((Micro(3), Micro(3), Micro(3, "one"), Micro(3)), (Micro(3, "none"), Micro(3), Micro(3)))
 FOUND = (
     # A short last window is closed by the loader's end: its Step is `last_step`.
     Program(windows=((*ONE, *ONE), ONE), way="backward"),

@@ -59,11 +59,8 @@ OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(PARAMETERS, lr=0.1, eps=0.01)",
     "adamw fused": "torch.optim.AdamW(PARAMETERS, lr=0.1, eps=0.01, fused=True)",
     "adam foreach": "torch.optim.Adam(PARAMETERS, lr=0.1, eps=0.01, foreach=True)",
-    "adagrad": "torch.optim.Adagrad(PARAMETERS, lr=0.1, eps=0.01)",
     "rmsprop": "torch.optim.RMSprop(PARAMETERS, lr=0.1, eps=0.01)",
     "groups": "torch.optim.SGD(GROUPS, lr=0.1)",
-    "adafactor": "torch.optim.Adafactor(PARAMETERS, lr=0.1)",
-    "nadam": "torch.optim.NAdam(PARAMETERS, lr=0.1, eps=0.01)",
     "own": "Normed(PARAMETERS, lr=0.1)",
     "hooked": "torch.optim.SGD(PARAMETERS, lr=0.1, fused=True)",
     "two": "torch.optim.SGD(PARAMETERS[:1], lr=0.05)",
@@ -74,19 +71,12 @@ SCHEDULERS = {
     "step": "torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)",
     "lambda": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))",
     "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)",
-    "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
     "one cycle": "torch.optim.lr_scheduler.OneCycleLR(\n"
     "    optimizer, 0.1, total_steps=20, cycle_momentum=False)",
     "momentum cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)",
-    "cyclic": "torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, cycle_momentum=False)",
-    "polynomial": "torch.optim.lr_scheduler.PolynomialLR(optimizer, 20)",
-    "several": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)",
     "warmup": "torch.optim.lr_scheduler.SequentialLR(optimizer, [\n"
     "    torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),\n"
     "    torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2)], [2])",
-    "chained": "torch.optim.lr_scheduler.ChainedScheduler([\n"
-    "    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
-    "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])",
     "list": "[torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
     "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]",
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",

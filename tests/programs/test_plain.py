@@ -53,10 +53,9 @@ def test_a_right_loop_is_right_by_all_three() -> None:
     assert not judged.failure
 
 
-@pytest.mark.parametrize("library, shape", [("accelerate", "accumulate"), ("fabric", "modulo")])
-def test_libraries_are_judged(library: str, shape: str) -> None:
-    warm_up([library])
-    right = Loop(library=library, shape=shape, clip="norm")
+def test_libraries_are_judged() -> None:
+    warm_up(["accelerate"])
+    right = Loop(library="accelerate", shape="accumulate", clip="norm")
     wrong = replace(right, mistake="divided twice")
     assert [judge(loop).answers.verdict for loop in (right, wrong)] == ["same", "wrong"]  # type: ignore[union-attr]
 
