@@ -186,9 +186,10 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: list[Any]) -> Any:
     copied = copy.copy(node)
     for key, new in items.items():
         old = node[key]
-        if old is not new:
-            copied[key] = new
-        if node[key] is not old:  # the copy shares its items with the caller's batch
+        if old is new:
+            continue
+        copied[key] = new
+        if node[key] is new:  # the copy shares its items with the caller's batch
             copied[key] = old
             raise SplitError(
                 f"a batch of type {type(node).__name__}: its copy.copy() shares its items with the "

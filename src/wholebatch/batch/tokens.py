@@ -40,7 +40,6 @@ class Tokens:
         mask: The name of a `[samples, tokens]` leaf that is nonzero for real tokens.
         trim: The names of the leaves to trim, `[samples, tokens, ...]`. Default: the leaves
             `[samples, tokens]` that were as wide as the mask in the first batch.
-        sort: Sort the samples by length. False keeps their order.
         multiple: Trim to multiples of this many tokens. Micro-batches then have few shapes, and
             each shape has its own compiled graph.
     """
@@ -49,7 +48,6 @@ class Tokens:
     _: KW_ONLY
     mask: str | None = None
     trim: str | Sequence[str] | None = None
-    sort: bool = True
     multiple: int = 1
 
     def __post_init__(self) -> None:
@@ -228,25 +226,21 @@ def _rounded(length: int, by: Tokens, width: int) -> int:
 
 
 def _pack(lengths: list[int], by: Tokens) -> list[list[int]]:
-    """Return which samples go together: filled greedily, in the given order or longest first."""
-    order = list(range(len(lengths)))
-    if by.sort:
-        order.sort(key=lambda row: -lengths[row])
+    """Return which samples go together: filled greedily, the longest first."""
     packs: list[list[int]] = []
-    longest = 0
-    for row in order:
+    width = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         length = max(lengths[row], 1)
         if length > by.budget:
             raise SplitError(
                 f"sample {row} is {length} tokens long, more than the budget of {by.budget}: "
                 f"raise the budget to {max(lengths)} or more, or shorten the samples"
             )
-        longest = max(longest, length)
-        if packs and (len(packs[-1]) + 1) * longest <= by.budget:
+        if packs and (len(packs[-1]) + 1) * width <= by.budget:
             packs[-1].append(row)
         else:
             packs.append([row])
-            longest = length
+            width = length
     return packs
 
 
