@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from tests.support import mlp, samples
-from wholebatch.errors import LossError
 
 F32 = torch.float32
 BATCH = samples(13, dtype=F32)
@@ -164,15 +163,6 @@ def test_a_loss_that_holds_the_model_itself() -> None:
     )
     assert verdict.same
     assert "not run in float64" in verdict.notes[0]
-
-
-def test_a_loss_that_fails_on_a_micro_batch() -> None:
-    def loss(model: nn.Module, micro: Any) -> wb.Loss:
-        near = torch.cdist(model(micro["x"]), model(micro["x"])).topk(2, largest=False).values
-        return wb.Loss(near.sum(), len(near))
-
-    with pytest.raises(LossError, match=r"fails on a micro-batch.*out of range.*wb\.Coupled"):
-        wb.verify(network(3), loss, BATCH, micro_batch=4)
 
 
 def test_a_frozen_parameter_in_the_optimizer_is_left_out() -> None:
