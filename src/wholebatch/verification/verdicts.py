@@ -246,7 +246,6 @@ class LoopVerdict(_Answer):
 
     loop: str
     trials: tuple[LoopTrial, ...]
-    precision: str
     ranks: int
     seconds: float
     watched: Watched | None = None

@@ -190,7 +190,6 @@ class Watch:
 
     def _make(self, trials: Sequence[LoopTrial], error: str = "") -> LoopVerdict:
         recorder = self._recorder
-        dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
         watched = Watched(
             windows=max(recorder.window_counts.values(), default=0),
             end=recorder.passes.has_ended if recorder.passes.are_known else None,
@@ -202,7 +201,6 @@ class Watch:
         return LoopVerdict(
             self._name,
             consistent(trials),
-            next((dtypes[d] for d in recorder.autocast if d in dtypes), "full"),
             world_size(),
             time.perf_counter() - self._began,
             watched,

@@ -109,7 +109,6 @@ class WindowRecorder:
         """How many windows each optimizer has made."""
         self.other_optimizers: dict[int, str] = {}
         """Optimizers that have stepped on parameters that are not watched."""
-        self.autocast: set[torch.dtype] = set()
         self.stepped_twice = self.stepped_inside = self.steps_on_copies = self.lost_steps = False
         self.after_step: Tensor | None = None
         """The weights after the last step."""
@@ -184,8 +183,6 @@ class WindowRecorder:
 
     @_never_fails
     def _enter_call(self, module: nn.Module, args: Any) -> None:
-        enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
-        self.autocast.update(map(torch.get_autocast_dtype, enabled))
         if not self._inside:
             self._modules.enter(module)
 
