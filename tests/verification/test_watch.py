@@ -374,7 +374,7 @@ def _doubtful(what: str) -> LoopVerdict:
     teacher = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.0)
     with quiet(), wb.watch(model, optimizer) as watch:
-        for window in range(3):
+        for _ in range(3):
             before = [p.detach().clone() for p in model.parameters()]
             for place in range(4):
                 x, y = torch.randn(5, 6), torch.randint(0, 3, (5,))
@@ -398,7 +398,6 @@ def _doubtful(what: str) -> LoopVerdict:
                 loss.backward()
             if what == "doubled" and model.bias.grad is not None:
                 model.bias.grad *= 2
-            optimizer.param_groups[0]["lr"] *= 0.0 if what == "rate" and window else 1.0
             optimizer.step()
             optimizer.zero_grad()
             if what == "average":
@@ -411,15 +410,14 @@ def _doubtful(what: str) -> LoopVerdict:
     ("what", "reason"),
     [
         ("", ""),
-        ("teacher", "weight changes between two backwards"),
+        ("teacher", "called modules hold changes between two backwards"),
         ("statistic", "called without gradients before every backward"),
         ("advantages", "may be normalised"),
         ("picked", "it picks among its samples"),
         ("sum", "a sum over its samples that nothing divides"),
         ("penalty", "a penalty on the weights comes with the losses"),
-        ("rate", "the learning rate is 0"),
         ("doubled", "the loop itself changes the gradient by"),
-        ("average in one", "weight changes between two backwards"),
+        ("average in one", "called modules hold changes between two backwards"),
         ("average", "the loop changes the weights beside the step"),
     ],
 )
