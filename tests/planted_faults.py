@@ -54,7 +54,7 @@ WINDOW = (
     PROGRAMS,
 )
 LOSS = ("tests/losses",)
-RANKS = ("tests/distributed",)
+RANKS = ("tests/distributed/test_on_ranks.py", "tests/distributed/test_deepspeed.py", PROGRAMS)
 COMPILE = ("tests/compile",)
 BATCH = ("tests/batch",)
 LOOP = (

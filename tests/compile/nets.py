@@ -13,7 +13,7 @@ import wholebatch as wb
 from tests.support import measured, mlp, samples, sgd
 from wholebatch.compile.gradient_buffers import Gradients
 from wholebatch.compile.graph_inputs import Key, take_apart
-from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.graph_rewrite import Rewritten, rewrite
 from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.joint_graph import Prepared
 from wholebatch.compile.symbolic_sizes import differing
@@ -215,7 +215,6 @@ def run_rewritten(
     model: nn.Module,
     function: Callable[[Any, Any], wb.Loss],
     precision: Precision,
-    options: Fusions,
     *,
     held: float = 0.0,
 ) -> tuple[Rewritten, list[Tensor], list[Tensor]]:
@@ -229,7 +228,7 @@ def run_rewritten(
     trained = [parameter.detach() for parameter in written.trained]
     gradients = Gradients(written.trained)
     buffers = gradients.of(written.used)
-    rewritten = rewrite(written, len(trained), [buffer.dtype for buffer in buffers], options)
+    rewritten = rewrite(written, len(trained), [buffer.dtype for buffer in buffers])
     torch._foreach_add_(buffers, held)
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
     others = [other.clone() for other in written.others]

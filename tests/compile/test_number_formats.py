@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import wholebatch as wb
 from tests.compile.nets import Micro, mean_of_tokens, mode_of, run_rewritten, tagged, traced
 from tests.support import distance
-from wholebatch.compile.graph_rewrite import Fusions
 from wholebatch.window.precision import choose
 
 
@@ -145,6 +144,6 @@ def test_many_rows_of_one_word_add_up_in_fp32(words: int) -> None:
     def summed(model: nn.Module, micro: Micro) -> wb.Loss:
         return wb.Loss(model(micro["x"]).sum(), 1)
 
-    _, _, (sums,) = run_rewritten(Counted(), summed, choose("full", "cpu"), Fusions())
+    _, _, (sums,) = run_rewritten(Counted(), summed, choose("full", "cpu"))
     assert sums.dtype is torch.float32
     assert sums[0].tolist() == [100 * 5 * 6 * 0.25] * 4

@@ -133,12 +133,10 @@ INTERNALS = (
     Internal(
         "torch._inductor",
         "compile",
-        "compiled kernels, whose inputs are freed early",
+        "compiled kernels",
         "graphs as traced",
-        ("_torchdynamo_orig_callable", "_boxed_call"),
     ),
     Internal("torch._inductor.config", "patch", "options of Inductor", "graphs as traced"),
-    Internal("torch._inductor.fx_passes.pad_mm", "_should_pad", "padded products", "GPT-2 eagerly"),
     Internal(
         "torch._inductor.lowering",
         "pointwise_cat",

@@ -65,9 +65,9 @@ def test_the_update_is_that_of_one_process(folder: Path, ranks: Reports, paralle
     case, run = f"on/from-one-{parallel}", folder / f"from-one-{parallel}"
     assert [rank[case]["status"] for rank in ranks] == [0, 0, 0], ranks[0][case]
     assert distance(run, folder / "one", folder / "from-one") <= 1e-12
-    right, found = metrics_of(folder / "one"), metrics_of(run)
-    assert [line["units"] for line in found] == [10, 10, 4, 10, 10, 4]
-    for ours, theirs in zip(found, right, strict=True):
+    right, lines = metrics_of(folder / "one"), metrics_of(run)
+    assert [line["units"] for line in lines] == [10, 10, 4, 10, 10, 4]
+    for ours, theirs in zip(lines, right, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-12)
 

@@ -58,7 +58,7 @@ if __name__ == "__main__":
         shutil.copytree("from-one", "from-one-ddp")
         shutil.copytree("from-one", "from-one-fsdp2")
     dist.barrier()
-    found = {}
+    reports = {}
     for name, arguments in CASES.items():
-        found[name] = run(name, arguments)
-        Path(f"report-{rank}.json").write_text(json.dumps(found))
+        reports[name] = run(name, arguments)
+        Path(f"report-{rank}.json").write_text(json.dumps(reports))

@@ -19,7 +19,6 @@ from transformers import LlamaForSequenceClassification
 from tests.integrations import trl_training as runs
 from tests.integrations.conftest import Traces
 from tests.integrations.trl_training import off, trained
-from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.integrations.transformers import exact, exact_sft
 from wholebatch.losses import sliced_cross_entropy
 
@@ -128,11 +127,13 @@ def test_large_logits_are_made_in_slices(
     whole = trained(case("SFT", eager, 1, **options), updates=3)
     largest: list[int] = []
 
-    def statistics(logits: torch.Tensor) -> Any:
-        largest.append(len(logits))
-        return token_statistics(logits)
+    sums_of_rows = exact_sft._sums_of_rows
 
-    monkeypatch.setattr(exact_sft, "token_statistics", statistics)
+    def watched(logits: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        largest.append(len(logits))
+        return sums_of_rows(logits, *rest, **options)
+
+    monkeypatch.setattr(exact_sft, "_sums_of_rows", watched)
     monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 24)
     assert off(trained(case("SFT", make, 4, **options), updates=3), whole) <= EXACT
     assert 24 in largest

@@ -18,18 +18,14 @@ from wholebatch.compile.fusion import ANY_STRIDES, operation
 
 
 @cache
-def add_product(*, gaps: bool = False) -> Any:
-    """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel.
-
-    With `gaps`, it takes matrices of any strides from Inductor: the rows of a padded product.
-    """
-    name = "add_product_with_gaps" if gaps else "add_product"
+def add_product() -> Any:
+    """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel."""
 
     def run(buffer: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
 
-    options = ANY_STRIDES if gaps else {}
-    return operation(name, run, lambda *_: None, ("buffer",), **options)
+    # Inductor may pad the product that made such rows: they have gaps then.
+    return operation("add_product", run, lambda *_: None, ("buffer",), **ANY_STRIDES)
 
 
 @cache

@@ -234,7 +234,7 @@ class Kinds:
         ready = None
         if slot.ready is not None:
             joint = slot.ready.joint
-            ready = Ready(joint.compiled, joint.beside, joint.to_compile, joint.runs)
+            ready = Ready(joint.compiled, joint.beside, joint.operations, joint.runs)
         return Situation(
             ready=ready,
             is_open=is_open,

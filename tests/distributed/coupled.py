@@ -1,9 +1,7 @@
-"""Run under torchrun: losses of the global batch."""
+"""Losses of the global batch."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -19,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.coupled.networks import NETWORKS, resnet50
 from tests.coupled.test_coupled_loss import LOSSES, Clip, batch, encode, mean_of
+from tests.distributed.problem import outcome
 from tests.support import Seen, distance
-from wholebatch.distributed.ddp import Buckets
 
 Batch = dict[str, Tensor]
-SHARES = {2: [8, 5], 3: [3, 6, 4]}
+SHARES = [8, 5]
 
 
 class Both(nn.Module):
@@ -38,16 +36,15 @@ class Both(nn.Module):
 
 
 def mine(data: Batch) -> Batch:
-    sizes = SHARES[dist.get_world_size()]
-    start = sum(sizes[: dist.get_rank()])
-    return {name: leaf[start : start + sizes[dist.get_rank()]] for name, leaf in data.items()}
+    own = slice(0, SHARES[0]) if dist.get_rank() == 0 else slice(SHARES[0], None)
+    return {name: leaf[own] for name, leaf in data.items()}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def contrast(name: str, *, norm: bool = False, micro_batch: int = 2) -> float:
+def contrast(name: str, *, norm: bool = False) -> dict[str, float]:
     """The worst error of gradients (and buffers) over two updates."""
     reference, clip = Clip(norm=norm), Clip(norm=norm)
     plain = sgd(reference)
@@ -60,11 +57,11 @@ def contrast(name: str, *, norm: bool = False, micro_batch: int = 2) -> float:
         model,
         optimizer,
         loss=coupled,
-        micro_batch=micro_batch + dist.get_rank(),
+        micro_batch=2 + dist.get_rank(),
         clip_norm=0.5,
     )
     for seed in range(2):
-        data = batch(sum(SHARES[dist.get_world_size()]), seed=seed)
+        data = batch(sum(SHARES), seed=seed)
         loss = mean_of(name)(reference, data)
         loss.backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
@@ -73,14 +70,15 @@ def contrast(name: str, *, norm: bool = False, micro_batch: int = 2) -> float:
         step = train.step(mine(data))
         assert abs(step.loss - float(loss)) <= 1e-12 * abs(float(loss)), (step.loss, float(loss))
         assert step.units == len(data["label"])
-    found = [distance(a, b) for a, b in zip(ours.gradients, theirs.gradients, strict=True)]
-    if norm:
-        pairs = [[b.double() for b in m.buffers()] for m in (clip, reference)]
-        found.append(distance(pairs[0], pairs[1]))
-    return max(found)
+    pairs = zip(ours.gradients, theirs.gradients, strict=True)
+    buffers = [[b.double() for b in m.buffers()] for m in (clip, reference)]
+    return {
+        "gradients": max(distance(*pair) for pair in pairs),
+        "buffers": distance(*buffers) if norm else 0.0,
+    }
 
 
-def gathered_contrast() -> float:
+def gathered_contrast() -> dict[str, float]:
     """The error of the update of FSDP2 with gathered parameters."""
     reference, clip = Clip(), Clip()
     for tower in (reference, clip):  # FSDP2 takes no parameter without a dimension
@@ -93,84 +91,43 @@ def gathered_contrast() -> float:
     train = wb.WholeBatch(
         model, sgd(model), loss=coupled, micro_batch=2, close=wb.Close(sync="gathered")
     )
-    data = batch(sum(SHARES[dist.get_world_size()]))
+    data = batch(sum(SHARES))
     mean_of("clip")(reference, data).backward()
     plain.step()
     train.step(mine(data))
     right = [p.detach() - o for p, o in zip(reference.parameters(), origin, strict=True)]
     whole = [cast(DTensor, p).full_tensor().detach() for p in clip.parameters()]
-    return distance([w - o for w, o in zip(whole, origin, strict=True)], right)
-
-
-def reductions() -> int:
-    """How often gradients are reduced in a window of several micro-batches."""
-    count = [0]
-    plain = Buckets.reducing
-
-    def counted(self: Buckets, **options: Any) -> Any:
-        count[0] += 1
-        return plain(self, **options)
-
-    Buckets.reducing = counted  # type: ignore[method-assign]
-    try:
-        contrast("clip", micro_batch=1)
-    finally:
-        Buckets.reducing = plain  # type: ignore[method-assign]
-    return count[0] // 2
-
-
-def in_low_precision() -> float:
-    """bf16 representations travel as they are: the distance to one process, also in bf16."""
-    data = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
-    grads = []
-    for ranks in (False, True):
-        clip = Clip().float()
-        model: nn.Module = Both(clip)
-        if ranks:
-            model = DistributedDataParallel(model)
-        optimizer = sgd(model)
-        seen = Seen(clip, optimizer)
-        coupled = wb.Coupled(lambda m, micro: m(micro), lambda all, c=clip: LOSSES["clip"](c, all))
-        train = wb.WholeBatch(model, optimizer, loss=coupled, micro_batch=3, precision="bf16")
-        train.step(mine(data) if ranks else data)
-        grads.append(seen.gradients[0])
-    return distance(grads[1], grads[0])
+    return {"update": distance([w - o for w, o in zip(whole, origin, strict=True)], right)}
 
 
 def refusals() -> list[str]:
-    said = []
     clip = Clip()
     model = DistributedDataParallel(Both(clip))
     local = wb.Coupled(
         lambda m, micro: m(micro),
         lambda all: wb.Loss(all["image"].square().sum() * (1 + dist.get_rank()), 1),
     )
-    try:
-        wb.WholeBatch(model, sgd(model), loss=local, micro_batch=2).step(mine(batch()))
-    except wb.errors.LossError as error:
-        said.append(str(error))
     coupled = wb.Coupled(lambda m, micro: m(micro), lambda all: LOSSES["clip"](clip, all))
-    train = wb.WholeBatch(model, sgd(model), loss=coupled, micro_batch=2)
-    loader = [mine(batch())] * (2 if dist.get_rank() == 0 else 1)
-    try:
-        for data in train.over(loader):
-            train.step(data)
-    except wb.errors.RankError as error:
-        said.append(str(error))
-    try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
-        wb.WholeBatch(
-            sharded, sgd(sharded), loss=coupled, micro_batch=2, close=wb.Close(sync="hold")
-        )
-    except wb.errors.UnsupportedError as error:
-        said.append(str(error))
-    return said
+    sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+    def step(model: Any, loss: Any, batches: int = 1, **options: Any) -> str:
+        def loop() -> None:
+            train = wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2, **options)
+            for data in train.over([mine(batch())] * batches):
+                train.step(data)
+
+        return outcome(loop)
+
+    return [
+        step(model, local),
+        step(model, coupled, 2 if dist.get_rank() == 0 else 1),
+        step(sharded, coupled, close=wb.Close(sync="hold")),
+    ]
 
 
-def network(make: Callable[[], nn.Module], side: int = 6) -> float:
+def network(make: Callable[[], nn.Module], side: int = 6) -> dict[str, float]:
     """Gradients and running statistics of exact BatchNorm, over the ranks' uneven shares."""
-    made = []
+    results = []
     draw = torch.Generator().manual_seed(1)
     data = {
         "x": torch.randn(13, 3, side, side, generator=draw, dtype=torch.float64),
@@ -181,7 +138,7 @@ def network(make: Callable[[], nn.Module], side: int = 6) -> float:
         inner = make().double()
         model: nn.Module = DistributedDataParallel(inner) if ranks else inner
         optimizer = sgd(model)
-        seen = Seen(inner, optimizer)
+        recorded = Seen(inner, optimizer)
         if ranks:
             train = wb.WholeBatch(
                 model,
@@ -193,25 +150,15 @@ def network(make: Callable[[], nn.Module], side: int = 6) -> float:
         else:
             nn.functional.cross_entropy(model(data["x"]), data["y"]).backward()
             optimizer.step()
-        made.append((seen.gradients[0], [b.double() for b in inner.buffers()]))
-    return max(distance(made[1][k], made[0][k]) for k in range(2))
+        results.append((recorded.gradients[0], [b.double() for b in inner.buffers()]))
+    (right, buffers), (ours, own_buffers) = results
+    return {"gradients": distance(ours, right), "buffers": distance(own_buffers, buffers)}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    report: dict[str, Any] = {name: contrast(name) for name in LOSSES}
-    report["batchnorm"] = contrast("clip", norm=True)
-    report["gathered"] = gathered_contrast()
-    report["reductions"] = reductions()
-    report["bf16"] = in_low_precision()
-    report["refusals"] = refusals()
-    report["networks"] = {name: network(make) for name, make in NETWORKS.items()}
-    report["networks"]["resnet-50"] = network(partial(resnet50, width=16), side=64)
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(report, file)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def report() -> dict[str, Any]:
+    off = {name: contrast(name) for name in LOSSES}
+    off["batchnorm"] = contrast("clip", norm=True)
+    off["gathered"] = gathered_contrast()
+    off |= {name: network(make) for name, make in NETWORKS.items()}
+    off["resnet-50"] = network(partial(resnet50, width=16), side=64)
+    return {"off": off, "refused": refusals()}

@@ -1,9 +1,7 @@
-"""Run under torchrun: the balance loss of a mixture of experts, over the global batch."""
+"""The balance loss of a mixture of experts, over the global batch."""
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from typing import Any
 
@@ -26,12 +24,12 @@ def by_window(kind: str, checkpointing: bool) -> float:
         inner.gradient_checkpointing_enable({"use_reentrant": False})
     model = DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = Seen(model, optimizer)
+    recorded = Seen(model, optimizer)
     own = slice(0, 9) if dist.get_rank() == 0 else slice(9, None)
     with InFloat64():
         train = wb.WholeBatch(model, optimizer, loss=wb.moe_loss(), micro_batch=2 + dist.get_rank())
         train.step({name: leaf[own] for name, leaf in batch.items()})
-    return distance(seen.gradients[0], reference)
+    return distance(recorded.gradients[0], reference)
 
 
 def by_trainer(kind: type[Any]) -> float:
@@ -40,23 +38,18 @@ def by_trainer(kind: type[Any]) -> float:
     reference = undivided(mixture("Qwen3Moe"), batch)[1]
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     with tempfile.TemporaryDirectory() as folder:
-        made = trained(kind, mixture("Qwen3Moe"), batch, folder, **sizes)
-    return distance(made, reference)
+        update = trained(kind, mixture("Qwen3Moe"), batch, folder, **sizes)
+    return distance(update, reference)
 
 
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    report: dict[str, float] = {}
-    for kind, checkpointing in (("Mixtral", True), ("Qwen2Moe", False)):
-        report[f"{kind}, {checkpointing}"] = by_window(kind, checkpointing)
+def report() -> dict[str, float]:
     from transformers import Trainer
 
     from wholebatch.integrations.transformers import exact
 
-    report["exact(Trainer)"] = by_trainer(exact(Trainer, loss=wb.moe_loss()))
-    report["Trainer"] = by_trainer(Trainer)
-    if dist.get_rank() == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(report, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "Mixtral": by_window("Mixtral", True),
+        "Qwen2Moe": by_window("Qwen2Moe", False),
+        "exact(Trainer)": by_trainer(exact(Trainer, loss=wb.moe_loss())),
+        "Trainer": by_trainer(Trainer),
+    }

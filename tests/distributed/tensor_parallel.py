@@ -1,11 +1,8 @@
-"""One of four ranks: tensor parallelism alone, and beside FSDP2, against the undivided batch."""
+"""Tensor parallelism on 4 ranks, alone and beside FSDP2, against the undivided batch."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import wholebatch as wb
+from tests.distributed.problem import full, outcome
 from tests.support import distance, loss
-from wholebatch.errors import UnsupportedError
 
 
 class Net(nn.Module):
@@ -38,7 +34,7 @@ class Net(nn.Module):
         return self.head(x + added)
 
 
-def made() -> tuple[Net, dict[str, Tensor]]:
+def model_and_batch() -> tuple[Net, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Net().double()
     x, y = torch.randn(11, 6, dtype=torch.float64), torch.randint(0, 3, (11,))
@@ -46,12 +42,8 @@ def made() -> tuple[Net, dict[str, Tensor]]:
     return model, {"x": x, "y": y}
 
 
-def full(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
 def off_by(sharded: bool, close: dict[str, Any], clip_norm: float | None) -> dict[str, float]:
-    whole, batch = made()
+    whole, batch = model_and_batch()
     model, origin = copy.deepcopy(whole), copy.deepcopy(whole)
     ranks = dist.get_world_size()
     mesh = init_device_mesh(
@@ -86,42 +78,23 @@ def off_by(sharded: bool, close: dict[str, Any], clip_norm: float | None) -> dic
     return {"update": distance(moved, right), "norm": abs(step.grad_norm / norm.item() - 1)}
 
 
-def refused() -> str:
-    model, _ = made()
+def refused() -> dict[str, str]:
+    model, _ = model_and_batch()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     wrapped = nn.parallel.DistributedDataParallel(model)
     parallelize_module(model, mesh, {"up": ColwiseParallel()})
-    try:
-        wb.WholeBatch(wrapped, torch.optim.SGD(model.parameters()), loss=loss, micro_batch=2)
-    except UnsupportedError as error:
-        return str(error)
-    return "accepted"
+    optimizer = torch.optim.SGD(model.parameters())
+    return {
+        "ddp": outcome(lambda: wb.WholeBatch(wrapped, optimizer, loss=loss, micro_batch=2)),
+        "gathered": outcome(lambda: off_by(True, {"sync": "gathered"}, 0.05)),
+    }
 
 
-def refused_gathered() -> str:
-    try:
-        off_by(True, {"sync": "gathered"}, 0.05)
-    except UnsupportedError as error:
-        return str(error)
-    return "accepted"
-
-
-def main(path: Path) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {
+def report() -> dict[str, Any]:
+    off = {
         "alone": off_by(False, {}, 0.05),
         "alone, by value": off_by(False, {"clip_value": 0.01}, None),
         "fsdp2": off_by(True, {}, 0.05),
         "fsdp2, by value": off_by(True, {"clip_value": 0.01}, None),
     }
-    gathered: list[Any] = [None] * dist.get_world_size()
-    report = {"off": results, "refused": refused(), "gathered": refused_gathered()}
-    dist.all_gather_object(gathered, report)
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(gathered))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {"off": off, "refused": refused()}
