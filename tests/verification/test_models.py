@@ -85,7 +85,7 @@ KINDS: dict[str, Kind] = {
         weighted_by_samples,
         lambda: BATCH,
         {},
-        ["weighed by other units"],
+        ["a loss that does not decompose"],
     ),
 }
 
