@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -260,20 +259,6 @@ for _ in range(3):
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, "Error" in ended.stderr) == (0, False), ended.stderr
-
-
-@pytest.mark.parametrize("length", ["whole", "all"])
-def test_a_schedule_without_the_short_last_windows_is_told(length: str) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    updates = 2 * (2 if length == "whole" else 3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=updates)
-    acc = wb.Accumulator(model, optimizer, steps=3, scheduler=schedule)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        next(iter(acc.over(samples(*[2] * 7))))
-    told = any("made for 4 updates" in str(one.message) for one in caught)
-    assert told == (length == "whole")
 
 
 def test_weights_of_16_bit_are_summed_in_float32() -> None:

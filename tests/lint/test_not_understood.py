@@ -49,11 +49,6 @@ NOTED = {
                 optimizer.step()
                 optimizer.zero_grad()
     """,
-    "a step of another file": """
-        import lightning as L
-        from mine import Module
-        L.Trainer(accumulate_grad_batches=4).fit(Module(), loader)
-    """,
 }
 
 

@@ -93,20 +93,6 @@ def test_the_samples_of_a_batch_as_classes(labels: str) -> None:
     assert codes(source) == ({"WB114"} if "arange" in labels else set())
 
 
-@pytest.mark.parametrize("index", ["mask", "~mask", "target > 0", "0", "order"])
-def test_a_mean_over_selected_elements_is_a_masked_mean(index: str) -> None:
-    found = codes(f"""
-        def train(model, optimizer, loader, accum):
-            for i, (x, target, mask, order) in enumerate(loader):
-                each = F.mse_loss(model(x), target, reduction="none")
-                (each[{index}].mean() / accum).backward()
-                if (i + 1) % accum == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    """)
-    assert ("WB103" in found) is (index in {"mask", "~mask", "target > 0"})
-
-
 def test_a_counter_starts_anew_although_a_run_can_be_resumed() -> None:
     found = codes("""
         class Workspace:

@@ -10,7 +10,6 @@ from torch import nn
 
 import wholebatch as wb
 from tests.support import grouped, mlp, pieces, samples, sgd, summed
-from wholebatch.window.model_and_optimizer import check_device
 
 
 def accumulate(model: nn.Module, optimizer: Any, batch: Any, sizes: list[int]) -> None:
@@ -55,13 +54,7 @@ def test_everything_frozen_is_refused() -> None:
     refused(model, sgd(model), "every parameter of the optimizer is frozen")
 
 
-def test_devices_that_no_test_has_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("mps", "xpu"):
-        with pytest.raises(wb.errors.UnsupportedError, match=f"device '{kind}'.*cpu and cuda only"):
-            check_device(torch.device(kind))
-    monkeypatch.setenv("WHOLEBATCH_UNTESTED_DEVICE", "1")
-    for kind in ("mps", "xpu"):
-        check_device(torch.device(kind))
+def test_a_model_without_values_is_refused() -> None:
     model = nn.Linear(2, 2, device="meta")
     refused(model, sgd(model), "meta device have no values")
 
