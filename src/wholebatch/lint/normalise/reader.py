@@ -107,10 +107,10 @@ class Reader:
             loop = Loop(function, len(self.loops), (), function)
             self._path = (loop,)
             self._enter(loop, function.body)
+            # Lightning counts the batches of an epoch from 0; of another index, nobody knows.
+            index = names[2:3] if function.name == "training_step" else []
             for name in (n for n in names if n not in {"self", "cls"}):
-                kind = (
-                    "target" if name in {"batch_idx", "batch_index", "batch_nb", "i"} else "carried"
-                )
+                kind = "target" if name in {"batch_idx", *index} else "carried"
                 self._env[name] = self._symbol(name, kind, (loop,))
             self._block(function.body)
             loop.after = self._env
