@@ -33,7 +33,6 @@ MASKED = {"completion_only_loss": True, "max_length": 9}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 ADAPTERS = {
     "lora": {},
-    "dora": {"use_dora": True},
     "modules_to_save": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
 }
 
@@ -92,7 +91,7 @@ def case(name: str, make: Any, batches: int, **options: Any) -> Any:
     ("name", "options", "samples"),
     [
         ("SFT", MASKED, 14),
-        ("SFT", {**MASKED, "adapters": "dora", "gradient_checkpointing": True}, 16),
+        ("SFT", {**MASKED, "adapters": "lora", "gradient_checkpointing": True}, 16),
     ],
     ids=str,
 )

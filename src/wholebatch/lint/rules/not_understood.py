@@ -33,34 +33,22 @@ def _unread_backwards(file: File) -> Iterator[ast.AST]:
     """Yield the backwards of loops that accumulate, but are no known windows."""
     read = {event.order for window in file.accumulating for event in window.inner}
     for window in (*file.unread, *file.shaped("plain")):
+        steps, clears = window.of("step"), window.of("clear")
         for event in window.inner:
             # Beside its own step a backward makes an update by itself.
-            if event.order in read or _has_own_step(event, window):
+            if event.order in read or any(_comes_with(e, event, window) for e in steps):
                 continue
-            if _waits(event, window) or _counts_micro_batches(event, window):
+            waits = bool(steps) and not any(_comes_with(e, event, window) for e in clears)
+            if (waits and not window.loop.virtual) or _counts_micro_batches(event, window):
                 yield event.node
 
 
-def _has_own_step(event: Event, window: Window) -> bool:
-    """True if the optimizer that steps after this backward does so whenever it runs."""
-    depth = len(event.loops)
-    steps = [e for e in window.of("step") if e.loops[:depth] == event.loops]
-    steps = [e for e in steps if e.order > event.order] or steps
-    return any(not _may_wait(step, event, window) for step in steps)
-
-
-def _may_wait(event: Event, backward: Event, window: Window) -> bool:
-    """True if an event has conditions, other than those of a backward, that can change."""
+def _comes_with(event: Event, backward: Event, window: Window) -> bool:
+    """True if an event has no condition, other than those of a backward, that can change."""
     mine = backward.keys(window.loop)
     conditions = [c for c in event.conditions(window.loop) if c.key not in mine]
-    return any(map(window.may_wait, conditions))
-
-
-def _waits(event: Event, window: Window) -> bool:
-    """True if every step of a loop waits for a condition, and so does the clearing."""
-    steps, clears = window.of("step"), window.of("clear")
-    waits = bool(steps) and all(_may_wait(e, event, window) for e in (*steps, *clears))
-    return waits and not window.loop.virtual
+    same = event.loops[: len(backward.loops)] == backward.loops
+    return same and not any(map(window.may_wait, conditions))
 
 
 def _counts_micro_batches(event: Event, window: Window) -> bool:
