@@ -31,14 +31,13 @@ from wholebatch.warn_user import warn_user
 from wholebatch.window.close import Handover
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.ledger import PART_FAILED, Turn, refuse_no_grad
-from wholebatch.window.micro_batch import MicroBatch
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.observer import Plan
 from wholebatch.window.saved_state import load_state, state_of
 from wholebatch.window.steps import Steps, updates_per_epoch
 from wholebatch.window.unclosed import UnclosedWarning
 from wholebatch.window.units import UnitsCount
-from wholebatch.window.window import Step
+from wholebatch.window.window import MicroBatch, Step
 
 _MicroBatch = TypeVar("_MicroBatch")
 
