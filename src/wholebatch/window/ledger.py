@@ -52,7 +52,7 @@ from wholebatch.window.close import (
 )
 from wholebatch.window.close_options import CloseOptions
 from wholebatch.window.model_and_optimizer import Schedules, Target
-from wholebatch.window.observer import Nobody, Observer
+from wholebatch.window.observer import Observer
 from wholebatch.window.window import MicroBatch, Step, Window, refuse_units
 
 observers: list[Any] = []
@@ -107,7 +107,7 @@ class Ledger:
         self.store.options = self.options
         self.hooks = DeferredHooks(on_gradient, target.named_parameters)
         self.schedules = Schedules(target.schedulers)
-        self.observer: Observer = Nobody()
+        self.observer = Observer()
         self.open: Window | None = None
         self.micro_batches: list[MicroBatch] = []
         self.micro: MicroBatch | None = None
@@ -164,7 +164,7 @@ class Ledger:
         self.store.refuse_stray(inputs)
         if stepped is not inputs:
             self.store.refuse_stray(stepped)
-        self.schedules.refuse_moved()
+        self.schedules.refuse_stepped()
         if not inputs:
             raise WindowError("every parameter of the optimizer is frozen: nothing to train")
         scale = self.target.scale
@@ -399,7 +399,6 @@ class Ledger:
         window, micro_batches = self.current, self.all_micro_batches
         try:
             self.refuse_broken()
-            self.schedules.refuse_moved(in_window=True)
             self.observer.window_closes()
             for observer in observers:
                 observer.window_closes(self)
@@ -599,6 +598,7 @@ class Ledger:
         self.open = self.micro = self.broken = None
         self.micro_batches, self._beside, self._weights = [], [], {}
         self.are_units_given = self._has_opened = False
+        self.observer.gradients_are_added(())
 
     def refuse_broken(self) -> None:
         """Refuse to go on with a window that holds a part of a micro-batch."""
