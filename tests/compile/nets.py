@@ -96,44 +96,6 @@ class Encoder(nn.Module):
         return logits
 
 
-class Blocks(nn.Module):
-    """Two perceptrons on normalised input, each added to it, or normalised after that."""
-
-    def __init__(
-        self,
-        *,
-        after: bool = False,
-        affine: bool = True,
-        bias: bool = True,
-        shared: bool = False,
-        approximate: str = "tanh",
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.after, self.approximate = after, approximate
-        self.embed = nn.Embedding(11, 8)
-        self.norms = nn.ModuleList(
-            nn.LayerNorm(8, elementwise_affine=affine, bias=bias) for _ in range(3)
-        )
-        if shared:
-            self.norms[1] = self.norms[0]
-        self.ups = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
-        self.downs = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
-        self.read = nn.Linear(8, 11)
-        for norm in self.norms:
-            for parameter in norm.parameters():
-                nn.init.normal_(parameter, 1.0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=False):
-            inner = x if self.after else norm(x)
-            added = down(functional.gelu(up(inner), approximate=self.approximate))
-            x = norm(x + added) if self.after else x + added
-        logits: Tensor = self.read(self.norms[2](x))
-        return logits
-
-
 def texts(seed: int, number: int = 14, longest: int = 16) -> Micro:
     """Padded to the longest; each has a length of its own."""
     generator = torch.Generator().manual_seed(seed)

@@ -142,23 +142,6 @@ def test_logits_that_are_bent_afterwards_are_left_whole(bend: Callable[[Tensor],
 
 
 @pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("micro_batch", [3, 4])
-def test_slices_in_eager_windows(micro_batch: int) -> None:
-    ours, whole = Model(bias=True).double(), Model(bias=True).double()
-    train = wb.WholeBatch(
-        ours, sgd(ours), loss=wb.causal_lm, micro_batch=micro_batch, execute="eager"
-    )
-    optimizer = sgd(whole)
-    for _ in range(2):
-        train.step(batch(8, 400))
-        loss = wb.causal_lm(Plain(whole), batch(8, 400))
-        (loss.total / loss.units).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert distance(ours.parameters(), whole.parameters()) <= EXACT
-
-
-@pytest.mark.usefixtures("small_slices")
 def test_slices_within_the_traced_micro_step() -> None:
     models = [Model(bias=True).double(), Model(bias=True).double()]
     graph = traced(models[0], loss=wb.causal_lm)

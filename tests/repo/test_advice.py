@@ -104,6 +104,7 @@ OTHERS: dict[str, Any] = {
 """Options of torch that messages advise."""
 OF_TRAINERS = {
     *("fsdp_version", "gradient_checkpointing_kwargs", "lmbda", "router_aux_loss_coef"),
+    "dataloader_drop_last",
     *("seq_kd", "use_cache"),
 }
 """Options of Accelerate, Transformers and TRL that messages advise."""

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from inspect import signature
 from operator import getitem
 from typing import Any
 
@@ -15,17 +14,8 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-OURS = ("aten", "prims", "wholebatch")
-"""The namespaces of operations that are not the user's own."""
 _CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
 """Operations without torch's tag for pointwise ones that compute each number from one number."""
-
-ANY_STRIDES: dict[str, Any] = (
-    {"tags": (torch.Tag.flexible_layout,)}
-    if "tags" in signature(torch.library.custom_op).parameters
-    else {}
-)
-"""The option of an operation that takes tensors of any strides: Inductor copies none for it."""
 
 
 def operation(
@@ -33,10 +23,15 @@ def operation(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     writes: tuple[str, ...] = (),
-    **options: Any,
 ) -> Any:
-    """Define an operation of this package; `fake` returns results that are not computed."""
-    operation = torch.library.custom_op(f"wholebatch::{name}", run, mutates_args=writes, **options)
+    """Define an operation of this package; `fake` returns results that are not computed.
+
+    It takes tensors of any strides: Inductor copies none for it.
+    """
+    any_strides = (torch.Tag.flexible_layout,)
+    operation = torch.library.custom_op(
+        f"wholebatch::{name}", run, mutates_args=writes, tags=any_strides
+    )
     operation.register_fake(fake)
     return getattr(torch.ops.wholebatch, name).default
 

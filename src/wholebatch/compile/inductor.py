@@ -35,11 +35,10 @@ def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]
     from torch._inductor import compile, config  # slow to import: paid only when compiling
 
     options = {**OPTIONS, **({_MIXED_ORDER: False} if _normalises_with_bias(graph) else {})}
-    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
         stack.enter_context(_ONE_AT_A_TIME)
         choices = _parts_written_in_place(), _in_this_thread()
-        for context in (torch.no_grad(), config.patch(known), *choices):
+        for context in (torch.no_grad(), config.patch(options), *choices):
             stack.enter_context(context)
         compiled: Callable[..., Any] = compile(graph, arguments)
         return compiled

@@ -69,7 +69,7 @@ def logits_of(
     """
     if torch.compiler.is_dynamo_compiling():
         path = _HEADS.get(id(model))
-        head = None if path is None else model.get_submodule(path)
+        head: Any = model if path is None else model.get_submodule(path)
         if path is None or labels.numel() <= slices.rows_at_once(head.out_features):
             return _logits(model(*args, **kwargs)), None
         owner, name = _owner_of(model, path)
@@ -81,8 +81,9 @@ def logits_of(
     if path is None:
         return _logits(model(*args, **kwargs)), None
     owner, name = _owner_of(model, path)
-    head, hands_on = getattr(owner, name), _HandsOn(given := [])
-    setattr(owner, name, hands_on)
+    given: list[Tensor] = []
+    head = getattr(owner, name)
+    setattr(owner, name, _HandsOn(given))
     try:
         logits = _logits(model(*args, **kwargs))
         if len(given) == 1 and _is_itself(logits, given[0]):
