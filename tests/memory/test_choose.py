@@ -162,7 +162,7 @@ def test_one_sample_that_does_not_fit_is_refused_with_the_ways() -> None:
 
 
 def test_room_for_one_more_piece_on_cuda() -> None:
-    prediction = Prediction(peak=1000, by_category={}, seconds=0.0, largest=300)
+    prediction = Prediction({"activations": 1000}, {"activations": 0}, largest=300)
     assert prediction.needed(torch.device("cpu")) == 1000
     assert prediction.needed(torch.device("cuda")) == 1300
     assert replace(prediction, largest=10).needed(torch.device("cuda")) == 1040

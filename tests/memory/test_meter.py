@@ -216,29 +216,6 @@ def test_the_peak_remembers_who_was_alive_and_what_it_was_found_to_be_later() ->
     assert sum(at_peak.values()) == peak
 
 
-def test_watches_storages_that_are_emptied_and_filled_again() -> None:
-    """As FSDP2 does with gathered parameters, by resizing their storages."""
-    with MemoryMeter() as meter:
-        held = kib(8)
-        held.untyped_storage().resize_(0)
-        assert meter.current == 8 * KIB, "a resize is not an operation"
-        meter.watch_resized()
-        assert meter.current == 0
-        assert meter.peak_by_category["temporaries"] == meter.peak == 8 * KIB
-        meter.reset_peak()
-        held.untyped_storage().resize_(8 * KIB)
-        held.zero_()
-        other = kib(4)
-        assert meter.current == 12 * KIB
-        assert meter.current_by_category["parameters"] == 8 * KIB
-        held.untyped_storage().resize_(0)
-        third = kib(4)
-        assert meter.current == 8 * KIB
-        assert meter.peak == 12 * KIB
-        del held, other, third
-    assert sum(meter.peak_by_category.values()) == meter.peak
-
-
 def test_costs_little_beside_operations_of_ordinary_size() -> None:
     a = torch.randn(400, 400)
 

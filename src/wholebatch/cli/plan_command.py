@@ -313,11 +313,11 @@ def _largest(options: PlanOptions, device: str, budget: int, doing: Spinner) -> 
     for model in of_family(str(options.largest), **how):  # type: ignore[arg-type]
         doing(f"trying a {model.name}")
         precision, checkpoints = options.precision or model.precision, options.checkpointing
-        on: dict[str, Any] = {"optimizer": model.optimizer, "device": device, "sharding": sharding}
+        on: dict[str, Any] = {"optimizer": model.optimizer, "device": device}
         with simulating(model.model, model.loss, **on) as simulation:
             sample = resize_batch(model.batch, 1)
-            prediction = simulation.predict(sample, precision=precision, checkpoints=checkpoints)
-        if prediction.needed(simulation.device) <= budget:
+            whole = simulation.predict(sample, precision=precision, checkpoints=checkpoints)
+        if whole.sharded(model.model, sharding).needed(simulation.device) <= budget:
             return model
     raise OptionError(f"--largest {options.largest}: none of width {SHAPES[0][0]} or more fits")
 
