@@ -52,7 +52,10 @@ whole_batch.has_room = lambda *_, **__: False  # a rank without room for the who
 
 class Meter(MemoryMeter):
     def __torch_dispatch__(self, *call):
-        self.watch_resized()  # FSDP2 has emptied parameters since the last operation
+        for record in list(self._live.values()):  # FSDP2 may have emptied parameters
+            storage = None if record.ref is None else record.ref()
+            if storage is not None:
+                self._see_storage(storage, "parameters")
         return super().__torch_dispatch__(*call)
 
 folder = Path(__file__).parent

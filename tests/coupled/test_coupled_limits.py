@@ -134,16 +134,6 @@ def test_a_run_resumes_between_steps() -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_the_largest_micro_batch_is_chosen_by_the_memory_of_the_encoder() -> None:
-    model = Clip()
-    train = wb.WholeBatch(model, sgd(model), loss=coupled(model), memory="40KiB")
-    whole = Whole(model, loss=mean_of("clip"))
-    train.step(batch(64))
-    whole.step(batch(64))
-    assert 1 < (train.micro_batch_size or 0) < 64
-    whole.assert_same(model)
-
-
 def test_with_optimizer_state_on_the_host() -> None:
     model = Clip()
     whole = Whole(model, adamw, loss=mean_of("clip"))

@@ -25,7 +25,6 @@ from wholebatch.compile.graph_memory import GraphMemory
 from wholebatch.compile.make_graph import GraphMaker
 from wholebatch.errors import UnsupportedError
 from wholebatch.memory.activation_checkpointing import checkpointed, is_checkpointed
-from wholebatch.memory.meter import MemoryMeter
 from wholebatch.memory.undivided_batch import UndividedBatch
 
 
@@ -55,34 +54,18 @@ def test_gradients_and_running_statistics_are_those_of_plain_torch(
     assert train.micro_batch_size == 7
 
 
-@pytest.mark.parametrize("inputs_on_host", [False, True])
 @pytest.mark.parametrize("name", ["resnet", "unet", "mobilenet"])
-def test_checkpointed_blocks_change_nothing(name: str, inputs_on_host: bool) -> None:
+def test_checkpointed_blocks_change_nothing(name: str) -> None:
     model = NETWORKS[name]().double()
     data = batch(12)
     want = whole(model, data)
-    with checkpointed(model, inputs_on_host=inputs_on_host) as blocks:
+    with checkpointed(model) as blocks:
         assert len(blocks) > 1
         mean(model, data).backward()
     assert not any(map(is_checkpointed, model.modules()))
     got = result(model)
     assert error(got[0], want[0]) <= EXACT
     assert error(got[1], want[1]) <= EXACT
-
-
-def test_inputs_in_host_memory_keep_their_memory_format() -> None:
-    model = resnet().double().to(memory_format=torch.channels_last)
-    data = batch(9)
-    data["x"] = data["x"].to(memory_format=torch.channels_last)
-    want = whole(model, data)
-    seen: list[bool] = []
-    model[0][1].register_forward_pre_hook(
-        lambda m, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
-    )
-    with checkpointed(model, inputs_on_host=True):
-        mean(model, data).backward()
-    assert seen == [True, True]  # once in the forward, once in the backward
-    assert error(result(model)[0], want[0]) <= EXACT
 
 
 @pytest.mark.parametrize("reserves", [False, True])
@@ -167,34 +150,6 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:
     for way in ('batchnorm="freeze"', 'batchnorm="allow"', "GroupNorm", "more ranks"):
         assert way in said
     assert all(map(torch.equal, before, model.state_dict().values()))
-
-
-def test_a_budget_on_a_cpu_checkpoints_the_blocks() -> None:
-    def trained(memory: Any) -> tuple[int, int]:
-        """The setting in use, and the peak of a window."""
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(6)))
-        head = nn.Sequential(model, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
-        head = head.double()
-        data = batch(32)
-        data["x"] = torch.cat([data["x"], data["x"][:, :1]], 1)
-        undivided, optimizer = Whole(head, loss=mean), sgd(head)
-        seen = Seen(head, optimizer)
-        train = wb.WholeBatch(head, optimizer, loss=loss, memory=memory)
-        for _ in range(2):
-            train.step(data)
-            undivided.step(data)
-        same_as_whole(head, seen, undivided)
-        with MemoryMeter(model=head, optimizer=optimizer) as meter:
-            train.step(data)
-        assert train._fitting._undivided is not None
-        return train._fitting._undivided.place, meter.peak
-
-    place, free = trained("1GiB")
-    assert place == 0
-    place, limited = trained(free * 7 // 10)
-    assert place == 1
-    assert limited < 0.7 * free
 
 
 class Block(nn.Module):

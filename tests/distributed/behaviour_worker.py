@@ -240,7 +240,10 @@ class Meter(MemoryMeter):
     """A meter that notices at every operation which parameters FSDP2 has emptied."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.watch_resized()
+        for record in list(self._live.values()):
+            storage = None if record.ref is None else record.ref()
+            if storage is not None:
+                self._see_storage(storage, "parameters")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -39,8 +39,6 @@ def _check_rank(found: dict[str, Any]) -> None:
     refused = found["refused"]
     assert "take the micro-batches from acc.over(loader)" in refused["forward before the window"]
     # On a GPU trial steps are measured, and the ranks take the smallest size of all.
-    assert "cannot be predicted for FSDPModel" in refused["memory on a CPU"]
-    assert "give the micro-batch size as a number" in refused["memory on a CPU"]
     alone, other = (
         "OutOfMemoryError: a micro-batch of one sample",
         "RankError: another rank ran out",

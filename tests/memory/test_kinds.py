@@ -37,26 +37,6 @@ def assert_exact(
     assert (predicted.peak, predicted.by_category) == (meter.peak, meter.peak_by_category)
 
 
-class Classified(nn.Module):
-    """A token before the others: with one sample, its gradient is a view of all their gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(1, 1, 4))
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.view(len(x), 5, 4)
-        tokens = torch.cat([self.first.expand(len(x), -1, -1), rows], 1)
-        made: Tensor = self.head(tokens.cumsum(1)[:, -1] + tokens.exp().sum(1))
-        return made
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_a_gradient_keeps_what_it_is_a_view_of(samples: int) -> None:
-    assert_exact(Classified(), vectors(samples), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-
-
 @pytest.mark.parametrize("kind", ["fused", "reads"])
 def test_what_an_optimizer_does_with_wide_gradients_of_16_bit_parameters(kind: str) -> None:
     """Whether it takes them is tried out on real tensors, also in a prediction."""

@@ -150,6 +150,24 @@ def fake_optimizer(
     return fake
 
 
+def grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return products of groups of rows (experts): torch's shape function refuses fp32."""
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], a.shape[0], b.shape[1]]
+    elif a.dim() == b.dim():
+        shape = [a.shape[0], a.shape[1], b.shape[2]]
+    else:
+        shape = [a.shape[-2], b.shape[-1]]
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+
+
 def as_on_cuda() -> AbstractContextManager[None]:
     """Make dropout need as much memory on a CPU as CUDA's fused kernels do.
 

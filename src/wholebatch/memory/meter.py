@@ -91,7 +91,7 @@ class MemoryMeter(TorchDispatchMode):
         self._device_type = _device_type(model, device)
         self._granule = granule
         self._clock = 0
-        self._live: dict[int, _Record] = {}  # By `storage_id`, the oldest first.
+        self._live: dict[int, _Record] = {}  # By id, the oldest first.
         self._peak_at = 0
         # Alive at the peak and freed since. The category of a storage may become known late, so the
         # peak is kept as the records that were alive then, not as numbers by category.
@@ -178,7 +178,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def _see_storage(self, storage: torch.UntypedStorage, category: str) -> _Record:
         """Return the record of a storage; a new storage gets this category."""
-        key = storage_id(storage)
+        key = id(storage)  # torch keeps one Python object for each storage as long as it is alive
         record = self._live.get(key)
         if record is not None:
             if record.nbytes == self._rounded(storage.nbytes()):
@@ -295,14 +295,6 @@ def _by_category(records: list[_Record]) -> dict[str, int]:
     for record in records:
         totals[record.category] = totals.get(record.category, 0) + record.nbytes
     return totals
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage as long as it is alive.
-
-    torch keeps one Python object for each storage, also while only a graph holds the storage.
-    """
-    return id(storage)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

@@ -50,13 +50,17 @@ class PlainWindow:
 
     def add(self, micro: Any, *, is_last: bool) -> None:
         """Run the forward and backward of a micro-batch."""
-        with self._casts.forward():
-            result = as_loss(self.loss(self.model, micro))
-        totals = [term.total for term in terms_of(result).values()]
+        totals = self._totals(micro)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         buckets = Buckets(trained, None, send=self.sent) if self.reduces and is_last else None
         with buckets.reducing(overlap=True) if buckets else nullcontext():
             torch.autograd.backward(totals)
+
+    def _totals(self, micro: Any) -> list[torch.Tensor]:
+        """Run a forward; return the totals of its loss, and keep nothing else of it."""
+        with self._casts.forward():
+            result = as_loss(self.loss(self.model, micro))
+        return [term.total for term in terms_of(result).values()]
 
     def end(self) -> None:
         """Run what comes between the last backward and the optimizer's step."""

@@ -35,6 +35,7 @@ from wholebatch.memory.fake_tensors import (
     fake_mode_of,
     fake_model,
     fake_optimizer,
+    grouped_mm,
 )
 from wholebatch.memory.fsdp_sharding import Sharding, of_one_rank
 from wholebatch.memory.meter import MemoryMeter
@@ -51,6 +52,7 @@ CUDA_WORKSPACES = 64 * 2**20
 _STATE = "optimizer state"
 _DEVICE_OF = torch.ops.prim.device.default
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class FakeMeter(MemoryMeter):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func is _NUMBER_OF and self._answers and isinstance(args[0], FakeTensor):
             return 1
-        return func(*args, **kwargs)
+        return (grouped_mm if func is _GROUPED else func)(*args, **kwargs)
 
 
 def predict_peak(
