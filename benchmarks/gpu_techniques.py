@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -40,16 +39,18 @@ MODELS = {
 ALL = "all"
 
 
-def _without_fusion(name: str) -> Callable[[], None]:
+def _without(name: str) -> Callable[[], None]:
+    """Leave out an option of the rewrite."""
+
     def switch_off() -> None:
-        from wholebatch.compile.joint_graph import JointStep
+        from wholebatch.compile import joint_graph
 
-        fusions = JointStep._possible_fusions
+        rewritten = joint_graph.rewrite
 
-        def fewer(step: Any, device: Any) -> Any:
-            return replace(fusions(step, device), **{name: False})
+        def fewer(*given: Any, **options: bool) -> Any:
+            return rewritten(*given, **{**options, name: False})
 
-        JointStep._possible_fusions = fewer  # type: ignore[method-assign, assignment]
+        joint_graph.rewrite = fewer
 
     return switch_off
 
@@ -77,12 +78,6 @@ def _without_embeddings() -> None:
     graph_rewrite._Adder._rows = lambda *_: False  # type: ignore[method-assign]
 
 
-def _without_blocks() -> None:
-    from wholebatch.compile.joint_graph import JointStep
-
-    JointStep.blocks = False
-
-
 def _without_attention() -> None:
     from wholebatch.compile import trace, traced_attention
 
@@ -91,13 +86,10 @@ def _without_attention() -> None:
 
 WAYS: Mapping[str, Callable[[], None]] = {
     ALL: lambda: None,
-    "without shared inputs": _without_fusion("shared_inputs"),
+    "without shared inputs": _without("shares"),
     "without writing parts in place": _without_choice("_parts_written_in_place"),
-    "without blocks": _without_blocks,
-    "without cross-entropy": _without_fusion("entropy"),
-    "without products in place": _without_fusion("products"),
+    "without products in place": _without("products"),
     "without embeddings in place": _without_embeddings,
-    "with Inductor's padding": _without_choice("_products_padded_by_rule"),
     "without merging equal operations": _without_merging,
     "without causal attention": _without_attention,
 }

@@ -2,7 +2,7 @@
 
     python scripts/kills.py [--kills 20] [--seed 1]
 
-On one process, and on two ranks with FSDP2. The resumed runs must end with the same bits: weights,
+On one process, and on two ranks. The resumed runs must end with the same bits: weights,
 optimizer state, random generators and metrics.
 """
 
@@ -27,7 +27,6 @@ def start(folder: Path, out: str, *, ranks: int, updates: int) -> Started:
     """Begin or continue the run in a process group of its own."""
     options = ["train", "mine.py", "--resume", "--out", out]
     options += ["--updates", str(updates)]
-    options += ["--parallel", "fsdp2"] if ranks > 1 else []
     # Slow enough that a moment inside a window can be hit.
     environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "SECONDS": "0.01"}
     return Started(

@@ -83,7 +83,7 @@ def data(samples: int) -> tuple[Any, Any]:
 
 
 def squared(y_true: Any, y_pred: Any) -> Any:
-    """One value per token. Keras's own losses, and tanh, compute in float32 on JAX and torch."""
+    """One value per token. Keras's own losses, and tanh, compute in float32 on torch."""
     return keras.ops.sum(keras.ops.square(y_true - y_pred), axis=-1)
 
 

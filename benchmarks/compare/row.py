@@ -29,7 +29,6 @@ LIBRARIES: Mapping[str, Mapping[str, str]] = {
     "sentence_transformers": {},
     "deepspeed": {"DS_ACCELERATOR": "cpu"},
     "keras_tensorflow": {"KERAS_BACKEND": "tensorflow"},
-    "keras_jax": {"KERAS_BACKEND": "jax"},
     "keras_torch": {"KERAS_BACKEND": "torch"},
     "jax": {},
     "public_loops": {},
@@ -125,7 +124,6 @@ ABOUT: Mapping[str, About] = {
     "Keras, TensorFlow": About(
         "micro-batches count alike; the tail waits", "", "keras-team/keras#20241"
     ),
-    "Keras, JAX": About("micro-batches count alike; the tail waits", "", "keras-team/keras#20241"),
     "Keras, torch": About(
         "micro-batches count alike; the tail waits", "", "keras-team/keras#20241"
     ),

@@ -19,18 +19,15 @@ from wholebatch.options import (
     Close,
     Memory,
     as_close,
-    known_options,
     without_budget,
 )
 from wholebatch.run_loss import RunFunctions
 from wholebatch.runner import Place
-from wholebatch.warn_user import warn_user
 from wholebatch.window.close_options import ClipNorm
 from wholebatch.window.ledger import Turn, refuse_no_grad
 from wholebatch.window.micro_batch import MicroBatch
 from wholebatch.window.model_and_optimizer import Scheduler
 from wholebatch.window.saved_state import load_state, state_of
-from wholebatch.window.schedule_length import short_schedule
 from wholebatch.window.steps import Steps
 from wholebatch.window.unclosed import UnclosedWarning
 from wholebatch.window.units import UnitsCount
@@ -91,11 +88,6 @@ class Accumulator(LoopWindows):
         last_loss: The loss of the micro-batch that `run` was given last, without its graph.
     """
 
-    @known_options(
-        precision="your loop runs the forward: put it and the loss under "
-        "torch.autocast(device, torch.bfloat16); WholeBatch has precision=",
-        micro_batch="your loop splits the batch; WholeBatch has micro_batch=",
-    )
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -363,7 +355,6 @@ class Accumulator(LoopWindows):
 
         `continue_window=True` continues a window that an earlier loop left open.
         """
-        self._warn_of_short_schedule(loader)
         return over(loader, self, continue_window=continue_window)
 
     def window(self, micro_batches: Iterable[_MicroBatch]) -> Iterator[_MicroBatch]:
@@ -384,21 +375,6 @@ class Accumulator(LoopWindows):
         """
         micros = list(micro_batches)
         return Loop(micros, [self], size=len(micros)).items()
-
-    def _warn_of_short_schedule(self, loader: Iterable[Any]) -> None:
-        """Warn once of a scheduler that was made for fewer updates than this loop makes."""
-        is_constant = len(self._steps.changes) == 1
-        if self._ledger.updates or not is_constant or not hasattr(loader, "__len__"):
-            return
-        try:
-            micro_batches = len(cast(Sized, loader))
-        except TypeError:  # a DataLoader over an IterableDataset
-            return
-        schedulers = self._ledger.target.schedulers
-        updates = self.updates_per_epoch(range(micro_batches))
-        warning = short_schedule(schedulers, micro_batches, self.steps, updates)
-        if warning is not None:
-            warn_user(warning)
 
     # ----------------------------------------------------------------- state
 

@@ -56,7 +56,6 @@ class LoopWindows(Member):
         self.epoch = 0
         self.last_step: Step | None = None
         self._announced: UnitsCount | None = None  # of the windows, if they are announced
-        self._has_warned_of_length = False
         self._size: int | None = steps.at(update=0, epoch=0)  # of the window; None to ask again
         self._closes = False  # True if the micro-batch under way closes the window
         self._window_gone = False  # True if the item's window was flushed or discarded in it
@@ -102,8 +101,6 @@ class LoopWindows(Member):
         is_new = ledger.micro is None
         done = ledger.begin_micro_batch().index + 1
         if last is False and loop is None:
-            if self._handover is None and done >= self._window_size:
-                self._warn_of_length(self._window_size)
             self._size = max(self._window_size, done + 1)
         self._closes = done >= self._window_size if last is None else last
         if is_new and done == 1:
@@ -112,18 +109,6 @@ class LoopWindows(Member):
         ledger.refuse_broken()
         ledger.observer.backward_begins()
         return self._closes
-
-    def _warn_of_length(self, steps: int) -> None:
-        """Warn, once, that `last=False` makes a window longer than `steps`."""
-        if not self._has_warned_of_length:
-            self._has_warned_of_length = True
-            warn_user(
-                f"last=False for micro-batch {steps} of a window of steps={steps}: the window goes "
-                "on until last=True. Where steps= closes the windows, leave last= out and call "
-                "acc.flush() after the loop, or loop with acc.over(loader); where last= closes "
-                "them, give the largest number of micro-batches as steps=, or loop with "
-                "acc.window(micro_batches)"
-            )
 
     def _last_of(self, last: bool | None) -> bool | None:
         """Return True if a micro-batch is the last of its window, None if `steps` says it."""

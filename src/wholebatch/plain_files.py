@@ -1,44 +1,16 @@
-"""Read and write plain files safely, and convert values to JSON.
-
-Only regular files are opened, and none is waited for.
-"""
+"""Read and write plain files safely, and convert values to JSON."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from wholebatch.errors import StateError, WholebatchError
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading; an OSError says what else the path is.
-
-    Opening a FIFO would wait for a writer that may never come, and reading a device may never end.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except ValueError as error:  # a NUL in the path
-        raise OSError(f"the path {str(path)!r} is not possible: {error}") from None
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
-        os.close(descriptor)
-        raise OSError(f"it is {_KINDS.get(kind, 'no regular file')}, not a file")
-    return os.fdopen(descriptor, "rb")
 
 
 def reason(error: BaseException) -> str:
@@ -68,16 +40,8 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds: an OSError where it cannot be read, a ValueError where it
-    holds no JSON. Either says why in one line."""
-    with open_file(path) as file:
-        content = file.read()
-    try:
-        return json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    """Return what a JSON file holds; an OSError or a ValueError says why it cannot."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def load_json(path: Path, error: type[WholebatchError], label: str | Path) -> Any:
@@ -86,7 +50,7 @@ def load_json(path: Path, error: type[WholebatchError], label: str | Path) -> An
         return read_json(path)
     except OSError as problem:
         raise error(f"{label}: cannot be read: {reason(problem)}") from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise error(f"{label}: is not JSON: {problem}") from None
 
 
@@ -99,9 +63,6 @@ def write_atomically(path: Path, text: str, error: type[WholebatchError] = State
     temporary = target.with_name(f"{target.name}.writing-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
-            target.write_text(text, encoding="utf-8")  # a device, or a file alone that is ours
-            return
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

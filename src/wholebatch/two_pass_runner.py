@@ -119,7 +119,7 @@ class TwoPassRunner(Runner):
         terms = terms_of(loss)
         units = self._agreed_units(terms)
         ledger, sync = self._ledger, self._ledger.sync
-        ledger.begin(known=units, terms=terms)  # all ranks have the same terms
+        ledger.begin(known=units)
         share = 1.0 / sync.ranks
         seeds = [
             ledger.seed_of(name, term.total, term.weight) * share for name, term in terms.items()

@@ -52,39 +52,6 @@ def scheduler(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 """
 
-# Of NOISY: its samples as a stream through a shuffle buffer, in a loader that saves its state.
-# READ has a line for every sample that was read.
-STATEFUL = (
-    "def data():\n    return Points()",
-    """
-class Shuffled(torch.utils.data.IterableDataset):
-    def __init__(self):
-        self.read, self.buffer, self.chance = 0, [], torch.Generator().manual_seed(3)
-
-    def __iter__(self):
-        points = Points()
-        while self.read < len(points) or self.buffer:
-            while self.read < len(points) and len(self.buffer) < 5:
-                with open(os.environ.get("READ", os.devnull), "a") as file:
-                    file.write(f"{self.read}\\n")
-                self.buffer.append(self.read)
-                self.read += 1
-            place = torch.randint(len(self.buffer), (), generator=self.chance).item()
-            yield points[self.buffer.pop(place)]
-        self.read = 0
-
-    def state_dict(self):
-        return {"read": self.read, "buffer": self.buffer, "chance": self.chance.get_state()}
-
-    def load_state_dict(self, state):
-        self.read, self.buffer = state["read"], [*state["buffer"]]
-        self.chance.set_state(state["chance"])
-
-def data():
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    return StatefulDataLoader(Shuffled(), batch_size=10)
-""",
-)
 
 # float64 and no randomness: the update must not depend on how the batch was split.
 EXACT = """
@@ -139,17 +106,15 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run: Path) -> dict[str, Any]:
-    """The state of the newest checkpoint of a run, its shards as whole tensors."""
+    """The state of the newest checkpoint of a run."""
     import torch
 
-    from wholebatch.cli.checkpoints import Checkpoints, fill_shards
+    from wholebatch.cli.checkpoints import Checkpoints
     from wholebatch.cli.parallel_ranks import World
 
     loaded = Checkpoints(run / "checkpoints", World(0, device=torch.device("cpu"))).load()
     assert loaded is not None
-    assert not loaded.damaged
-    state: dict[str, Any] = fill_shards(loaded.state, loaded.path, lambda place: None)
-    return state
+    return loaded.state
 
 
 def assert_same_bits(one: Any, other: Any, where: str = "") -> None:

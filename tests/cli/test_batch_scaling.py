@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import wholebatch as wb
 from wholebatch.cli.batch_scaling import (
-    adam_betas,
     lr_factor,
     scale_warmup,
     solve,
@@ -79,17 +78,6 @@ def test_what_is_asked_for_is_the_smallest_that_does_it(
     )
 
 
-@given(batch_size=sizes, micro_batch=st.integers(1, 60))
-def test_the_same_batch_size_on_more_ranks(batch_size: int, micro_batch: int) -> None:
-    table = [
-        solve(batch_size=batch_size, micro_batch=micro_batch, ranks=ranks) for ranks in (1, 2, 4, 8)
-    ]
-    assert [batch.ranks for batch in table] == [1, 2, 4, 8]
-    assert {sum(batch.shares) for batch in table} == {batch_size}
-    steps = [batch.steps for batch in table]
-    assert steps == sorted(steps, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -133,41 +121,9 @@ def test_krizhevsky_2014_square_root() -> None:
     assert lr_factor(base_batch=128, batch=1024, rule="sqrt") == pytest.approx(math.sqrt(8))
 
 
-def test_malladi_2022_is_what_the_half_life_comes_to() -> None:
-    """arXiv:2205.10287: 1 − β → κ(1 − β). The half-life in tokens is that to first order."""
-    for beta in (0.98, 0.999):
-        for kappa in (0.25, 0.5, 2, 4):
-            _, ours = adam_betas((0.9, beta), base_batch=256, batch=int(256 * kappa))
-            theirs = 1 - kappa * (1 - beta)
-            assert ours == pytest.approx(theirs, abs=abs(kappa * (kappa - 1)) * (1 - beta) ** 2)
-
-
-def test_marek_2025_half_life() -> None:
-    """arXiv:2507.07101: β2 = 0.95 at 512 sequences is 0.9999 at one."""
-    _, second = adam_betas((0.9, 0.95), base_batch=512, batch=1)
-    assert round(second, 4) == 0.9999
-
-
-@given(beta=st.floats(0.5, 0.9999), base=st.integers(1, 4096), batch=st.integers(1, 4096))
-def test_the_half_life_in_tokens_stays(beta: float, base: int, batch: int) -> None:
-    first, second = adam_betas((beta, beta), base_batch=base, batch=batch)
-    assert first == second
-    if second > 1e-300:
-        half_life = base * math.log(0.5) / math.log(beta)
-        assert batch * math.log(0.5) / math.log(second) == pytest.approx(half_life, rel=1e-6)
-
-
 def test_warmup_over_the_same_samples() -> None:
     assert scale_warmup(1000, base_batch=256, batch=512) == 500
     assert scale_warmup(1000, base_batch=256, batch=768) == 334  # never shorter
     assert scale_warmup(0, base_batch=1, batch=2) == 0
     large = 10**17  # more than a float can hold
     assert scale_warmup(3, base_batch=large + 1, batch=large) == 4
-
-
-def test_numbers_that_fill_the_memory_are_refused() -> None:
-    for one in ({"batch_size": 10**12}, {"steps": 10**11}):
-        with pytest.raises(OptionError, match="micro-batches on 1 ranks: at most 1,000,000"):
-            solve(micro_batch=8, **one)
-    with pytest.raises(OptionError, match="8 micro-batches on 100,000,000 ranks: at most"):
-        solve(batch_size=64, micro_batch=8, ranks=10**8)

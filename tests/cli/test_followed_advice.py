@@ -42,9 +42,6 @@ def test_the_rate_of_a_larger_batch(command: Command, recipe: Write) -> None:
     ("wrong", "right"),
     [
         (["--batch-size", "500"], r"pass (--batch-size \d+) or less"),
-        (["--precision", "bf16-mixed"], r"\(did you mean (\w+)\?"),
-        (["--memory", "1"], r"\(did you mean (\w+)\?"),
-        (["--batch-sise", "6"], r"\(did you mean (--[a-z-]+)\?"),
     ],
 )
 def test_what_was_meant(command: Command, recipe: Write, wrong: list[str], right: str) -> None:

@@ -50,14 +50,6 @@ def test_the_rate_follows_a_batch_that_grows(
     assert "at the same learning rate" not in ran.out
 
 
-def test_a_loader_s_batches_do_not_grow(command: Command, recipe: Recipe) -> None:
-    loader = "return torch.utils.data.DataLoader(TensorDataset(x, torch.arange(24) % 3), 4)"
-    path = recipe(EXACT, ("return TensorDataset(x, torch.arange(24) % 3)", loader))
-    ran = command("train", path, "--micro-batch", 4, "--steps", "0:1,2:2")
-    assert ran.status == 2
-    assert "is a DataLoader, whose batches are used as they are; return its dataset" in ran.err
-
-
 def test_the_batch_grows_and_a_resumed_run_is_the_same(
     command: Command, recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -127,36 +119,9 @@ def step(loss: float = 1.0, grad_norm: float = 1.0, clip: float = 1.0) -> Step:
     return Step(1, loss, 1, grad_norm, 1, seconds=1.0, clip=clip)
 
 
-@pytest.mark.parametrize(
-    ("bad", "loading", "said"),
-    [
-        (step(grad_norm=0.0), 0.0, "the gradient has been 0 in 20 windows"),
-        (step(clip=0.5), 0.0, "the gradient was clipped in each of 20 windows"),
-        (step(), 0.5, "reading the data takes 50% of the time: workers in the recipe's"),
-    ],
-)
-def test_what_goes_wrong_is_said_once(bad: Step, loading: float, said: str) -> None:
-    watch = RunWatch()
-    notes = [note for _ in range(5) for note in watch.notes(step(), loading=0.0, seconds=1e-9)]
-    for place in range(60):
-        found = [*watch.notes(bad, loading=loading, seconds=1.0)]
-        assert bool(found) == (place == 19), (place, found)
-        notes += found
-    assert len(notes) == 1
-    assert said in notes[0]
-
-
-def test_one_slow_window_is_no_news() -> None:
-    watch = RunWatch()
-    for place in range(100):
-        one = step(grad_norm=0) if place % 10 == 9 else step()
-        assert not [*watch.notes(one, loading=0.1, seconds=1.0)]
-    assert watch.ending is None
-
-
 def notes_of(losses: list[float]) -> tuple[list[str], str | None]:
     watch = RunWatch()
-    notes = [it for loss in losses for it in watch.notes(step(loss), loading=0.0, seconds=1.0)]
+    notes = [it for loss in losses for it in watch.notes(step(loss))]
     return notes, watch.ending
 
 

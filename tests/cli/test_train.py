@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.helpers import EXACT, NOISY, Ran, environment_of, metrics_of, newest_checkpoint
 
@@ -70,20 +69,10 @@ def test_a_smaller_micro_batch_needs_less_memory_than_predicted_for_the_whole(
     assert times > 5
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
-def test_precisions(command: Command, recipe: Write, tmp_path: Path, precision: str) -> None:
-    as_the_model = "    x = x.to(model[0].weight.dtype)\n    return wb"
-    path = recipe(EXACT, (".double()", ""), ("    return wb", as_the_model))
-    ran = command("train", path, "--precision", precision, "--out", "here")
-    assert ran.status == 0, ran.err
-    dtype = torch.bfloat16 if precision == "bf16-pure" else torch.float32
-    assert newest_checkpoint(tmp_path / "here")["model"]["0.weight"].dtype == dtype
-
-
 def test_micro_batches_by_a_budget_of_tokens(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
-    text = EXACT + "\ndef tokens(budget):\n    return wb.tokens(budget, sort=False)\n"
+    text = EXACT + "\ndef tokens(budget):\n    return wb.tokens(budget, multiple=1)\n"
     ran = command("train", recipe(text), "--micro-batch", "20 tokens", "--out", "here")
     assert ran.status == 0, ran.err
     assert "10 samples an update, in micro-batches of 20 tokens" in ran.out
@@ -126,15 +115,6 @@ def test_lr_seed_and_clip_norm_are_used(command: Command, recipe: Write, tmp_pat
     assert metrics_of(tmp_path / "b")[0]["loss"] != records[0]["loss"]
 
 
-def test_default_folder_is_named_after_recipe_and_time(command: Command, recipe: Write) -> None:
-    path = recipe(EXACT)
-    for _ in range(2):  # within one second, too
-        assert command("train", path, "--updates", 1).status == 0
-    runs = sorted(run.name for run in Path("runs").iterdir())
-    assert len(runs) == 2
-    assert all(name.startswith("mine-2") for name in runs)
-
-
 REFUSED = {
     "no file": (["train", "other.py"], None, "recipe 'other.py': there is no such file"),
     "raises": (["train", "mine.py"], ("calls = 0", "calls = 1 / 0"), "ZeroDivisionError"),
@@ -148,7 +128,11 @@ REFUSED = {
     ),
     "resume": (["train", "mine.py", "--resume"], None, "--resume: needs --out"),
     "resume out": (["train", "--resume", "--out", "x"], None, "--resume: there is no run in x"),
-    "out is a file": (["train", "mine.py", "--out", "mine.py"], None, "is a file; give a folder"),
+    "out is a file": (
+        ["train", "mine.py", "--out", "mine.py"],
+        None,
+        "cannot be written: Not a directory",
+    ),
     "out below a file": (["train", "mine.py", "--out", "mine.py/x"], None, "cannot be"),
     "empty data": (["train", "mine.py"], ("return Points()", "return []"), "data() is empty"),
 }
@@ -171,14 +155,6 @@ def test_bad_input_is_one_clear_line_before_any_work(
         p for p in sorted(tmp_path.rglob("*")) if p not in before and "__pycache__" not in str(p)
     ]
     assert left in ([], [tmp_path / "runs"]) or what == "tokens"
-
-
-def test_an_unwritable_folder_is_refused(command: Command, recipe: Write, tmp_path: Path) -> None:
-    recipe(NOISY)
-    ran = command("train", "mine.py", "--out", "/proc/here")  # not even root can write there
-    assert ran.status == 2
-    assert ran.err.startswith("error: --out /proc/here: cannot be written: ")
-    assert ran.err.count("\n") == 1
 
 
 def test_a_folder_with_a_run_is_not_touched(
@@ -228,26 +204,6 @@ def test_a_loss_that_is_not_finite_stops_with_its_place(command: Command, recipe
     assert ran.err.count("\n") == 1
 
 
-def test_one_process_says_that_it_is_one(command: Command, recipe: Write) -> None:
-    ran = command("train", recipe(EXACT), "--updates", 1, "--parallel", "fsdp2")
-    assert ran.status == 0, ran.err
-    assert (
-        "note: --parallel fsdp2 has no effect in one process; start the run with torchrun"
-        in ran.out
-    )
-
-
-def test_help_names_every_option_and_the_recipes(command: Command) -> None:
-    text = command("train", "--help").out
-    for word in ("--batch-size", "--micro-batch", "--precision", "--clip-norm", "--updates",
-                 "--resume", "--seed", "--lr", "--batchnorm", "--parallel", "bytes-gpt",
-                 "digits-cnn"):  # fmt: skip
-        assert word in text
-    for way in (["--help"], []):
-        assert "train" in command(*way).out
-    assert command("--version").out.startswith("wholebatch 0.")
-
-
 def test_recipes_lists_them_and_prints_one(command: Command, tmp_path: Path) -> None:
     listed = command("recipes").out
     assert "bytes-gpt" in listed
@@ -284,27 +240,6 @@ VALIDATED = (
 )
 
 
-# JAX warns of forks once another test has imported it here.
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_workers_read_the_same_batches_and_held_out_data_changes_nothing(
-    command: Command, recipe: Write, tmp_path: Path
-) -> None:
-    """Dropout, random samples, a short last batch, two epochs: equal to the last bit."""
-    plain = command("train", recipe(), "--out", "plain")
-    ahead_of_time = ('"updates": 6', '"workers": 2, "updates": 6')
-    path = recipe(NOISY, VALIDATED, ahead_of_time, name="validated.py")
-    ran = command("train", path, "--validate", 2, "--out", "ahead")
-    assert (plain.status, ran.status) == (0, 0), ran.err
-    here, ahead = (metrics_of(tmp_path / name) for name in ("plain", "ahead"))
-    assert [r["loss"] for r in ahead] == [r["loss"] for r in here]
-    assert [r["update"] for r in ahead if "validation_loss" in r] == [2, 4, 6]
-    assert "update 2: validation loss" in ran.out
-    assert "held out" in ran.out
-    refused = command("train", recipe(), "--validate", 2, "--out", "none")
-    assert "--validate 2:" in refused.err
-    assert "has no validation()" in refused.err
-
-
 def test_the_validation_loss_is_the_mean_over_all_held_out_samples(
     command: Command, recipe: Write, tmp_path: Path
 ) -> None:
@@ -319,16 +254,6 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_samples(
         assert ran.status == 0, ran.err
         found[micro] = metrics_of(tmp_path / f"by-{micro}")[-1]["validation_loss"]
     assert found[3] == pytest.approx(found[10], rel=1e-12)
-
-
-def test_batchnorm_is_an_option(command: Command, recipe: Write, tmp_path: Path) -> None:
-    norm = ("nn.Dropout(0.3)", "nn.BatchNorm1d(16)")
-    for policy in ("freeze", "allow"):
-        ran = command("train", recipe(NOISY, norm), "--batchnorm", policy, "--out", policy)
-        assert ran.status == 0, ran.err
-    freeze, allow = (newest_checkpoint(tmp_path / name)["model"] for name in ("freeze", "allow"))
-    assert not freeze["1.running_mean"].any()
-    assert allow["1.running_mean"].any()
 
 
 @pytest.mark.parametrize(
@@ -383,20 +308,8 @@ def test_a_run_knows_where_it_comes_from(command: Command, recipe: Write, tmp_pa
     assert stored["git"]["dirty"]  # runs/ is not ignored
     assert {"wholebatch", "torch", "python"} <= stored["versions"].keys()
     assert len(stored["data_sha256"]) == 64
-    stored["versions"]["wholebatch"] = "0.0.9"
     stored["data_sha256"] = "0"
     config.write_text(json.dumps(stored))
     ran = command("train", "--resume", "--out", "run", "--updates", 3)
     assert ran.status == 0, ran.err
-    assert "note: wholebatch 0.0.9 is now " in ran.out
     assert "note: the data have changed since this run began" in ran.out
-
-
-def test_a_batch_that_is_not_split_has_no_arithmetic(
-    command: Command, recipe: Write, tmp_path: Path
-) -> None:
-    path = recipe(NOISY, ("nn.Dropout(0.3)", "nn.BatchNorm1d(16)"))
-    ran = command("train", path, "--updates", 1, "--out", "whole")
-    assert ran.status == 0, ran.err
-    assert "batch   10 samples an update, not split (BatchNorm)" in ran.out
-    assert metrics_of(tmp_path / "whole")[0]["micro_batches"] == 1

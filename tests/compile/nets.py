@@ -13,7 +13,7 @@ import wholebatch as wb
 from tests.support import measured, mlp, samples, sgd
 from wholebatch.compile.gradient_buffers import Gradients
 from wholebatch.compile.graph_inputs import Key, take_apart
-from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.graph_rewrite import Rewritten, rewrite
 from wholebatch.compile.guards import GuardSet
 from wholebatch.compile.joint_graph import Prepared
 from wholebatch.compile.symbolic_sizes import differing
@@ -93,44 +93,6 @@ class Encoder(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         x = x + mixed.transpose(1, 2).reshape(rows, length, 8)
         logits: Tensor = self.read(x + self.down(functional.gelu(self.up(x))))
-        return logits
-
-
-class Blocks(nn.Module):
-    """Two perceptrons on normalised input, each added to it, or normalised after that."""
-
-    def __init__(
-        self,
-        *,
-        after: bool = False,
-        affine: bool = True,
-        bias: bool = True,
-        shared: bool = False,
-        approximate: str = "tanh",
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.after, self.approximate = after, approximate
-        self.embed = nn.Embedding(11, 8)
-        self.norms = nn.ModuleList(
-            nn.LayerNorm(8, elementwise_affine=affine, bias=bias) for _ in range(3)
-        )
-        if shared:
-            self.norms[1] = self.norms[0]
-        self.ups = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
-        self.downs = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
-        self.read = nn.Linear(8, 11)
-        for norm in self.norms:
-            for parameter in norm.parameters():
-                nn.init.normal_(parameter, 1.0)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=False):
-            inner = x if self.after else norm(x)
-            added = down(functional.gelu(up(inner), approximate=self.approximate))
-            x = norm(x + added) if self.after else x + added
-        logits: Tensor = self.read(self.norms[2](x))
         return logits
 
 
@@ -215,7 +177,6 @@ def run_rewritten(
     model: nn.Module,
     function: Callable[[Any, Any], wb.Loss],
     precision: Precision,
-    options: Fusions,
     *,
     held: float = 0.0,
 ) -> tuple[Rewritten, list[Tensor], list[Tensor]]:
@@ -229,7 +190,7 @@ def run_rewritten(
     trained = [parameter.detach() for parameter in written.trained]
     gradients = Gradients(written.trained)
     buffers = gradients.of(written.used)
-    rewritten = rewrite(written, len(trained), [buffer.dtype for buffer in buffers], options)
+    rewritten = rewrite(written, len(trained), [buffer.dtype for buffer in buffers])
     torch._foreach_add_(buffers, held)
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
     others = [other.clone() for other in written.others]

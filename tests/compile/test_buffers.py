@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.compile.nets import Micro, Tagger, loss, mean_of_tokens, mode_of, tagged, traced
+from tests.compile.nets import Micro, Tagger, mean_of_tokens, mode_of, tagged, traced
 from tests.support import Whole
 from wholebatch.compile import gradient_buffers
 from wholebatch.compile.gradient_buffers import Gradients
@@ -46,39 +46,6 @@ def test_no_second_set_of_gradients_is_made_and_unused_layers_have_none() -> Non
         train.step(tagged(10), after_micro=look)
     assert mode_of(train) == "operations"
     whole.assert_same(model)
-
-
-class Sometimes(nn.Module):
-    """A layer that only some micro-batches use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(11, 8)
-        self.often, self.seldom = nn.Linear(8, 11), nn.Linear(8, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        logits: Tensor = self.often(x)
-        return logits + self.seldom(x) if len(tokens) == 2 else logits
-
-
-@pytest.mark.parametrize("samples", [10, 12])
-def test_a_layer_that_the_last_micro_batch_alone_uses_or_none(samples: int) -> None:
-    """Ten samples in fours end with two, which use it; of twelve none does."""
-    model = Sometimes().double()
-    train = traced(model, decayed(model), audit=False)
-    plain = Sometimes().double()
-    eager = wb.WholeBatch(
-        plain, decayed(plain), loss=loss, micro_batch=4, execute="eager", audit=False
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # how it runs is not looked at here
-        for _ in range(3):
-            train.step(tagged(samples))
-            eager.step(tagged(samples))
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 def test_sparse_gradients_stay_sparse() -> None:

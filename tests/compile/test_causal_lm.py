@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
-from tests.compile.nets import mode_of, traced
+from tests.compile.nets import mode_of, steps_of, traced
 from tests.support import EXACT, distance, sgd
 from wholebatch.losses import sliced_cross_entropy
 
@@ -142,26 +142,7 @@ def test_logits_that_are_bent_afterwards_are_left_whole(bend: Callable[[Tensor],
 
 
 @pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("micro_batch", [3, 4])
-def test_slices_in_eager_windows(micro_batch: int) -> None:
-    ours, whole = Model(bias=True).double(), Model(bias=True).double()
-    train = wb.WholeBatch(
-        ours, sgd(ours), loss=wb.causal_lm, micro_batch=micro_batch, execute="eager"
-    )
-    optimizer = sgd(whole)
-    for _ in range(2):
-        train.step(batch(8, 400))
-        loss = wb.causal_lm(Plain(whole), batch(8, 400))
-        (loss.total / loss.units).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert distance(ours.parameters(), whole.parameters()) <= EXACT
-
-
-@pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("joins", [False, True])
-def test_slices_within_the_traced_micro_step(joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_cross_entropy, "joins_graph", lambda _: joins)
+def test_slices_within_the_traced_micro_step() -> None:
     models = [Model(bias=True).double(), Model(bias=True).double()]
     graph = traced(models[0], loss=wb.causal_lm)
     eager = wb.WholeBatch(
@@ -172,6 +153,15 @@ def test_slices_within_the_traced_micro_step(joins: bool, monkeypatch: pytest.Mo
         eager.step(batch(8))
     assert mode_of(graph) == "operations"
     assert distance(models[0].parameters(), models[1].parameters()) <= EXACT
+    [step] = steps_of(graph).values()
+    logits = [
+        len(node.meta["val"])
+        for node in step.joint.traced.graph.graph.nodes
+        if node.target is torch.ops.aten.addmm.default and node.meta["val"].shape[-1] == VOCABULARY
+    ]
+    assert max(logits) <= 128
+    targets = [node.target for node in step.joint._run.graph.nodes]  # type: ignore[attr-defined]
+    assert 2 * (targets.count(torch.ops.aten._log_softmax.default)) == len(logits)
 
 
 @pytest.mark.usefixtures("small_slices")

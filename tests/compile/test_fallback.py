@@ -130,18 +130,6 @@ def test_a_graph_that_gives_something_else_is_not_used(monkeypatch: pytest.Monke
     whole.assert_same(model)
 
 
-def test_frozen_and_thawed_parameters_make_a_new_graph() -> None:
-    model = mlp()
-    whole = Whole(model)
-    train = traced(model)
-    for frozen in (False, False, False, True, True, True, False):
-        for one in (model, whole.model):
-            one[0].requires_grad_(not frozen)
-        whole.step(samples(8))
-        train.step(samples(8))
-    whole.assert_same(model)
-
-
 def test_sizes_that_keep_changing_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_KEPT", 4)
     model = mlp()
@@ -177,22 +165,6 @@ def test_options_are_refused_at_construction(execute: Any, message: str) -> None
     model = mlp()
     with pytest.raises(OptionError, match=message):
         wb.WholeBatch(model, sgd(model), loss=loss, execute=execute)
-
-
-def test_exact_batchnorm_runs_undivided_as_a_graph() -> None:
-    """The batch is one micro-batch, and its graph moves the running statistics."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-    whole = Whole(model)
-    train = traced(model, micro_batch=8)
-    for number in (8, 8, 8, 16, 8, 8, 8, 8):
-        whole.step(samples(number))
-        train.step(samples(number))
-    assert mode_of(train) == "operations"
-    assert train._runner.executor.notes.reasons == []
-    whole.assert_same(model)
-    for ours, theirs in zip(model.buffers(), whole.model.buffers(), strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -4,75 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from wholebatch.compile import inductor
-from wholebatch.compile.cross_entropy import _operation
 
 aten = torch.ops.aten
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "padded"),
-    [
-        ((4096, 768), (768, 50257), True),  # The result's rows begin anywhere.
-        ((4096, 50257), (50257, 768), True),
-        ((4097, 768), (768, 3072), False),  # Another number of rows changes nothing.
-        ((8, 768), (768, 50257), False),  # Bound by memory.
-        ((4, 512, 333), (4, 333, 512), True),
-        ((0, 768), (768, 50257), False),
-    ],
-)
-def test_products_are_padded_by_their_shapes(
-    first: tuple[int, ...], second: tuple[int, ...], padded: bool
-) -> None:
-    from torch._inductor.fx_passes import pad_mm
-
-    matrices = [torch.empty(one, dtype=torch.bfloat16, device="meta") for one in (first, second)]
-    by_torch = pad_mm._should_pad
-    match: Any = SimpleNamespace(output_node=lambda: SimpleNamespace(graph=fx.Graph()))
-    with inductor._products_padded_by_rule(), inductor._in_this_thread():
-        assert pad_mm._should_pad(match, *matrices, aten.mm) is padded
-    assert pad_mm._should_pad is by_torch
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("through_a_view", [False, True])
-def test_a_padded_product_that_is_written_into_gives_the_same_numbers(
-    through_a_view: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor.fx_passes import pad_mm
-
-    monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)  # Inductor pads on GPUs alone.
-    monkeypatch.setattr(pad_mm, "has_triton", lambda *_: True)
-    monkeypatch.setattr(inductor, "_INTENSITY", 4)
-    replaced = list[bool]()
-    decided = inductor.reads_memory
-    monkeypatch.setattr(
-        inductor, "reads_memory", lambda graph: replaced.append(decided(graph)) or replaced[-1]
-    )
-    torch.manual_seed(0)
-    labels, seed = torch.randint(0, 257, (128,)), torch.ones(())
-
-    def step(rows: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = rows @ weight.t()
-        if through_a_view:
-            logits = aten._unsafe_view(logits, [2, 64, 257]).view(-1, 257)
-        losses = _operation()(logits, labels, seed, -100)
-        return losses.sum(), logits @ weight, logits.t() @ rows
-
-    given = [torch.randn(128, 64), torch.randn(257, 64)]
-    graph = make_fx(step)(*given)
-    run = inductor.compiled_by_inductor(graph, given)
-    for found, wanted in zip(run(*given), step(*given), strict=True):
-        torch.testing.assert_close(found, wanted)
-    assert set(replaced) == {through_a_view}
 
 
 def test_what_was_compiled_with_our_choices_has_a_cache_key_of_its_own(
@@ -90,9 +30,8 @@ def test_two_compiles_at_once_leave_inductor_as_it_was(monkeypatch: pytest.Monke
     """They take turns, and another thread gets the parts of Inductor as they are."""
     import torch._inductor as compiler
     from torch._inductor import lowering
-    from torch._inductor.fx_passes import pad_mm
 
-    before = lowering.pointwise_cat, pad_mm._should_pad
+    before = lowering.pointwise_cat
     begun, at_once = threading.Event(), []
 
     def slow(_: Any, arguments: list[Any]) -> Any:
@@ -117,7 +56,7 @@ def test_two_compiles_at_once_leave_inductor_as_it_was(monkeypatch: pytest.Monke
         thread.join()
     assert calls == [([], 0)]
     monkeypatch.undo()
-    assert (lowering.pointwise_cat, pad_mm._should_pad) == before
+    assert lowering.pointwise_cat is before
 
 
 def test_a_compiler_that_fails_leaves_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,14 +71,6 @@ def test_a_compiler_that_fails_leaves_inductor_as_it_was(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match="no compiler"):
         inductor.compiled_by_inductor(None, [])
     assert lowering.pointwise_cat is before
-
-
-def test_another_version_of_inductor_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.fx_passes import pad_mm
-
-    monkeypatch.delattr(pad_mm, "_should_pad")
-    with inductor._products_padded_by_rule():
-        assert not hasattr(pad_mm, "_should_pad")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -11,12 +11,11 @@ from torch import Tensor, fx, nn
 import wholebatch as wb
 from tests.compile.nets import trace_of
 from tests.support import distance
-from wholebatch.compile import repeated_blocks
 from wholebatch.compile.fused_weight_grad import add_product
 from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, in_one_piece
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
-from wholebatch.compile.joint_graph import JointStep, _rewritten
+from wholebatch.compile.graph_rewrite import Rewritten, rewrite
+from wholebatch.compile.joint_graph import _rewritten
 from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import choose
 
@@ -54,7 +53,7 @@ class InFloat64(fx.Interpreter):
     """Runs a graph with every cast between float dtypes made to float64."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (add_product(), add_product(gaps=True)):
+        if target is add_product():
             buffer, left, right = args
             return buffer.addmm_(left, right)
 
@@ -67,11 +66,12 @@ class InFloat64(fx.Interpreter):
 
 
 def _gradients(
-    traced: Traced, tensors: list[Tensor], options: Fusions
+    traced: Traced, tensors: list[Tensor], *, shares: bool = False
 ) -> tuple[Rewritten, list[Tensor]]:
     """What the rewritten graph adds to buffers of ones, less these."""
     trained = [one.detach().double() for one in traced.trained]
-    rewritten = rewrite(traced, len(trained), [torch.float32] * len(traced.used), options)
+    dtypes = [torch.float32] * len(traced.used)
+    rewritten = rewrite(traced, len(trained), dtypes, products=True, shares=shares)
     sources = [trained[index] for index, _ in rewritten.casts]
     casts = in_one_piece(sources, [torch.float64] * len(sources))
     buffers = in_one_piece(
@@ -90,9 +90,8 @@ def _gradients(
 
 def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     given = _traced(_model(), _micro())
-    _, plain = _gradients(*given, Fusions(products=True))
-    all_of_them = Fusions(products=True, shared_inputs=True)
-    rewritten, found = _gradients(*given, all_of_them)
+    _, plain = _gradients(*given)
+    rewritten, found = _gradients(*given, shares=True)
     assert rewritten.fused["shared"] == 2 * (2 + 1)
     assert distance(found, plain) <= 1e-12
     assert all(bool(one.abs().sum() > 0) for one in found)
@@ -105,24 +104,6 @@ def test_the_rewritten_graph_makes_the_same_gradients() -> None:
     wanted = [one.grad for one in exact.parameters()]
     # The model normalises and rotates in float32, whatever its dtype is.
     assert distance(found, [one for one in wanted if one is not None]) <= 1e-6
-
-
-def test_an_activation_and_its_slope_are_computed_in_one_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So one kernel computes an activation again, for the weight's gradient, and its own slope."""
-    options = Fusions(products=True, shared_inputs=True)
-    monkeypatch.setattr(JointStep, "_possible_fusions", lambda *_: options)
-    monkeypatch.setattr(repeated_blocks, "_MUCH", 0.0)
-    traced, _ = _traced(_model(num_hidden_layers=4, intermediate_size=176), _micro())
-    parts = Gradients(traced.trained), Casts(traced.trained)
-    step = JointStep(traced, *parts, compiled=True, example=take_apart(_micro()))
-    assert step._blocks is not None
-    called = [[node.target for node in piece.nodes] for piece in step._blocks._pieces]
-    kinds = add_product(), torch.ops.aten.silu.default, torch.ops.aten.silu_backward.default
-    found = [tuple(map(one.count, kinds)) for one in called if kinds[2] in one]
-    assert len(found) == 4
-    assert all(silus and slopes == 1 for _, silus, slopes in found)
 
 
 def test_keys_are_not_repeated_for_16_bit_and_padding_keeps_its_mask() -> None:
@@ -181,7 +162,7 @@ def test_only_a_mask_that_always_is_causal_is_left_out(kind: str) -> None:
     calls = [n for n in given[0].graph.graph.nodes if "attention_for_cpu.default" in str(n.target)]
     left_out = [len(node.args) == 5 and node.args[4] for node in calls]
     assert left_out == [kind in ("bool", "infinite", "lowest")]
-    _, found = _gradients(*given, Fusions(products=True))
+    _, found = _gradients(*given)
     exact = model.double()
     _sum(exact, micro).total.mul(0.25).backward()
     assert distance(found, [one.grad for one in exact.parameters()]) <= 1e-12  # type: ignore[misc]
@@ -218,7 +199,7 @@ class Reads(nn.Module):
 def test_layers_used_twice_and_biases_of_odd_sizes() -> None:
     model, micro = Reads(), _micro()
     given = _traced(model, micro, _sum)
-    rewritten, found = _gradients(*given, Fusions(products=True, shared_inputs=True))
+    rewritten, found = _gradients(*given, shares=True)
     assert rewritten.fused["shared"] == 2 + 1 + 1 + 2
     # Weights and buffers; of layers that run more than once only the weights.
     assert len(rewritten.joined) == 1 + 1 + 2 + 2
@@ -233,15 +214,14 @@ def test_buffers_that_lie_apart_are_not_joined() -> None:
     model = Reads()
     traced, _ = _traced(model, _micro(), _sum)
     parameters = list(traced.trained)
-    options = Fusions(products=True, shared_inputs=True)
     gradients = Gradients(parameters)
     buffers = gradients.of(traced.used)
-    rewritten, tail = _rewritten(traced, gradients, Casts(parameters), options)
+    rewritten, tail = _rewritten(traced, gradients, Casts(parameters), products=True)
     assert len(tail) == len(rewritten.casts) + len(buffers) + len(rewritten.joined)
     assert rewritten.fused["shared"]
     apart = Gradients(parameters)
     for index in traced.used:  # one allocation each
         apart.of([index])
-    rewritten, tail = _rewritten(traced, apart, Casts(parameters), options)
+    rewritten, tail = _rewritten(traced, apart, Casts(parameters), products=True)
     assert not rewritten.fused["shared"]
     assert len(tail) == len(rewritten.casts) + len(buffers)

@@ -256,20 +256,6 @@ def test_a_graph_is_the_program_of_eager_code(name: str) -> None:
     assert mode == row.ends
 
 
-def test_a_module_that_another_thread_converts_during_a_capture_is_converted() -> None:
-    """Captures replace functions of torch; only captured code gets the replacements."""
-    from wholebatch.compile.dynamo_settings import can_follow_more
-
-    converted = []
-    with can_follow_more():
-        thread = threading.Thread(
-            target=lambda: converted.append(nn.Linear(2, 2).to(torch.float64).weight.dtype)
-        )
-        thread.start()
-        thread.join()
-    assert converted == [torch.float64]
-
-
 def test_two_executors_may_capture_at_once() -> None:
     models, modes = [Pair(), Pair()], []
 

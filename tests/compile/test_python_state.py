@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from tests.compile import nets
-from tests.compile.nets import Micro, loss, mode_of, tagged, traced
-from tests.support import Whole, mlp, samples, sgd
+from tests.compile.nets import Micro, loss, mode_of, traced
+from tests.support import mlp, samples, sgd
 from wholebatch.compile import ExecuteWarning
 
 COUNTED = {"calls": 0}
@@ -217,81 +216,3 @@ def test_what_changes_at_every_window_is_for_eager_code() -> None:
     [text] = [str(one.message) for one in said]
     assert re.search(r"weight \(.*test_python_state.py:\d+\) changes often", text)
     assert mode_of(train) == "eager"
-
-
-def test_sparse_gradients() -> None:
-    class Reader(nn.Module):
-        def __init__(self, sparse: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed = nn.Embedding(11, 6, sparse=sparse)
-            self.read = nn.Linear(6, 6)
-            self.last = nn.Linear(6, 11)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            out: Tensor = self.last(self.read(self.embed(tokens)))
-            return out
-
-    for sparse in (False, True):
-        model = Reader(sparse).double()
-        whole = Whole(
-            model,
-            loss=lambda m, b: nn.functional.cross_entropy(
-                m(b["x"]).flatten(0, 1), b["y"].flatten()
-            ),
-        )
-        train = traced(model)
-        if sparse:
-            with pytest.warns(ExecuteWarning, match="sparse gradients"):
-                train.step(tagged(8))
-        else:
-            train.step(tagged(8))
-        train.step(tagged(8))
-        train.step(tagged(8))
-        assert mode_of(train) == ("eager" if sparse else "operations")
-        for _ in range(3):
-            whole.step(tagged(8))
-        whole.assert_same(model)
-
-
-NUMBERS, SMALL = numpy.ones(3), torch.ones((), dtype=torch.float64)
-PLACES: dict[str, tuple[Callable[[], Any], Callable[[float], Any], str]] = {
-    "a global of an inner function": (
-        lambda: (lambda x: x * BETA)(1.0),  # type: ignore[name-defined]  # noqa: F821
-        lambda b: globals().update(BETA=b),
-        "operations",
-    ),
-    "another module": (lambda: nets.beta(), lambda b: setattr(nets, "BETA", b), "operations"),
-    "numpy": (lambda: NUMBERS.sum(), lambda b: NUMBERS.__setitem__(1, b), "operations"),
-    "a tensor": (lambda: SMALL, lambda b: SMALL.fill_(b), "operations"),
-    "a number in a tensor": (lambda: float(SMALL), lambda b: SMALL.fill_(b), "operations"),
-    "a global in a text": (lambda: eval("BETA * 2"), lambda b: globals().update(BETA=b), "eager"),
-}
-"""How a value is read, how it is changed, and how micro-steps that read it run."""
-
-
-@pytest.mark.parametrize("name", PLACES)
-def test_a_changed_value_is_noticed_at_the_next_micro_batch(name: str) -> None:
-    """Or the code runs eagerly, and it is said why. (`test_guards.py` knows many more places.)"""
-    read, write, mode = PLACES[name]
-
-    def loss(model: nn.Module, micro: Micro) -> Tensor:
-        value = read()
-        factor = value if isinstance(value, Tensor) else float(value)
-        return factor * model(micro["x"]).sum(1)
-
-    write(1.0)
-    model, reference = mlp(), mlp()
-    train = traced(model, loss=loss, audit=False)
-    eager = wb.WholeBatch(
-        reference, sgd(reference), loss=loss, micro_batch=4, execute="eager", audit=False
-    )
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", ExecuteWarning)
-        for window in range(1, 6):
-            if window == 4:
-                write(3.0)
-            found, wanted = train.step(samples(8)), eager.step(samples(8))
-            assert found.loss == pytest.approx(wanted.loss, rel=1e-12), window
-    assert mode_of(train) == mode
-    assert len(said) == (mode == "eager")

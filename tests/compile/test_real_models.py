@@ -54,11 +54,6 @@ def asserts(_: Any, x: Tensor) -> Tensor:
     return 2 * x
 
 
-def converts_nothing(model: Any, x: Tensor) -> Tensor:
-    model.inner.to(x.dtype)
-    return 2 * x
-
-
 def has_a_distribution(_: Any, x: Tensor) -> Tensor:
     return torch.distributions.Normal(x, x.square() + 1).log_prob(2 * x)
 
@@ -79,7 +74,6 @@ def make_inputs_require_grads(module: Any, input: Any, output: Any) -> None:
         lambda: Wrapped(drops_layers),
         lambda: Wrapped(makes_tensors),
         lambda: Wrapped(asserts),
-        lambda: Wrapped(converts_nothing),
         lambda: Wrapped(has_a_distribution),
         lambda: hooked(make_inputs_require_grads),
     ],
@@ -156,26 +150,6 @@ def test_a_forward_that_casts_its_model_is_not_traced_and_not_accumulated() -> N
     assert mode_of(train) == "eager"
 
 
-def test_a_rate_that_is_no_longer_zero_is_not_used_in_silence() -> None:
-    model = Wrapped(drops_layers)
-    train = traced(model, audit=False)
-    for _ in range(3):
-        train.step(samples(8))
-    assert mode_of(train) == "operations"
-    model.rate = 0.5
-    with pytest.warns(ExecuteWarning, match=r"if torch.rand\(\[\]\) < model.rate"):
-        train.step(samples(8))
-    assert mode_of(train) == "eager"
-    model.rate = 1.0  # Every layer is dropped: the other path, known for good.
-    whole = Whole(model)
-    train = traced(model)
-    for _ in range(3):
-        train.step(samples(10))
-        whole.step(samples(10))
-    assert mode_of(train) == "operations"
-    whole.assert_same(model)
-
-
 def test_an_assertion_that_fails_later_is_an_error() -> None:
     model = Wrapped(asserts)
     train = traced(model, audit=False)
@@ -186,43 +160,6 @@ def test_an_assertion_that_fails_later_is_an_error() -> None:
     batch["x"][5, 0] = 1000.0
     with pytest.raises(RuntimeError, match="an assertion of the model's code failed"):
         train.step(batch)
-
-
-class Scaled(nn.Module):
-    """Tensors that are neither parameters nor buffers, one of them a single number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.scale = torch.ones(5, dtype=torch.float64)
-        self._shift = torch.zeros(5, dtype=torch.float64)
-        self._on = torch.ones(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x * self.scale * self._on + self._shift)
-        return out
-
-
-@pytest.mark.parametrize("name", ["scale", "_shift", "_on"])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_changed_tensor_of_a_module_makes_a_new_graph_once(name: str, in_place: bool) -> None:
-    model = Scaled()
-    whole = Whole(model)
-    train = traced(model)
-    modes = []
-    for step in range(7):
-        if step == 4:
-            for one in (model, whole.model):
-                tensor = getattr(one, name)
-                if in_place:
-                    tensor.sub_(2.0)
-                else:
-                    setattr(one, name, tensor - 2.0)
-        train.step(samples(8))
-        whole.step(samples(8))
-        modes.append(mode_of(train))
-    assert modes == ["operations"] * 7
-    whole.assert_same(model)
 
 
 # ------------------------------------------------------ checkpoints with dropout
@@ -275,14 +212,6 @@ def test_a_checkpoint_with_dropout_uses_the_numbers_of_its_forward() -> None:
             assert all(step.joint.random for step in steps_of(train).values())
     assert distance(found[2], found[1]) <= EXACT
     assert distance(found[0], found[1]) <= EXACT
-
-
-def test_a_checkpoint_that_draws_new_numbers_is_refused() -> None:
-    model = Checkpointed(on=True, preserve_rng_state=False).double()
-    train = traced(model, audit=False)
-    with pytest.warns(ExecuteWarning, match="its backward draws random numbers"):
-        train.step(samples(8, features=8))
-    train.step(samples(8, features=8))
 
 
 # ------------------------------------------------------------- recurrent layers

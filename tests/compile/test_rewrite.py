@@ -13,7 +13,7 @@ from tests.compile.nets import Tagger, loss, run_rewritten, tagged, trace_of
 from tests.support import distance
 from wholebatch.compile.fused_weight_grad import add_product, can_add_products
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import Fusions, rewrite
+from wholebatch.compile.graph_rewrite import rewrite
 from wholebatch.window.precision import choose
 
 
@@ -21,7 +21,7 @@ class StandIn(fx.Interpreter):
     """Runs the graph on a CPU, which has no kernel for fp32 sums of 16-bit products."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (add_product(), add_product(gaps=True)):
+        if target is add_product():
             buffer, left, right = args
             assert left.dtype is right.dtype is torch.bfloat16
             return buffer.add_(left.float() @ right.float())
@@ -79,9 +79,8 @@ def test_products_and_embeddings_add_themselves(
     inputs = take_apart(micro)
     traced = trace_of(made, loss, micro, precision)
     trained = list(traced.trained)
-    rewritten = rewrite(
-        traced, len(trained), [torch.float32] * len(traced.used), Fusions(products=True)
-    )
+    dtypes = [torch.float32] * len(traced.used)
+    rewritten = rewrite(traced, len(trained), dtypes, products=True)
     assert (rewritten.fused["products"], rewritten.fused["embeddings"]) == fused
     buffers = [torch.ones_like(trained[index]) for index in traced.used]  # not empty before
     with torch.no_grad():
@@ -123,7 +122,7 @@ class _Thrice(nn.Module):
 
 def test_equal_operations_of_one_layer_share_a_result() -> None:
     model = _Thrice()
-    rewritten, _, _ = run_rewritten(model, loss, choose("bf16", "cpu"), Fusions())
+    rewritten, _, _ = run_rewritten(model, loss, choose("bf16", "cpu"))
     targets = [node.target for node in rewritten.graph.graph.nodes]
     assert targets.count(torch.ops.aten.eq.Scalar) == 1  # It depends on no parameter.
     casts = [
@@ -150,7 +149,7 @@ class _Checkpointed(nn.Module):
 
 
 def test_what_checkpointing_computes_twice_is_not_stored() -> None:
-    rewritten, _, _ = run_rewritten(_Checkpointed(), loss, choose("fp32", "cpu"), Fusions())
+    rewritten, _, _ = run_rewritten(_Checkpointed(), loss, choose("fp32", "cpu"))
     targets = [node.target for node in rewritten.graph.graph.nodes]
     assert targets.count(torch.ops.aten.sin.default) >= 98
 
@@ -180,7 +179,7 @@ def test_many_indices_of_a_small_embedding_add_into_copies_of_it() -> None:
     tokens = tagged(5)
     total = loss(model, tokens).total
     wanted = torch.autograd.grad(total * 0.25, list(model.parameters()))
-    made, _, found = run_rewritten(model, loss, choose("full", "cpu"), Fusions(), held=1.0)
+    made, _, found = run_rewritten(model, loss, choose("full", "cpu"), held=1.0)
     assert distance(found, list(wanted)) <= 1e-12
     puts = [str(node.target) for node in made.graph.graph.nodes if "index_put" in str(node.target)]
     assert sorted(puts) == ["aten.index_put.default", "aten.index_put_.default"]
@@ -204,7 +203,7 @@ class RotatedInPart(nn.Module):
 
 
 def test_a_concatenation_with_nothing_is_a_contiguous_copy() -> None:
-    rewritten, _, found = run_rewritten(RotatedInPart(), loss, choose("full", "cpu"), Fusions())
+    rewritten, _, found = run_rewritten(RotatedInPart(), loss, choose("full", "cpu"))
     targets = [node.target for node in rewritten.graph.graph.nodes]
     assert torch.ops.aten.cat.default not in targets
     assert torch.ops.aten.clone.default in targets

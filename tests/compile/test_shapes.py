@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import wholebatch as wb
 from tests.compile.nets import (
-    Encoder,
     Micro,
     Tagger,
     dropping,
@@ -21,10 +20,9 @@ from tests.compile.nets import (
     mode_of,
     steps_of,
     tagged,
-    texts,
     traced,
 )
-from tests.support import Seen, Whole, distance, grouped, mlp, samples, sgd
+from tests.support import Seen, Whole, distance, mlp, samples, sgd
 from wholebatch.compile import graph_check, make_graph
 from wholebatch.compile import joint_graph as joint_module
 from wholebatch.compile.execute_mode import ExecutePlan
@@ -48,23 +46,6 @@ def shared_by(train: wb.WholeBatch) -> int:
     """How many kinds run in a graph of open sizes."""
     steps = steps_of(train).values()
     return sum(step.joint.sizes is not None for step in steps)
-
-
-def test_token_budgets_need_two_graphs(traces: list[bool]) -> None:
-    model = Encoder().double()
-    whole = Whole(model, loss=mean_of_tokens, clip_norm=0.2)
-    optimizer = sgd(model)
-    seen = Seen(model, optimizer)
-    split = wb.tokens(48, mask="x", multiple=2)
-    train = traced(model, optimizer, micro_batch=split, clip_norm=0.2)
-    for step in range(6):
-        whole.step(texts(step % 3))
-        train.step(texts(step % 3))
-    # One for the first kind, one for all others but those of one row, and one for those.
-    assert traces == [False, True, True]
-    assert shared_by(train) == len(steps_of(train)) - 1 == 5
-    assert mode_of(train) == "operations"
-    whole.assert_same(model, seen)
 
 
 def test_lengths_and_a_short_last_micro_batch(traces: list[bool]) -> None:
@@ -122,24 +103,6 @@ def test_units_that_are_a_size(counted: Callable[..., Any], traces: list[bool]) 
         assert train.step(samples(number)).loss == pytest.approx(loss_of_whole, rel=1e-12)
     assert traces == [False, True]
     assert shared_by(train) == 2  # of 3 and of 2 rows
-    whole.assert_same(model)
-
-
-def test_convolutions_with_another_number_of_images(traces: list[bool]) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-    ).double()
-    whole = Whole(model)
-    train = traced(model, micro_batch=6)
-    for number in (6, 6, 11, 11, 10, 9, 8):
-        generator = torch.Generator().manual_seed(number)
-        images = torch.randn(number, 1, 4, 4, generator=generator).double()
-        batch = {"x": images, "y": torch.randint(0, 3, (number,), generator=generator)}
-        whole.step(batch)
-        train.step(batch)
-    assert traces == [False, True]
-    assert shared_by(train) == 4
     whole.assert_same(model)
 
 
@@ -230,20 +193,6 @@ def test_a_graph_that_gives_something_else_is_not_shared(
         train._runner.executor.notes.history
     )
     whole.assert_same(model)
-
-
-def test_sixteen_bit_casts_are_those_of_the_window() -> None:
-    models = [mlp(dtype=torch.float32) for _ in range(2)]
-    options: dict[str, Any] = {"loss": loss, "micro_batch": 4, "precision": "bf16"}
-    eager = wb.WholeBatch(models[0], sgd(models[0]), execute="eager", **grouped(options))
-    graph = traced(models[1], **options)
-    for number in (8, 8, 7, 7, 10, 6):
-        batch = samples(number, dtype=torch.float32)
-        eager.step(batch)
-        graph.step(batch)
-    assert shared_by(graph) == 2
-    assert len(graph._runner.executor.memory.casts._copies) == 6
-    assert distance(models[1].parameters(), models[0].parameters()) <= 1e-3
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import wholebatch as wb
 from tests.compile.nets import Encoder, loss, texts, trace_of
 from tests.support import distance
 from wholebatch.compile.graph_inputs import take_apart
-from wholebatch.compile.graph_rewrite import Fusions, rewrite
+from wholebatch.compile.graph_rewrite import rewrite
 from wholebatch.compile.symbolic_sizes import differing, pattern
 from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import choose
@@ -62,9 +62,7 @@ def results_of(model: nn.Module, graph: Traced, *sizes: int) -> list[Tensor]:
     micro = take_apart(texts(1, *sizes))
     trained = [parameter.detach() for parameter in model.parameters()]
     buffers = [torch.zeros_like(parameter) for parameter in trained]
-    options = Fusions(entropy=True)
-    rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained), options)
-    assert rewritten.fused["losses"] == 1
+    rewritten = rewrite(graph, len(trained), [torch.float32] * len(trained))
     casts = [trained[index].to(dtype) for index, dtype in rewritten.casts]
     leading = () if graph.sizes is None else sizes
     arguments = [*leading, *trained, *micro.tensors, torch.tensor(0.5), *casts, *buffers]
@@ -77,10 +75,9 @@ def test_graphs_of_open_sizes_are_rewritten_as_others_are() -> None:
     number = len(list(model.parameters()))
     dtypes = [torch.float32] * number
     own, of_all = traced_of(model, 3, 7), traced_of(model, 6, 16, 4)
-    options = Fusions(products=True, entropy=True)
-    one, other = (rewrite(graph, number, dtypes, options) for graph in (own, of_all))
+    one, other = (rewrite(graph, number, dtypes, products=True) for graph in (own, of_all))
     assert replace(other, graph=one.graph) == one  # as much is fused
-    assert (other.fused["products"], other.fused["losses"]) == (4, 1)
+    assert other.fused["products"] == 4
     nodes = other.graph.graph.nodes
     reads = [node for node in nodes if node.target is torch.ops.aten.sym_size.int]
     assert len(reads) <= 2  # beside the logits; nothing is held only to be measured

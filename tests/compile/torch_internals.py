@@ -39,7 +39,6 @@ INTERNALS = (
         _EAGER,
         (
             "_allow_non_fake_inputs",
-            "_disable_torch_fn_metadata_mode",
             "get_proxy_mode",
             "get_proxy_slot",
         ),
@@ -104,9 +103,9 @@ INTERNALS = (
     Internal(
         "torch._library.custom_ops",
         "OPDEFS",
-        "a backward of the user's that reads values is refused",
+        "a backward of the user's that Dynamo does not look into is refused",
         _EAGER,
-        ("_backward_fn", "_setup_context_fn"),
+        ("_backward_fn",),
     ),
     Internal(
         "torch",
@@ -115,13 +114,7 @@ INTERNALS = (
         _EAGER,
         ("_check_tensor_all",),
     ),
-    Internal(
-        "torch.nn",
-        "Module._apply",
-        "module.to() in a forward; the parts and hooks of a module",
-        _EAGER,
-        ("_parameters", "_buffers", "_modules"),
-    ),
+    Internal("torch.nn", "Module._apply", "a forward that converts a module is refused", _EAGER),
     Internal("torch", "Tensor._version", "writes into tensors", _EAGER),
     Internal(
         "torch.fx.experimental.symbolic_shapes",
@@ -133,12 +126,10 @@ INTERNALS = (
     Internal(
         "torch._inductor",
         "compile",
-        "compiled kernels, whose inputs are freed early",
+        "compiled kernels",
         "graphs as traced",
-        ("_torchdynamo_orig_callable", "_boxed_call"),
     ),
     Internal("torch._inductor.config", "patch", "options of Inductor", "graphs as traced"),
-    Internal("torch._inductor.fx_passes.pad_mm", "_should_pad", "padded products", "GPT-2 eagerly"),
     Internal(
         "torch._inductor.lowering",
         "pointwise_cat",

@@ -36,5 +36,5 @@ def reports(script: Path, ranks: int, folder: Path, *arguments: str) -> dict[str
     """What rank 0 of the script wrote to the report file that it was given."""
     report = folder / "report.json"
     torchrun(script, ranks, str(report), *arguments)
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+    written: dict[str, Any] = json.loads(report.read_text())
+    return written

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.support import Whole, distance
@@ -51,21 +56,61 @@ def fresh() -> Model:
     return Model().double()
 
 
+def wrapped(engine: str) -> Any:
+    model = fresh()
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 Micro = dict[str, Any]
+Errors = dict[str, float]
 
 
-def micro(seed: int, samples: int, *, branch: bool = False, labelled: bool = True) -> Micro:
+def micro(seed: int, samples: int, *, branch: bool = False) -> Micro:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     labels = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
     counted = torch.randint(0, LENGTH + 1, (samples, 1), generator=generator)
     counted[0] = max(1, int(counted[0]))
-    counted *= labelled
     return {
         "tokens": tokens,
         "labels": labels.masked_fill(torch.arange(LENGTH) >= counted, -100),
         "branch": branch,
     }
+
+
+SIZES: dict[str, Any] = {
+    "tokens": lambda rank: [[1 + 2 * rank, 3, 1], [2, 1, 4 * rank + 1]],
+    # Another number of micro-batches on every rank.
+    "counts": lambda rank: [[2] * (1 + rank % 3), [1] * (3 - rank % 2)],
+    "tail": lambda rank: [[2, 1, 3], [1 + rank]],
+    # Rank 0 runs out of data two windows early.
+    "exhausted": lambda rank: [[2, 1, 1]] * (1 if rank == 0 else 3),
+    # A branch that only the first micro-batch uses.
+    "unused": lambda rank: [[2, 1, 3], [1, 1, 2]],
+}
+
+
+def micros_of(case: str, rank: int) -> list[list[Micro]]:
+    """Return the windows of this rank, each a list of micro-batches."""
+    branches = case == "unused" and rank == 0
+    return [
+        [
+            micro(1000 * rank + 10 * w + i, samples, branch=branches and i == 0)
+            for i, samples in enumerate(window)
+        ]
+        for w, window in enumerate(SIZES[case](rank))
+    ]
+
+
+def joined(window: list[Micro]) -> Micro:
+    """Return the micro-batches of a window as one whole batch (the branch is per batch)."""
+    names = ("tokens", "labels")
+    return {**{name: torch.cat([m[name] for m in window]) for name in names}, "branch": False}
 
 
 def loss(model: nn.Module, m: Micro) -> wb.Loss:
@@ -114,17 +159,35 @@ class SeenFull:
         )
 
 
-def errors(model: nn.Module, seen: SeenFull, whole: Whole) -> dict[str, float]:
+def apart(gradients: list[Tensor | None], right: list[Tensor]) -> float:
+    """Return the relative distance; no gradient is one of zeros."""
+    pairs = zip(gradients, right, strict=True)
+    return distance([torch.zeros_like(r) if g is None else g for g, r in pairs], right)
+
+
+def errors(model: nn.Module, recorded: SeenFull, whole: Whole) -> Errors:
     """Relative L2 distance of the gradients of every step, and of the whole update."""
     final = [full(p.detach()) for p in model.parameters()]
     start = list(whole.start.parameters())
     update = [a - b.detach() for a, b in zip(final, start, strict=True)]
     right = whole.seen.gradients
-    assert len(seen.steps) == len(right), f"{len(seen.steps)} updates instead of {len(right)}"
-    worst = 0.0
-    for ours, theirs in zip(seen.steps, right, strict=True):
-        filled = [
-            torch.zeros_like(t) if o is None else o for o, t in zip(ours, theirs, strict=True)
-        ]
-        worst = max(worst, distance(filled, theirs))
+    assert len(recorded.steps) == len(right), (
+        f"{len(recorded.steps)} updates instead of {len(right)}"
+    )
+    worst = max(apart(*pair) for pair in zip(recorded.steps, right, strict=True))
     return {"gradients": worst, "update": distance(update, whole.updates())}
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """Return the error that wholebatch raises in a call; or "accepted", and what it logs."""
+    said = ["accepted"]
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wholebatch").addHandler(handler)
+    try:
+        call()
+    except wb.errors.WholebatchError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("wholebatch").removeHandler(handler)
+    return "\n".join(said)

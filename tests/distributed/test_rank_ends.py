@@ -14,7 +14,7 @@ from tests.distributed.launch import torchrun
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("how", ["dies", "raises", "hangs"])
+@pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_the_job_ends_within_thirty_seconds(how: str, tmp_path: Path) -> None:
     """torchrun ends the job of a dead rank; the group's timeout, here 6 s, that of a hung one.
 
@@ -34,16 +34,13 @@ def test_the_job_ends_within_thirty_seconds(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_job_with_a_killed_rank_ends_with_its_line_and_goes_on(
-    parallel: str, tmp_path: Path
-) -> None:
+def test_a_job_with_a_killed_rank_ends_with_its_line_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(NOISY, encoding="utf-8")
 
     def train(call: int, *arguments: str, check: bool = True) -> str:
         worker = Path(__file__).parent / "killed_worker.py"
-        given = (str(tmp_path), str(call), *arguments, "--parallel", parallel)
-        return torchrun(worker, 2, *given, check=check).stderr
+        command = (str(tmp_path), str(call), *arguments)
+        return torchrun(worker, 2, *command, check=check).stderr
 
     told = train(9, "noisy.py", "--out", "killed", check=False)  # in the fifth of six windows
     # torchrun names the rank that it saw end first: the killed one, or the one that waited for it.

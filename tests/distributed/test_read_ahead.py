@@ -25,11 +25,11 @@ class Others(Group):
 
 
 def windows(text: str, size: int, group: Group) -> list[Any]:
-    found = []
+    texts = []
     for window in read_ahead(iter(text), lambda: size, group):
         assert [last for _, _, last in window] == [False] * (len(window) - 1) + [True]
-        found.append("".join(item if counts else item.upper() for item, counts, _ in window))
-    return found
+        texts.append("".join(item if counts else item.upper() for item, counts, _ in window))
+    return texts
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,11 @@ from wholebatch.cli import main
 CASES: dict[str, list[str]] = {
     # Of the case's name, what follows "/" is the folder that the run is written to.
     "on/from-one-ddp": ["--resume", "--updates", "6"],
-    "on/from-one-fsdp2": ["--resume", "--updates", "6", "--parallel", "fsdp2"],
     "tiny": ["exact.py", "--batch-size", "2", "--micro-batch", "1"],
-    "tiny-fsdp2": ["exact.py", "--batch-size", "2", "--micro-batch", "1", "--parallel", "fsdp2"],
-    "half-fsdp2": ["exact.py", "--updates", "2", "--parallel", "fsdp2"],
-    "held-out": ["held_out.py", "--updates", "1", "--parallel", "fsdp2"],
+    "held-out": ["held_out.py", "--updates", "1"],
     "straight": ["noisy.py"],
     "stop/stopped": ["noisy.py"],
     "again/stopped": ["--resume"],
-    "straight-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
-    "stop/stopped-fsdp2": ["noisy.py", "--parallel", "fsdp2"],
-    "again/stopped-fsdp2": ["--resume", "--parallel", "fsdp2"],
     "straight-stream": ["stream.py"],
     "stop/stopped-stream": ["stream.py"],
     "again/stopped-stream": ["--resume"],
@@ -56,9 +50,8 @@ if __name__ == "__main__":
     rank = dist.get_rank()
     if rank == 0:
         shutil.copytree("from-one", "from-one-ddp")
-        shutil.copytree("from-one", "from-one-fsdp2")
     dist.barrier()
-    found = {}
+    reports = {}
     for name, arguments in CASES.items():
-        found[name] = run(name, arguments)
-        Path(f"report-{rank}.json").write_text(json.dumps(found))
+        reports[name] = run(name, arguments)
+        Path(f"report-{rank}.json").write_text(json.dumps(reports))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.nn import functional
 
 import wholebatch as wb
+from tests import processes
 from tests.support import (
     Seen,
     Whole,
@@ -106,8 +106,8 @@ acc.backward(model(torch.ones(4, 2)).square().sum(), units=4)
 
 
 @pytest.mark.slow
-def test_a_script_that_ends_in_a_window_is_warned() -> None:
-    ended = subprocess.run([sys.executable, "-c", _ENDS_OPEN], capture_output=True, text=True)
+def test_a_script_that_ends_in_a_window_is_warned(tmp_path: Path) -> None:
+    ended = processes.run_code(_ENDS_OPEN, folder=tmp_path)
     assert ended.returncode == 0
     assert "deleted with an open window (micro-batches in it: 1)" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -9,25 +9,8 @@ import pytest
 import torch
 
 import wholebatch as wb
-from tests.support import Whole, mlp, pieces, samples, sgd, summed
-from wholebatch.errors import StateError
-
-
-@pytest.mark.parametrize("audit", [True, False])
-def test_steps_is_asked_once_per_window(audit: bool) -> None:
-    asked: list[int] = []
-
-    def steps(update: int) -> int:
-        asked.append(update)
-        return 2 + update % 2
-
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=steps, audit=audit)
-    for micro in acc.over(pieces(samples(15), [1] * 15)):
-        acc.backward(summed(model, micro), units=1)
-        assert acc.steps in (2, 3)
-    assert acc.updates == 6
-    assert asked in ([*range(6)], [*range(7)])
+from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd, summed
+from wholebatch.errors import OptionError, WindowError
 
 
 def test_the_size_of_the_next_window_follows_a_new_schedule_and_the_epoch() -> None:
@@ -82,58 +65,11 @@ def test_a_loop_that_is_left_between_two_backwards_of_an_item_counts_the_item() 
     assert (step.micro_batches, step.units) == (3, 6.0)
 
 
-def test_bodies_without_a_backward_are_not_counted_in_the_next_loop() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=3)
-    for _ in acc.over([1, 2]):
-        break
-    sizes = []
-    for micro in acc.over(pieces(samples(3), [1, 1, 1])):
-        step = acc.backward(summed(model, micro), units=1)
-        sizes += [step.micro_batches] if step else []
-    assert sizes == [3]
-
-
 def of_whole_batch(model: Any) -> wb.WholeBatch:
     def loss(model: Any, micro: Any) -> wb.Loss:
         return wb.cross_entropy(model(micro["x"]), micro["y"])
 
     return wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2)
-
-
-@pytest.mark.parametrize("entry", ["WholeBatch", "Accumulator"])
-def test_both_entry_points_save_and_resume_alike(entry: str) -> None:
-    batches = pieces(samples(20), [4] * 5)
-
-    def run(model: Any, saved: Any, stop: int | None) -> Any:
-        used: list[int] = []
-        train: Any
-        if entry == "WholeBatch":
-            train = of_whole_batch(model)
-        else:
-            train = wb.Accumulator(model, sgd(model), steps=1)
-        if saved is not None:
-            train.load_state_dict(saved)
-        for index, batch in enumerate(train.over(batches)):
-            with pytest.raises(StateError, match="before this item was used"):
-                train.state_dict()
-            if entry == "WholeBatch":
-                train.step(batch)
-            else:
-                train.backward(summed(model, batch), units=4)
-            used.append(index)
-            if len(used) == stop:
-                return train.state_dict()
-        return used
-
-    model, whole = mlp(), mlp()
-    whole.load_state_dict(model.state_dict())
-    run(whole, None, None)
-    saved = run(model, None, 2)
-    assert saved["feed"]["fetched"] == 2
-    assert run(model, saved, None) == [0, 1, 2]
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_a_whole_batch_loop_leaves_out_what_its_body_does_not_step_with() -> None:
@@ -144,3 +80,38 @@ def test_a_whole_batch_loop_leaves_out_what_its_body_does_not_step_with() -> Non
             train.step(batch)
     assert train.updates == 2
     assert train.state_dict()["feed"] is None
+
+
+@pytest.mark.parametrize("micro_batches", [0, 1, 5, 10])
+def test_updates_per_epoch_are_those_of_the_loop(micro_batches: int) -> None:
+    model = mlp()
+    acc = wb.Accumulator(model, sgd(model), steps={0: 4, 1: 2, 2: 3})
+    loader = pieces(samples(10), [1] * 10)[:micro_batches]
+    for _ in range(2):  # the second epoch's windows follow the schedule from where it is
+        before, wanted = acc.updates, acc.updates_per_epoch(loader)
+        for micro in acc.over(loader):
+            acc.backward(summed(model, micro), units=1)
+        assert acc.updates - before == wanted
+    with pytest.raises(OptionError, match=r"has no len.*step\.update"):
+        acc.updates_per_epoch(iter(range(3)))  # type: ignore[arg-type]
+
+
+def test_what_a_window_does_before_its_first_forward() -> None:
+    """A decoder is kept at unit norm."""
+    model, batch = mlp(), samples(12)
+    whole = Whole(model)
+
+    def unit_norm(model: Any) -> None:
+        with torch.no_grad():
+            model[0].weight.div_(model[0].weight.norm(dim=0))
+
+    close = wb.Close(on_open=lambda: unit_norm(model))
+    acc = wb.Accumulator(model, sgd(model), steps=2, close=close)
+    for half in pieces(batch, [6, 6]):
+        unit_norm(whole.model)
+        whole.step(half)
+    for micro in acc.over(pieces(batch, [3] * 4)):
+        acc.backward(summed(model, micro), units=3)
+    assert distance(model.parameters(), whole.model.parameters()) <= EXACT
+    with pytest.raises(WindowError, match="whose first forward has run already"):
+        acc.backward(summed(model, batch), units=12)

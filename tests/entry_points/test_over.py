@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,39 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import wholebatch as wb
-from tests.support import EXACT, Whole, distance, mlp, pieces, samples, sgd, summed, trained
+from tests.support import Whole, mlp, pieces, samples, sgd, summed, trained
 from wholebatch.audit.model_calls import _Hook
-
-
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        yield from ({"x": torch.randn(5, dtype=torch.float64), "y": torch.tensor(1)},) * 7
-
-
-@pytest.mark.parametrize("kind", ["sized", "stream", "infinite", "iterator"])
-def test_every_kind_of_loader(kind: str) -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=3)
-    if kind == "infinite":
-        loader: Any = itertools.cycle(pieces(samples(6), [2, 2, 2]))
-        taken = 0
-        for micro in acc.over(loader):
-            acc.backward(summed(model, micro), units=2)
-            taken += 1
-            if acc.updates == 4:
-                break
-        assert taken == 12
-        return
-    if kind == "sized":
-        loader = DataLoader([{"x": torch.randn(5).double(), "y": 1}] * 7, batch_size=1)
-    elif kind == "stream":
-        loader = DataLoader(Stream(), batch_size=1)
-    else:
-        loader = iter(pieces(samples(7), [1] * 7))
-    assert [s.micro_batches for s in trained(model, acc, loader)] == [3, 3, 1]
 
 
 def test_a_loader_is_started_once_per_epoch() -> None:
@@ -71,24 +41,6 @@ def test_break_after_a_closed_window_loses_no_item() -> None:
         if acc.backward(summed(model, micro), units=len(micro["y"])):
             break
     assert len(next(iterator)["y"]) == 3  # nothing was taken early
-
-
-def test_break_in_a_window_keeps_the_item_looked_ahead_at() -> None:
-    model = mlp()
-    whole = Whole(model)
-    batch = samples(10)
-    whole.step(batch)
-    iterator = iter(pieces(batch, [1, 2, 3, 4]))
-    acc = wb.Accumulator(model, sgd(model), steps=4)
-    for micro in acc.over(iterator):
-        acc.backward(summed(model, micro), units=len(micro["y"]))
-        break
-    with pytest.raises(wb.errors.WindowError, match="still open with 1 of 4"):
-        acc.over(iterator)
-    for micro in acc.over(iterator, continue_window=True):
-        acc.backward(summed(model, micro), units=len(micro["y"]))
-    assert acc.updates == 1
-    whole.assert_same(model)
 
 
 def test_a_body_that_skips_backward_still_uses_its_place() -> None:
@@ -124,55 +76,6 @@ def test_a_window_in_which_every_body_skips() -> None:
     for _ in acc.over([1, 2, 3]):
         pass
     assert (acc.updates, acc.skipped) == (0, 2)
-
-
-def test_second_backward_without_more_is_refused() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=3)
-    with pytest.raises(wb.errors.WindowError, match="more=True"):
-        for micro in acc.over(pieces(samples(4), [2, 2])):
-            acc.backward(summed(model, micro), units=2)
-            acc.backward(summed(model, micro), units=2)
-
-
-def test_two_accumulators_add_only_into_their_own_parameters() -> None:
-    torch.manual_seed(0)
-    generator = nn.Linear(3, 5).double()
-    judge = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    real, noise = torch.randn(14, 5).double(), torch.randn(14, 3).double()
-    bce = functional.binary_cross_entropy_with_logits
-
-    def judge_loss(d: Any, g: Any, x: Any, z: Any, how: str) -> torch.Tensor:
-        fake = g(z).detach()
-        return bce(d(x), torch.ones(len(x), 1).double(), reduction=how) + bce(
-            d(fake), torch.zeros(len(x), 1).double(), reduction=how
-        )
-
-    def generator_loss(d: Any, g: Any, z: Any, how: str) -> torch.Tensor:
-        return bce(d(g(z)), torch.ones(len(z), 1).double(), reduction=how)
-
-    d, g = copy.deepcopy(judge), copy.deepcopy(generator)
-    opt_d, opt_g = sgd(d), sgd(g)
-    judge_loss(d, g, real, noise, "mean").backward()
-    generator_grads = torch.autograd.grad(generator_loss(d, g, noise, "mean"), list(g.parameters()))
-    opt_d.step()
-    for parameter, gradient in zip(g.parameters(), generator_grads, strict=True):
-        parameter.grad = gradient
-    opt_g.step()
-
-    acc_d = wb.Accumulator(judge, sgd(judge), steps=3)
-    acc_g = wb.Accumulator(generator, sgd(generator), steps=3)
-    sizes = [2, 9, 3]
-    start_d, start_g = copy.deepcopy(judge), copy.deepcopy(generator)
-    for x, z in wb.over(zip(real.split(sizes), noise.split(sizes), strict=True), acc_d, acc_g):
-        total_d = judge_loss(judge, generator, x, z, "sum")
-        total_g = generator_loss(judge, generator, z, "sum")
-        acc_g.backward(total_g, units=len(z))  # flows through the judge, adds nothing there
-        acc_d.backward(total_d, units=len(x))
-    for ours, theirs, start in ((judge, d, start_d), (generator, g, start_g)):
-        update = [a - b for a, b in zip(ours.parameters(), start.parameters(), strict=True)]
-        right = [a - b for a, b in zip(theirs.parameters(), start.parameters(), strict=True)]
-        assert distance(update, right) <= EXACT
 
 
 @pytest.mark.parametrize("order", ["loss after", "detached", "earlier item"])
@@ -221,16 +124,6 @@ def test_a_judge_that_moves_in_a_window_without_a_shared_loop_is_told(judged_by:
     message = r"a parameter of another model changed in the middle of a window .* wb.over"
     with pytest.warns(UserWarning, match=message):
         loop()
-
-
-def test_models_updated_one_after_the_other_with_windows_of_one_micro_batch() -> None:
-    make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
-    makers = wb.Accumulator(make, sgd(make), steps=1)
-    judges = wb.Accumulator(judge, sgd(judge), steps=1)
-    for z in wb.over(torch.randn(3, 2, 3).double(), makers, judges):
-        judges.backward(judge(make(z).detach()).square().sum(), units=2)
-        makers.backward(judge(make(z)).square().sum(), units=2)
-    assert (makers.updates, judges.updates) == (3, 3)
 
 
 def test_nesting_two_loops_of_one_accumulator_is_refused() -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
-import wholebatch as wb
 from tests.entry_points.test_on_gradient import (
     SPLITS,
     changed,
     make,
-    orthogonal,
+    noise,
     undivided,
     whole_batch,
 )
-from tests.support import EXACT, distance, mean, mlp, pieces, samples, summed
+from tests.support import EXACT, distance, mean, mlp, samples
 from wholebatch.errors import OptionError, WindowError
 
 
@@ -30,9 +28,9 @@ def test_the_gradient_is_left_and_nothing_is_stepped(
 ) -> None:
     model, batch = mlp(), samples(20)
     before = copy.deepcopy(model)
-    _, right, norm = undivided(model, make(False), batch, orthogonal, clip)
+    _, right, norm = undivided(model, make(False), batch, noise, clip)
     optimizer = None if own else make(False)(model)
-    train = whole_batch(model, optimizer, sizes, clip_norm=clip, on_gradient=orthogonal)
+    train = whole_batch(model, optimizer, sizes, clip_norm=clip, on_gradient=noise)
     step = train.gradient(batch)
     assert (step.update, train.updates, step.units) == (0, 0, 20.0)
     assert step.grad_norm == pytest.approx(norm, rel=1e-12)
@@ -43,18 +41,6 @@ def test_the_gradient_is_left_and_nothing_is_stepped(
         train.gradient(batch)
     model.zero_grad()
     train.gradient(batch)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_factor_of_a_fused_optimizer_is_in_the_gradient(fused: bool) -> None:
-    model = mlp(dtype=torch.float32)
-    batch = samples(20, dtype=torch.float32)
-    right, gradients, _ = undivided(model, make(fused), batch, lambda named: None, 0.1)
-    optimizer = make(fused)(model)
-    whole_batch(model, optimizer, [3, 11, 6], clip_norm=0.1).gradient(batch)
-    assert distance([p.grad for p in model.parameters() if p.grad is not None], gradients) <= 1e-6
-    optimizer.step()
-    assert distance(model.parameters(), right.parameters()) <= 1e-6
 
 
 def test_gradients_have_the_dtype_of_the_parameters() -> None:
@@ -82,22 +68,6 @@ def test_gradients_that_were_kept_are_not_written_to() -> None:
     assert all(map(torch.equal, first, copies))
 
 
-def test_what_is_left_is_not_the_memory_of_the_window() -> None:
-    """Compiled micro-steps add into the same buffers in every window."""
-    inside: list[torch.UntypedStorage] = []  # held, so that no other tensor gets their memory
-    model = mlp()
-    train = whole_batch(
-        model,
-        None,
-        [3, 17],
-        on_gradient=lambda named: inside.extend(p.grad.untyped_storage() for _, p in named),  # type: ignore[union-attr]
-    )
-    train.gradient(samples(20))
-    left = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
-    assert len(inside) == len(left) == 6
-    assert not {storage.data_ptr() for storage in inside} & set(left)
-
-
 def test_lbfgs() -> None:
     model, batch = mlp(), samples(20)
     reference = copy.deepcopy(model)
@@ -121,30 +91,6 @@ def test_lbfgs() -> None:
     assert distance(model.parameters(), reference.parameters()) <= 1e-10
 
 
-def test_a_stream_without_an_optimizer() -> None:
-    model, batch = mlp(), samples(20)
-    _, right, _ = undivided(model, make(False), batch, lambda named: None, 0.1)
-    acc = wb.Accumulator(model, None, steps=2, clip_norm=0.1)
-    for _ in range(2):
-        for micro in acc.over(pieces(batch, [3, 17])):
-            step = acc.backward(summed(model, micro), units=len(micro["y"]))
-        assert step is not None
-        assert distance([p.grad for p in model.parameters() if p.grad is not None], right) <= EXACT
-        model.zero_grad()
-    mean(model, batch).backward()
-    with pytest.raises(WindowError, match="already holds a gradient"):
-        acc.backward(summed(model, batch), units=20)
-
-
-def test_a_window_that_is_skipped_leaves_no_gradient() -> None:
-    model, batch = mlp(), samples(20)
-    batch["x"][7] = math.nan
-    train = whole_batch(model, None, [3, 17], nonfinite="skip")
-    assert train.gradient(batch).skipped is not None
-    assert all(p.grad is None for p in model.parameters())
-    assert train.skipped == 1
-
-
 def test_refusals_without_an_optimizer() -> None:
     model = mlp()
     with pytest.raises(WindowError, match=r"step\(\) with optimizer=None: call gradient"):
@@ -153,15 +99,3 @@ def test_refusals_without_an_optimizer() -> None:
         whole_batch(model, None, [8], ema=torch.optim.swa_utils.AveragedModel(model))
     with pytest.raises(OptionError, match="optimizer=None with optimizer_state="):
         whole_batch(model, None, [8], optimizer_state="host")
-
-
-def test_state_without_an_optimizer_goes_on() -> None:
-    model, batch = mlp(), samples(20)
-    train = whole_batch(model, None, [3, 17])
-    train.gradient(batch)
-    right = [p.grad for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    again = whole_batch(model, None, [3, 17])
-    again.load_state_dict(train.state_dict())
-    again.gradient(batch)
-    assert distance([p.grad for p in model.parameters() if p.grad is not None], right) <= EXACT

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -141,79 +138,6 @@ def test_several_losses_of_a_micro_batch_and_eager_ones_between() -> None:
     assert {mode(acc, first), mode(acc, second)} == {"operations"}
 
 
-def test_windows_that_begin_with_a_backward() -> None:
-    """Their weights differ from window to window; that is no loss that moves within one."""
-    model, whole = mlp(), mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=3, execute="eager")
-    loss, optimizer = cross_entropy(model), sgd(whole)
-    for number in range(3):
-        batch = samples(9 + number)
-        first, *others = pieces(batch, [5, 3, 1 + number])
-        acc.backward(mean=undivided(model, first), units=5)
-        for micro in others:
-            acc.run(loss, micro)
-        undivided(whole, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert distance(model.parameters(), whole.parameters()) < EXACT
-
-
-def test_a_second_loss_of_each_micro_batch_is_tested_too() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-
-    def second(micro: Micro) -> wb.Loss:
-        return wb.Loss(model(micro["x"]).mean(0).square().sum(), len(micro["y"]))
-
-    acc.run(cross_entropy(model), samples(6), more=True)
-    with pytest.warns(UserWarning, match="may not add up to the batch"):
-        acc.run(second, samples(6))
-
-
-def test_two_accumulators_of_a_gan_train_through_each_other() -> None:
-    torch.manual_seed(0)
-    make, judge = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
-    own_make, own_judge = copy.deepcopy(make), copy.deepcopy(judge)
-    make_step, judge_step = sgd(own_make), sgd(own_judge)
-    makers = wb.Accumulator(make, sgd(make), steps=2, execute="compile")
-    judges = wb.Accumulator(judge, sgd(judge), steps=2, execute="compile")
-
-    def judged(micro: tuple[Tensor, Tensor]) -> wb.Loss:
-        noise, real = micro
-        made_up = judge(make(noise).detach()).square()
-        return wb.Loss((made_up + (judge(real) - 1).square()).sum(), len(noise))
-
-    def made(micro: tuple[Tensor, Tensor]) -> wb.Loss:
-        return wb.Loss((judge(make(micro[0])) - 1).square().sum(), len(micro[0]))
-
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(5):
-        noise = torch.randn(7, 3, generator=generator, dtype=torch.float64)
-        real = torch.randn(7, 4, generator=generator, dtype=torch.float64)
-        parts = list(zip(noise.split(4), real.split(4), strict=True))
-        for micro in judges.over(parts):
-            judges.run(judged, micro)
-        for micro in makers.over(parts):
-            makers.run(made, micro)
-        # By hand: the judge is updated first, and the maker is judged by the new one.
-        made_up = own_judge(own_make(noise).detach()).square()
-        told_apart = (made_up + (own_judge(real) - 1).square()).sum() / 7
-        told_apart.backward(inputs=list(own_judge.parameters()))
-        judge_step.step()
-        judge_step.zero_grad()
-        fooled = (own_judge(own_make(noise)) - 1).square().sum() / 7
-        fooled.backward(inputs=list(own_make.parameters()))
-        make_step.step()
-        make_step.zero_grad()
-        assert distance(judge.parameters(), own_judge.parameters()) < EXACT
-        assert distance(make.parameters(), own_make.parameters()) < EXACT
-    assert {mode(judges, judged), mode(makers, made)} == {"operations"}
-    with pytest.raises(wb.errors.WindowError, match="give each accumulator its own loop"):
-        for micro in wb.over(parts, judges, makers):
-            judges.run(judged, micro)
-            makers.run(made, micro)  # its last micro-batch would see the new judge
-
-
 @pytest.mark.parametrize("execute", ["eager", "compile"])
 def test_nothing_else_is_added_to_a_window(execute: Any) -> None:
     model = mlp()
@@ -234,27 +158,6 @@ def test_nothing_else_is_added_to_a_window(execute: Any) -> None:
         with pytest.raises(wb.errors.WindowError, match=r"last=True inside over\(\)"):
             acc.run(loss, part, last=True)
         acc.run(loss, part)
-
-
-def test_a_changed_value_that_the_function_reads_is_seen() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=2, execute="compile")
-    weights = {"of": 1.0}
-
-    def loss(micro: Micro) -> wb.Loss:
-        total = functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
-        return wb.Loss(weights["of"] * total, len(micro["y"]))
-
-    whole = Whole(
-        model, loss=lambda m, b: weights["of"] * functional.cross_entropy(m(b["x"]), b["y"])
-    )
-    for number in range(6):
-        weights["of"] = 1.0 if number < 4 else 0.25
-        batch = samples(7)
-        whole.step(batch)
-        for micro in pieces(batch, (4, 3)):
-            acc.run(loss, micro)
-        assert distance(model.parameters(), whole.model.parameters()) < EXACT
 
 
 def test_each_window_has_its_own_weights_in_16_bit_whichever_function_begins_it() -> None:
@@ -313,67 +216,6 @@ def test_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
         acc.run(lambda m: wb.Loss.terms({"a": (model(m["x"]).sum(), len(m["x"]))}), micro)
     with pytest.raises(wb.errors.OptionError, match="execute='fast'"):
         wb.Accumulator(model, sgd(model), steps=2, execute="fast")  # type: ignore[arg-type]
-
-
-def test_a_mistake_that_the_first_micro_batch_never_shows_is_told() -> None:
-    """Its samples have no label of the second loss, so later tests take another micro-batch."""
-    model = mlp()
-    batch = samples(12)
-    rare = torch.arange(12) >= 5
-
-    def loss(micro: Any) -> wb.Loss:
-        logits = model(micro["x"])
-        mean = functional.cross_entropy(logits, micro["y"])
-        if micro["rare"].any():
-            mean = mean + logits[micro["rare"]].square().amax()
-        return wb.mean_loss(mean, len(micro["y"]))
-
-    micros = pieces({**batch, "rare": rare & (torch.arange(12) % 2 == 0)}, [3, 5, 4])
-    acc = wb.Accumulator(model, sgd(model), steps=3, execute="eager")
-    with pytest.raises(UserWarning, match="of the same in two parts"):
-        for _ in range(2):
-            for micro in acc.over(micros):
-                acc.run(loss, micro)
-    assert acc.updates == 1
-
-
-def test_a_loss_of_exactly_zero_tells_nothing() -> None:
-    """A limit of the largest output that is not reached at first: window 3 is tested, too."""
-    model = nn.Linear(5, 3).double()
-
-    def loss(micro: Any) -> wb.Loss:
-        return wb.mean_loss(functional.relu(model(micro["x"]).amax() - 100), len(micro["y"]))
-
-    acc = wb.Accumulator(model, sgd(model), steps=2, execute="eager")
-    with pytest.raises(UserWarning, match="of the same in two parts"):
-        for factor in (1, 1, 1000):
-            for micro in acc.over(pieces(samples(10), [6, 4])):
-                acc.run(loss, {**micro, "x": factor * micro["x"]})
-    assert acc.updates == 2
-
-
-def test_sequences_that_could_be_parts_of_a_batch_are_not_refused() -> None:
-    """Two sequences of two steps: nothing tells what the samples are, and nothing is split."""
-    model = mlp()
-
-    def loss(micro: Any) -> wb.Loss:
-        return wb.Loss(sum(model(x).square().sum() for x in micro["x"]), len(micro["x"]))
-
-    acc = wb.Accumulator(model, sgd(model), steps=2, execute="eager")
-    for micro in acc.over([{"x": list(torch.randn(2, 2, 5).double())} for _ in range(4)]):
-        acc.run(loss, micro)
-    assert acc.updates == 2
-
-
-def test_functions_with_other_variables_are_refused_if_they_are_many() -> None:
-    model = mlp()
-    acc = wb.Accumulator(model, sgd(model), steps=4)
-    with pytest.raises(wb.errors.WindowError, match="define the function once, before the loop"):
-        for factor in range(9):
-            acc.run(
-                lambda micro, by=factor: wb.cross_entropy(model(micro["x"]) * by, micro["y"]),
-                samples(3),
-            )
 
 
 def test_a_micro_step_that_fails_in_a_graph_breaks_its_window(
@@ -435,65 +277,6 @@ def test_a_function_that_is_made_in_the_loop_keeps_its_test() -> None:
     with pytest.raises(UserWarning, match="units"):
         for micro in pieces(samples(12), (5, 4, 3)):
             acc.run(lambda batch: over_all(batch), micro)
-
-
-def test_functions_that_read_other_objects_are_others() -> None:
-    first, second = mlp(), mlp()
-    acc = wb.Accumulator([first, second], sgd(nn.ModuleList([first, second])), steps=2)
-    for model in (first, second):
-        acc.run(cross_entropy(model), samples(4))
-    assert len(acc._functions._functions) == 2
-    assert all(p.grad is None for p in first.parameters())
-
-
-@pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError])
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_an_error_that_the_loss_raises_once_is_raised_as_it_is(
-    kind: type[Exception], call: int
-) -> None:
-    def failing(calls: list[int]) -> None:
-        calls.append(1)
-        if len(calls) == call:
-            raise kind("the user's own")
-
-    def loss(model: nn.Module, micro: Micro) -> wb.Loss:
-        failing(calls)
-        return wb.cross_entropy(model(micro["x"]), micro["y"])
-
-    model, calls = mlp(), list[int]()
-    with pytest.raises(kind, match="the user's own"):
-        wb.WholeBatch(model, sgd(model), loss=loss, micro_batch=2).step(samples(6))
-    calls.clear()
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(kind, match="the user's own"):
-        acc.run(lambda micro: loss(model, micro), samples(6))
-
-
-def test_a_deleted_object_is_gone_at_once() -> None:
-    """No cycle holds a ledger: the hooks of its engine leave the model with it."""
-
-    def ledger_of(entry: str) -> Any:
-        model = mlp()
-        if entry == "whole":
-            train = wb.WholeBatch(
-                model, sgd(model), loss=lambda m, b: cross_entropy(m)(b), micro_batch=2
-            )
-            train.step(samples(6))
-            return weakref.ref(train._ledger)
-        acc = wb.Accumulator(model, sgd(model), steps=1)
-        if entry == "run":
-            acc.run(cross_entropy(model), samples(6))
-        else:
-            acc.backward(cross_entropy(model)(samples(6)))
-        return weakref.ref(acc._ledger)
-
-    gc.collect()
-    gc.disable()
-    try:
-        for entry in ("whole", "run", "backward"):
-            assert ledger_of(entry)() is None, entry
-    finally:
-        gc.enable()
 
 
 class PlainObject:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 import wholebatch as wb
 from tests.support import EXACT, distance, mlp, pieces, samples, sgd, summed
-from wholebatch.errors import LossError, WindowError
+from wholebatch.errors import LossError
 
 SPLITS = [(5, 1, 3), (1, 8), (3, 3, 3)]
 
@@ -52,37 +51,14 @@ def test_terms_count_their_units_once() -> None:
     assert distance(model.parameters(), whole.parameters()) < EXACT
 
 
-def test_last_false_warns_once_of_a_window_longer_than_steps() -> None:
+def test_last_false_makes_a_window_longer_than_steps() -> None:
     model, batch = mlp(), samples(9)
     acc = wb.Accumulator(model, sgd(model), steps=2)
     first, second, *others = pieces(batch, (1, 2, 3, 1, 2))
     assert acc.backward(summed(model, first), units=1, last=False) is None
-    with pytest.warns(
-        UserWarning, match="micro-batch 2 of a window of steps=2: the window goes on"
-    ):
-        assert acc.backward(summed(model, second), units=2, last=False) is None
+    assert acc.backward(summed(model, second), units=2, last=False) is None
     for micro in others:
         assert acc.backward(summed(model, micro), units=len(micro["y"]), last=False) is None
     step = acc.flush()
     assert step is not None
     assert step.units == 9
-
-
-def test_last_inside_over_is_refused() -> None:
-    model, batch = mlp(), samples(4)
-    acc = wb.Accumulator(model, sgd(model), steps=2)
-    with pytest.raises(WindowError, match=r"last=True inside over\(\)"):
-        for micro in acc.over(pieces(batch, (2, 2))):
-            acc.backward(summed(model, micro), units=2, last=True)
-
-
-def test_without_an_optimizer_the_whole_gradient_is_left() -> None:
-    model, whole, batch = mlp(), mlp(), samples(9)
-    functional.cross_entropy(whole(batch["x"]), batch["y"]).backward()
-    acc = wb.Accumulator(model, None, steps=3)
-    for micro in acc.over(pieces(batch, (5, 1, 3))):
-        step = acc.backward(summed(model, micro), units=len(micro["y"]))
-    assert step is not None
-    gradients = [p.grad for p in model.parameters()]
-    expected = [p.grad for p in whole.parameters()]
-    assert distance(gradients, expected) < EXACT  # type: ignore[arg-type]

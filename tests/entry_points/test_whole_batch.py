@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -18,39 +17,17 @@ from tests.support import (
     Seen,
     Whole,
     adamw,
-    distance,
     grouped,
     loss,
-    mean,
     mlp,
     pieces,
     samples,
     sgd,
-    summed,
 )
 
 
 def count(micro: dict[str, torch.Tensor]) -> int:
     return len(micro["y"])
-
-
-@pytest.mark.parametrize("name", ["loss", "main"])
-def test_a_single_term_has_its_weight(name: str) -> None:
-    """Also where its name is that of a loss without terms."""
-    model, batch = mlp(), samples(10)
-    whole = Whole(model, loss=lambda model, batch: 0.25 * mean(model, batch))
-    value = whole.step(batch)
-    train = wb.WholeBatch(
-        model,
-        sgd(model),
-        loss=lambda model, micro: wb.Loss.terms(
-            {name: (summed(model, micro), len(micro["y"]), 0.25)}
-        ),
-        units=lambda micro: {name: len(micro["y"])},
-        micro_batch=4,
-    )
-    assert train.step(batch).loss == pytest.approx(value, rel=1e-12)
-    whole.assert_same(model)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 5, 23, 24, 100, "auto"])
@@ -134,43 +111,6 @@ def test_units_that_count_something_else_are_an_error(units: Any, counted: str) 
     with pytest.raises(wb.errors.LossError, match=rf"counted {counted} units.*returned 10"):
         train.step(samples(10))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("budget", [40, 64, 1000])
-def test_token_budgets_with_masked_tokens(budget: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 8), nn.Tanh(), nn.Linear(8, 11)).double()
-    lengths = [1, 20, 3, 7, 20, 2, 2, 9, 15, 1, 4]
-    ids = torch.randint(0, 11, (len(lengths), 20))
-    mask = torch.arange(20)[None] < torch.tensor(lengths)[:, None]
-    batch = {"input_ids": ids, "attention_mask": mask.long()}
-
-    def whole_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        return functional.cross_entropy(
-            model(batch["input_ids"])[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        )
-
-    whole = Whole(model, loss=whole_loss)
-    whole.step(batch)
-    optimizer = sgd(model)
-    gradients = Seen(model, optimizer)
-    train = wb.WholeBatch(model, optimizer, loss=wb.causal_lm, micro_batch=wb.tokens(budget))
-    step = train.step(batch)
-    whole.assert_same(model, gradients)
-    assert step.units == sum(length - 1 for length in lengths)
-
-
-def test_the_batch_stays_where_it_is() -> None:
-    """Only the micro-batch travels: the loss function sees micro-batches on the model's device."""
-    model, sizes = mlp(), []
-
-    def watching(model: nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-        sizes.append(len(micro["y"]))
-        return loss(model, micro)
-
-    wb.WholeBatch(model, sgd(model), loss=watching, micro_batch=4, audit=False).step(samples(10))
-    assert sizes == [4, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -285,57 +225,3 @@ def test_auto_gives_up_when_one_sample_does_not_fit() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         wb.WholeBatch(model, sgd(model), loss=never).step(samples(4))
-
-
-@pytest.mark.parametrize("precision", ["full", "fp16"])
-@pytest.mark.parametrize("stop", [1, 2])
-def test_stopped_between_windows_and_resumed(stop: int, precision: str) -> None:
-    def build() -> tuple[nn.Module, Any, wb.WholeBatch]:
-        model = with_dropout().float()
-        optimizer = adamw(model)
-        train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=3, precision=precision)
-        return model, optimizer, train
-
-    batches = [samples(n, dtype=torch.float32) for n in (9, 11, 7)]
-    torch.manual_seed(2)
-    straight, _, train = build()
-    torch.manual_seed(2)
-    for batch in batches:
-        train.step(batch)
-
-    torch.manual_seed(2)
-    model, optimizer, train = build()
-    torch.manual_seed(2)
-    for batch in batches[:stop]:
-        train.step(batch)
-    buffer = io.BytesIO()
-    parts = {"m": model.state_dict(), "o": optimizer.state_dict(), "t": train.state_dict()}
-    torch.save(parts, buffer)
-
-    torch.manual_seed(77)
-    model, optimizer, train = build()
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=False)
-    model.load_state_dict(saved["m"])
-    optimizer.load_state_dict(saved["o"])
-    train.load_state_dict(saved["t"])
-    for batch in batches[stop:]:
-        train.step(batch)
-    assert train.updates == 3
-    for ours, theirs in zip(model.parameters(), straight.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_gradients_are_compared_too() -> None:
-    """Adam hides a gradient that is 8 times too large; the tests above look at the gradients."""
-    model, batch = mlp(), samples(8)
-    whole = Whole(model, adamw)
-    whole.step(batch)
-    wrong = copy.deepcopy(model)
-    optimizer = adamw(wrong)
-    gradients = Seen(wrong, optimizer)
-    (8 * functional.cross_entropy(wrong(batch["x"]), batch["y"])).backward()
-    optimizer.step()
-    update = [a - b for a, b in zip(wrong.parameters(), whole.start.parameters(), strict=True)]
-    assert distance(update, whole.updates()) < 1e-4
-    assert distance(gradients.gradients[0], whole.seen.gradients[0]) > 1

@@ -84,29 +84,29 @@ def float64() -> Iterator[None]:
 @contextmanager
 def stopped_after(steps: int, recorded: list[Update] | None = None) -> Iterator[None]:
     """Raise Stopped in a script once its optimizers have made so many steps."""
-    made = 0
-    seen: dict[int, Update] = {}
+    count = 0
+    updates_of: dict[int, Update] = {}
 
     def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if recorded is None or id(optimizer) in seen:
+        if recorded is None or id(optimizer) in updates_of:
             return
         group = {k: copy.copy(v) for k, v in optimizer.param_groups[0].items() if k != "params"}
         known = {k: v for k, v in group.items() if k in optimizer.defaults}
         parameters = [p for g in optimizer.param_groups for p in g["params"]]
         values = [p.detach().clone() for p in parameters]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-        seen[id(optimizer)] = Update(type(optimizer), known, values, grads, [])
+        updates_of[id(optimizer)] = Update(type(optimizer), known, values, grads, [])
 
     def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal made
-        made += 1
-        if recorded is not None and id(optimizer) in seen:
-            update = seen[id(optimizer)]
+        nonlocal count
+        count += 1
+        if recorded is not None and id(optimizer) in updates_of:
+            update = updates_of[id(optimizer)]
             if not update.after:
                 parameters = [p for g in optimizer.param_groups for p in g["params"]]
                 update.after = [p.detach().clone() for p in parameters]
                 recorded.append(update)
-        if made >= steps:
+        if count >= steps:
             raise Stopped
 
     knows_grad_scale(before_step)

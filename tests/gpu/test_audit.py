@@ -73,22 +73,6 @@ def test_draws_of_the_loss_raise_no_alarm() -> None:
     assert stepped(model, denoise, torch.randn(30, 24)).units == 30
 
 
-def test_losses_that_compare_samples_are_refused() -> None:
-    def compare(model: nn.Module, x: Tensor) -> wb.Loss:
-        z = model(x)
-        return wb.cross_entropy(z @ z.T, torch.arange(len(z), device=z.device))
-
-    said = refusal(nn.Linear(24, 8).cuda(), compare, torch.randn(30, 24))
-    assert "wb.Coupled" in said
-
-
-def test_a_mean_given_as_a_sum_is_refused() -> None:
-    def mean(model: nn.Module, x: Tensor) -> wb.Loss:
-        return wb.Loss(model(x).square().mean(), len(x))
-
-    assert "mean" in refusal(nn.Linear(24, 8).cuda(), mean, torch.randn(30, 24))
-
-
 def test_state_that_a_forward_moves_is_refused_and_put_back() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:

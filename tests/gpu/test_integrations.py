@@ -197,53 +197,6 @@ def test_accelerate_fp16_and_bf16() -> None:
     hold(fp16, torch.float16, times=GRAPH)
 
 
-def test_own_loop_as_a_graph() -> None:
-    need()
-    for dtype in (torch.float64, torch.bfloat16):
-        model = Model().cuda()
-        model = model.double() if dtype is torch.float64 else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        acc = wb.Accumulator(model, optimizer, steps=STEPS, clip_norm=0.5, execute="graph")
-
-        def loss_of(
-            batch: dict[str, Tensor], model: nn.Module = model, dtype: torch.dtype = dtype
-        ) -> wb.Loss:
-            units = (batch["labels"] != -100).sum()
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
-                return wb.mean_loss(model(**batch)["loss"], units)
-
-        # The last window of every pass is a short one.
-        with compiler_may_warn():
-            for _ in range(GRAPH):
-                for batch in acc.over(DataLoader(samples(), batch_size=MICRO)):
-                    acc.run(loss_of, {name: leaf.cuda() for name, leaf in batch.items()})
-        is_recorded(acc._functions[loss_of].executor)
-        if dtype is torch.float64:
-            found = error(flat(model), passes())
-            print(f"  float64: {found:.2e}")
-            assert found <= 1e-12, found
-        else:
-            exact = passes()
-            allowed = 1.25 * error(passes(torch.bfloat16), exact) + 1e-6
-            assert error(flat(model), exact) <= allowed
-
-
-def passes(autocast: torch.dtype | None = None) -> Tensor:
-    """Whole batches in passes of their own, each with a short last batch."""
-    model = Model().cuda()
-    model = model.double() if autocast is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for _ in range(GRAPH):
-        for batch in DataLoader(samples(), batch_size=MICRO * STEPS):
-            with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
-                loss = model(**{name: leaf.cuda() for name, leaf in batch.items()})["loss"]
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    return flat(model)
-
-
 def test_accelerate_fsdp() -> None:
     need("accelerate")
     from accelerate.utils import FullyShardedDataParallelPlugin

@@ -83,8 +83,8 @@ def _compare(kind: str) -> list[Rewritten]:
         raise unittest.SkipTest("needs transformers") from None
     rewrite, made = joint_graph.rewrite, []
 
-    def spy(*given: Any) -> Rewritten:
-        made.append(rewrite(*given))
+    def spy(*given: Any, **options: bool) -> Rewritten:
+        made.append(rewrite(*given, **options))
         return made[-1]
 
     joint_graph.rewrite = spy

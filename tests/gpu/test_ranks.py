@@ -113,14 +113,6 @@ def trained(model: nn.Module, sizes: list[int], **options: Any) -> wb.WholeBatch
     return train
 
 
-def test_ddp_with_one_rank() -> None:
-    with one_rank():
-        model = plain()
-        want = reference(model, [[batch(11, 0)], [batch(7, 1)]])
-        trained(wrapped(model), [11, 7], micro_batch=3)
-        assert distance(tensors(model), want) <= 1e-12
-
-
 def test_exact_batchnorm_under_ddp_with_one_rank() -> None:
     with one_rank():
         model = network()

@@ -89,62 +89,12 @@ def waiting_is_an_error() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_whole_batch_in_float64() -> None:
-    for clip_norm in (None, 0.05):
-        wanted = undivided(torch.float64, clip_norm)
-        assert error(whole_batch(torch.float64, clip_norm), wanted) <= 1e-12
-
-
 def test_fused_sgd() -> None:
     """It steps before the host has read the window: as near to float64 as the whole batch."""
     for clip_norm in (None, 0.05):
         wanted = undivided(torch.float64, clip_norm)
         allowed = 1.25 * error(undivided(torch.float32, clip_norm), wanted)
         assert error(whole_batch(torch.float32, clip_norm, fused=True), wanted) <= allowed
-
-
-def test_a_fused_sgd_makes_no_update_of_a_gradient_that_is_not_finite() -> None:
-    def times(model: nn.Module, micro: Micro) -> wb.Loss:
-        found = loss(model, micro)
-        return wb.Loss(found.total * micro["times"].mean(), found.units)
-
-    model, optimizer = fresh(torch.float32, fused=True, momentum=0.9)
-    skip = wb.Close(nonfinite="skip")
-    train = wb.WholeBatch(model, optimizer, loss=times, micro_batch=4, audit=False, close=skip)
-    right = {**batch(), "times": torch.ones(19)}
-    wrong = {**right, "times": torch.full((19,), torch.nan)}
-    assert train.step(wrong).skipped is not None  # No momentum yet: the host reads first.
-    train.step(right)
-    assert train._ledger.store.can_step_unread(train._ledger.hooks)
-    before = parameters_of(model)
-    momentum = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
-    assert train.step(wrong).skipped is not None
-    assert torch.equal(parameters_of(model), before)
-    for state, was in zip(optimizer.state.values(), momentum, strict=True):
-        assert torch.equal(state["momentum_buffer"], was)
-    assert train.step(right).update == 2
-
-
-def test_accumulator_in_float64_with_a_short_last_window() -> None:
-    model, optimizer = fresh(torch.float64)
-    acc = wb.Accumulator(model, optimizer, steps=3)
-    micros = wb.split({name: tensor.cuda() for name, tensor in batch().items()}, 4)
-    places = [parameters_of(model)]
-    for micro in acc.over(micros):
-        if acc.backward(loss(model, micro)) is not None:
-            places.append(parameters_of(model))
-    assert len(places) == 3
-
-    reference, plain = fresh(torch.float64)
-    for number, samples in enumerate((slice(0, 12), slice(12, 19)), start=1):
-        before = parameters_of(reference)
-        plain.zero_grad()
-        whole = {name: tensor[samples].cuda() for name, tensor in batch().items()}
-        logits = reference(whole["tokens"]).flatten(0, 1)
-        functional.cross_entropy(logits, whole["labels"].flatten()).backward()
-        plain.step()
-        wanted = parameters_of(reference) - before
-        assert error(places[number] - places[number - 1], wanted) <= 1e-12
 
 
 def test_no_micro_batch_waits_for_the_host() -> None:
@@ -161,16 +111,6 @@ def test_no_micro_batch_waits_for_the_host() -> None:
         for micro in micros[1:4]:
             assert acc.backward(loss(model, micro)) is None
     assert acc.backward(loss(model, micros[4])) is not None
-
-
-def test_fp16_finds_a_loss_scale_and_trains() -> None:
-    model, optimizer = fresh(torch.float32)
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4, precision="fp16")
-    steps = [train.step(batch()) for _ in range(20)]
-    assert train.updates >= 15
-    assert train.updates + train.skipped == 20
-    assert steps[-1].loss < steps[0].loss
-    assert steps[-1].loss_scale > 1.0
 
 
 def test_memory_is_that_of_the_micro_batch() -> None:

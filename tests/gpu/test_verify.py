@@ -69,28 +69,6 @@ def small() -> tuple[GPT, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def cnn() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 36, 10),
-    ).cuda()
-
-
-def images(samples: int) -> Micro:
-    generator = torch.Generator().manual_seed(2)
-    return {
-        "x": torch.randn(samples, 3, 16, 16, generator=generator),
-        "y": torch.randint(0, 10, (samples,), generator=generator),
-    }
-
-
 def test_a_model_of_124_million_within_a_minute() -> None:
     torch.manual_seed(0)
     model = GPT(50304, 1024, 768, 12, 12).cuda()
@@ -114,22 +92,6 @@ def test_a_model_of_124_million_within_a_minute() -> None:
         assert seconds < 60, f"{precision}: {seconds:.1f} s"
 
 
-def test_every_precision() -> None:
-    for precision in ("full", "bf16", "fp16"):
-        model, optimizer = small()
-        verdict = wb.verify(
-            model,
-            loss,
-            texts(24, 64, 200),
-            micro_batch=5,
-            optimizer=optimizer,
-            precision=precision,
-            clip_norm=0.5,
-        )
-        print(f"{precision}: {verdict.line}")
-        assert verdict.same, str(verdict)
-
-
 def test_every_execution_mode() -> None:
     for execute in ("auto", "eager", "compile", "graph"):
         model, optimizer = small()
@@ -146,16 +108,6 @@ def test_every_execution_mode() -> None:
             )
         print(f"{execute}: {verdict.line}")
         assert verdict.same, f"{execute}: {verdict}"
-
-
-def test_every_batchnorm_policy_that_is_exact() -> None:
-    for policy in ("exact", "freeze"):
-        verdict = wb.verify(cnn(), loss, images(48), micro_batch=11, batchnorm=policy)
-        print(f"{policy}: {verdict.line}")
-        assert verdict.same, f"{policy}: {verdict}"
-    verdict = wb.verify(cnn(), loss, images(48), micro_batch=11, batchnorm="allow")
-    assert not verdict.same
-    assert verdict.causes[0].name == "BatchNorm", str(verdict)
 
 
 def test_a_batch_that_does_not_fit_is_cut_down() -> None:
@@ -202,7 +154,6 @@ def test_loops_on_the_device() -> None:
 
     right = verify_loop(window(lambda micro, units, steps: 1 / units), device="cuda")
     assert right.same, str(right)
-    assert right.precision == "bf16"
     means = verify_loop(
         window(lambda micro, units, steps: 1 / counted(micro) / steps), device="cuda"
     )

@@ -23,7 +23,6 @@ class Internal(NamedTuple):
 
 _KERAS_LOSS, _KERAS_UTILS = "keras/src/losses/loss.py", "keras/src/trainers/compile_utils.py"
 _KERAS_TRAINER, _KERAS_LAYER = "keras/src/trainers/trainer.py", "keras/src/layers/layer.py"
-_KERAS_JAX = "keras/src/backend/jax/trainer.py"
 _KERAS_OPTIMIZER = "keras/src/optimizers/base_optimizer.py"
 _KERAS_TENSORFLOW = "keras/src/backend/tensorflow/optimizer.py"
 _TRAINER, _KTO = "transformers/trainer.py", "trl/trainer/kto_trainer.py"
@@ -45,8 +44,6 @@ INTERNALS: dict[str, tuple[Internal, ...]] = {
         ),
         Internal("_compile_loss", _KERAS_TRAINER, "the place of the compiled losses"),
         Internal("_compute_loss", _KERAS_TRAINER, "a loss with or without a `training` argument"),
-        Internal("_jax_state", _KERAS_JAX, "variables during a fit on JAX"),
-        Internal("_update_metrics_variables", _KERAS_JAX, "metrics on JAX"),
         Internal("_call_has_training_arg", _KERAS_LAYER, "calls as Keras makes them"),
         Internal("_flatten_layers", _KERAS_LAYER, "every BatchNormalization, also in submodels"),
         Internal("_get_regularization_losses", _KERAS_LAYER, "regularisers, which have no units"),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.support import mean
-from wholebatch import Accumulator
 
 Micros = Sequence[dict[str, Tensor]]
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -182,27 +181,8 @@ def in_transformers(
     return trainer
 
 
-def in_accumulator(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micros: Micros,
-    steps: int,
-    loss: LossOf = mean,
-    **options: Any,
-) -> None:
-    """`wb.Accumulator` over what Accelerate prepared."""
-    from tests.support import grouped
-
-    _, inner, stepped = prepared(model, optimizer)
-    acc = Accumulator(inner, stepped.optimizer, **grouped({"steps": steps, **options}))
-    for batch in acc.over(micros):
-        acc.backward(mean=loss(inner, batch), units=len(batch["y"]))
-        looked_at(model, batch)
-
-
 LOOPS: dict[str, Callable[..., Any]] = {
     "accelerate": in_accelerate,
-    "accumulator": in_accumulator,
     "lightning": in_lightning,
     "fabric": in_fabric,
     "transformers": in_transformers,

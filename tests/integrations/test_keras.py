@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 CASES = {
     "tensorflow": ("keras_cases.py", "keras_tensorflow_cases.py"),
-    "jax": ("keras_cases.py",),
     "torch": ("keras_cases.py",),
 }
 
@@ -25,19 +24,11 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.timeout(950)
 @pytest.mark.parametrize("backend", CASES)
-def test_cases_on(backend: str, tmp_path: Path) -> None:
+def test_cases_on(backend: str) -> None:
     """A backend is chosen once per process, and TensorFlow must not come into this one."""
     environment = {
         **os.environ,
         "KERAS_BACKEND": backend,
-        "JAX_ENABLE_X64": "1",
-        "JAX_PLATFORMS": "cpu",
-        # Most of the time is compilation, and many models of the cases are the same program.
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "-1",
         "OMP_NUM_THREADS": "1",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import wholebatch
 from tests.integrations.loops import LOOPS
 from tests.support import Whole, adamw, distance, mean, mlp, pieces, samples, sgd
-from wholebatch.errors import NonFiniteError, OptionError, WholebatchError
-from wholebatch.options import Close
+from wholebatch.errors import NonFiniteError
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -39,21 +35,6 @@ def with_a_nan() -> list[dict[str, Tensor]]:
 
 
 @libraries
-def test_what_is_not_finite_makes_no_update(library: str) -> None:
-    model = mlp()
-    optimizer = adamw(model)
-    message = r"update 2: micro-batch 2 of 3 has a loss that is not finite\. Nothing was updated"
-    with pytest.raises(NonFiniteError, match=message) as raised:
-        LOOPS[library](model, optimizer, with_a_nan(), 3)
-    assert raised.value.micro_batch == 1
-    whole = Whole(mlp(), adamw)
-    whole.step(pieces(samples(24), [8, 16])[0])
-    whole.assert_same(model)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
-
-
-@libraries
 def test_what_is_not_finite_is_skipped_as_the_message_advises(library: str) -> None:
     model = mlp()
     with pytest.raises(NonFiniteError) as raised:
@@ -68,32 +49,6 @@ def test_what_is_not_finite_is_skipped_as_the_message_advises(library: str) -> N
     whole.step(first)
     whole.step(third)
     whole.assert_same(model)
-
-
-class _Huge(torch.autograd.Function):
-    """A finite number with a gradient that is not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * torch.inf
-
-
-@libraries
-def test_a_gradient_that_is_not_finite_is_found(library: str) -> None:
-    model = mlp()
-    before = copy.deepcopy(model)
-
-    def loss(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
-        found: Tensor = _Huge.apply(mean(model, micro))  # type: ignore[no-untyped-call]
-        return found
-
-    with pytest.raises(NonFiniteError, match="the losses are finite but the gradients are not"):
-        LOOPS[library](model, sgd(model), pieces(samples(21), SIZES), 3, loss, audit=False)
-    assert distance(model.parameters(), before.parameters()) == 0
 
 
 @libraries
@@ -119,36 +74,6 @@ def test_16_bit_gradients_are_added_in_fp32(library: str) -> None:
 
 
 @libraries
-def test_a_loss_that_compares_samples_is_told(library: str) -> None:
-    def compares(model: nn.Module, micro: dict[str, Tensor]) -> Tensor:
-        z = functional.normalize(model(micro["x"]), dim=1)
-        return functional.cross_entropy(z @ z.T, torch.arange(len(z)))
-
-    model = mlp()
-    told = r"links \d of the \d rows|do not add up to"
-    refused = library == "transformers"  # it has the whole batch, whose rows are samples
-    with (
-        pytest.raises(WholebatchError, match=told)
-        if refused
-        else pytest.warns(UserWarning, match=told)
-    ):
-        LOOPS[library](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares)
-    LOOPS[library](model, sgd(model), pieces(samples(24), [8, 8, 8]), 3, compares, audit=False)
-
-
-@libraries
-def test_options_are_checked(library: str) -> None:
-    model = mlp()
-    with pytest.raises(OptionError, match="nonfinite='maybe': must be 'raise' or 'skip'"):
-        close = Close(nonfinite="maybe")  # type: ignore[arg-type]
-        LOOPS[library](model, sgd(model), pieces(samples(4), [2, 2]), 2, close=close)
-    if library != "accumulator":
-        with pytest.raises(OptionError, match=r"wb\.Close\(clip_value=\).*it takes nonfinite="):
-            close = Close(clip_value=1.0)
-            LOOPS[library](model, sgd(model), pieces(samples(4), [2, 2]), 2, close=close)
-
-
-@libraries
 def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(library: str) -> None:
     """The look before the first window draws nothing that the training then misses."""
     trained = []
@@ -160,24 +85,3 @@ def test_dropout_and_a_look_leave_the_random_numbers_as_they_are(library: str) -
         LOOPS[library](model, sgd(model), pieces(samples(21), SIZES), 3, audit=audit)
         trained.append(model)
     assert distance(trained[0].parameters(), trained[1].parameters()) == 0
-
-
-def test_a_second_fit_finds_the_model_as_it_was() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    before = [buffer.clone() for buffer in model.buffers()]
-    for _ in range(2):
-        micros = pieces(samples(21), SIZES)
-        LOOPS["lightning"](model, sgd(model), micros, 3, batchnorm="freeze")
-    assert "forward" not in vars(model[0])
-    assert all(map(torch.equal, before, model.buffers()))
-
-
-@pytest.mark.parametrize("library", LOOPS.values(), ids=LOOPS)
-def test_a_mean_times_the_inverse_of_the_steps_is_warned_of(library: Any) -> None:
-    whole = Whole(mlp(), loss=lambda model, batch: mean(model, batch) * 0.25)
-    whole.step(samples(16))
-    model = mlp()
-    micros = pieces(samples(16), [3, 6, 2, 5])
-    with pytest.warns(UserWarning, match="and 4 is the number of steps"):
-        library(model, sgd(model), micros, 4, lambda model, batch: mean(model, batch) * 0.25)
-    whole.assert_same(model)

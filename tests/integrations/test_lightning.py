@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.pages import changed_script, error, plain_script, weights, weights_here
 from tests.support import EXACT, Whole, mean, mlp, pieces, samples
@@ -37,31 +37,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning"),
 ]
 SIZES = [4, 4, 1, 3, 4, 2, 4]  # windows of 3: the last one has a single micro-batch
-
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import compare.fabric
-    import compare.lightning
-
-    return {"trainer": compare.lightning, "fabric": compare.fabric}
-
-
-@pytest.mark.parametrize(
-    ("host", "case"),
-    [
-        *(("trainer", case) for case in ("equal", "uneven", "short tail", "clipped")),
-        *(("fabric", case) for case in ("masked tokens", "clipped")),
-    ],
-)
-def test_every_case_of_one_process(compare: Any, host: str, case: str) -> None:
-    problem, train = sys.modules["compare.problem"], compare[host].train
-    whole = train(problem.PROBLEMS[case], "whole")
-    start = problem.flat(problem.Reader())
-    assert problem.distance(train(problem.PROBLEMS[case], "ours"), whole, start) <= EXACT
-    if case != "equal":
-        assert problem.distance(train(problem.PROBLEMS[case], "own"), whole, start) > 0.01
 
 
 @pytest.mark.distributed
@@ -133,16 +108,6 @@ def whole_of(*windows: int, **options: Any) -> Whole:
     for batch in pieces(samples(sum(SIZES)), windows):
         whole.step(batch)
     return whole
-
-
-def test_units_from_what_training_step_returns() -> None:
-    module, windows = Module(returns_units=True), ExactAccumulation()
-    fit(module, [windows])
-    whole_of(9, 9, 4).assert_same(module.model)
-    assert windows.last is not None
-    assert (windows.last.units, windows.last.micro_batches) == (4, 1)
-    assert windows.state_dict() == {"updates": 3, "open": 0}
-    assert "training_step" not in module.__dict__  # the module is as it was
 
 
 def test_a_schedule_of_the_window_size() -> None:
@@ -220,13 +185,6 @@ def test_a_checkpoint_in_a_window_is_refused(
     assert "does not hold the gradient of its 2 micro" in caplog.text
     with pytest.raises(StateError, match=r"2 micro-batches of a window .* after an update"):
         fit(OfABatch(), [ExactAccumulation(len)], loader=Resumable(), ckpt_path=file)
-
-
-def test_clipping_by_value() -> None:
-    module = Module()
-    windows = ExactAccumulation(units=lambda batch: len(batch["y"]))
-    fit(module, [windows], gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    whole_of(9, 9, 4, clip_value=0.01).assert_same(module.model)
 
 
 def test_loss_scaling_of_the_precision_plugin() -> None:
@@ -313,3 +271,11 @@ def test_fsdp1_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"FSDPStrategy \(FSDP1\).*ModelParallelStrategy"):
         _check_strategy(FSDPStrategy())
+
+
+def test_samples_that_a_sampler_repeats_are_told() -> None:
+    from wholebatch.integrations.lightning import _warn_of_repeats
+
+    sampler: Any = DistributedSampler(samples(7)["y"], num_replicas=2, rank=0)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="DistributedSampler repeats 1 samples in each epoch"):
+        _warn_of_repeats(SimpleNamespace(train_dataloader=SimpleNamespace(sampler=sampler)))  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import wholebatch as wb
-from tests.integrations.loops import in_lightning, in_transformers
+from tests.integrations.loops import in_transformers
 from tests.support import Whole, mean, mlp, pieces, samples, sgd, summed
-from wholebatch.errors import LossError, OptionError, UnsupportedError, WindowError
+from wholebatch.errors import LossError, OptionError, WindowError
 
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
@@ -21,13 +21,11 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule
 from transformers import Trainer
 
 from wholebatch.integrations.accelerate import AccelerateAccumulator
 from wholebatch.integrations.lightning import FabricAccumulator
 from wholebatch.integrations.transformers import exact
-from wholebatch.integrations.transformers.weighted_loss import WeightedLoss
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,19 +65,6 @@ class Loop:
 
 
 loops = pytest.mark.parametrize("library", ["accelerate", "fabric"])
-
-
-@loops
-def test_a_total_is_a_sum_and_a_mean_is_a_mean(library: str) -> None:
-    loop, data = Loop(library, steps=4), pieces(samples(14), [4, 2, 5, 3])
-    loop.backward(summed(loop.model, data[0]), units=4)
-    loop.backward(mean=mean(loop.model, data[1]), units=torch.tensor(2))
-    loop.backward(wb.Loss(summed(loop.model, data[2]), 5))
-    done = loop.backward(wb.mean_loss(mean(loop.model, data[3]), 3))
-    loop.optimizer.step()
-    whole = Whole(mlp())
-    assert done.loss == pytest.approx(whole.step(samples(14)), rel=1e-12)
-    whole.assert_same(loop.inner)
 
 
 @loops
@@ -139,48 +124,6 @@ def test_a_window_begins_clean(library: str) -> None:
     assert loop.add() is not None
 
 
-def test_a_refused_first_micro_batch_is_forgotten() -> None:
-    """Its error is put right by a step, which is none in the middle of a window."""
-    loop = Loop("fabric", steps=2)
-    loop.add()
-    loop.add()
-    with pytest.raises(WindowError, match=r"holds a gradient .* optimizer\.step\(\)"):
-        loop.add()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-    loop.place = 0
-    loop.add()
-    assert loop.add() is not None
-
-
-@loops
-def test_other_networks_may_hold_gradients(library: str) -> None:
-    """As a GAN's other half does."""
-    other = nn.Linear(5, 5).double()
-    loop = Loop(library, steps=1)
-    other(samples(4)["x"]).sum().backward()
-    for _ in range(2):
-        loop.backward(mean=mean(loop.model, {**samples(4), "x": other(samples(4)["x"])}), units=4)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-    assert loop.windows.updates == 2
-
-
-@loops
-def test_a_backward_that_failed_is_not_gone_on_with(library: str) -> None:
-    loop = Loop(library)
-    loop.add()
-    loss = mean(loop.model, samples(4))
-    loss.register_hook(lambda _: torch.zeros(7))
-    with pytest.raises(RuntimeError):
-        loop.backward(mean=loss, units=4)
-    with pytest.raises(WindowError, match=r"call discard\(\) before going on"):
-        loop.add()
-    loop.windows.discard()
-    loop.inner.zero_grad()
-    loop.add()
-
-
 # ------------------------------------------------------------------- Accelerate
 
 
@@ -199,53 +142,6 @@ def test_a_loop_without_accumulate() -> None:
 
 
 # -------------------------------------------------------------------- Lightning
-
-
-def test_lightning_with_a_zero_grad_that_clears_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LightningModule, "optimizer_zero_grad", lambda *_, **__: None)
-    model = mlp()
-    with pytest.raises(WindowError, match=r"model\.0\.\w+ holds a gradient at the first backward"):
-        in_lightning(model, sgd(model), pieces(samples(12), [3, 3, 3, 3]), 2)
-
-
-def test_a_validation_step_may_call_training_step() -> None:
-    from lightning.pytorch import Trainer as LightningTrainer
-    from torch.utils.data import DataLoader
-
-    from wholebatch.integrations.lightning import ExactAccumulation
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = mlp()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return mean(self.model, batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.training_step(batch, batch_idx)
-
-        def configure_optimizers(self) -> Any:
-            return sgd(self)
-
-    module, parts = Module(), pieces(samples(12), [4, 2, 5, 1])
-    trainer = LightningTrainer(
-        max_epochs=1,
-        accelerator="cpu",
-        accumulate_grad_batches=2,
-        val_check_interval=1,
-        callbacks=[ExactAccumulation(units=lambda batch: len(batch["y"]))],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    loader: Any = DataLoader(parts, batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(module, loader, loader)
-    whole = Whole(mlp())
-    for window in pieces(samples(12), [6, 6]):
-        whole.step(window)
-    whole.assert_same(module.model)
 
 
 # ----------------------------------------------------------------- Transformers
@@ -315,31 +211,3 @@ def test_units_are_conserved() -> None:
     with pytest.raises(LossError, match=r"counted 12 units .* are over 6: .* same inputs"):
         in_transformers(model, sgd(model), pieces(samples(24), [4] * 6), 3, kind=Halves)
     Whole(mlp()).assert_same(model)
-
-
-class _Engine(nn.Module):
-    def __init__(self, sums: torch.dtype) -> None:
-        super().__init__()
-        self.sums = sums
-
-    def zero_optimization_stage(self) -> int:
-        return 2
-
-    def get_data_types(self) -> Any:
-        return torch.bfloat16, self.sums
-
-
-def test_deepspeed_must_add_in_fp32() -> None:
-    class Host:
-        model = nn.Linear(2, 2)
-        optimizer = coupled = micro_batch = window_precision = None
-        window_close, batchnorm, audit = wb.Close(), "exact", True
-        model_wrapped = _Engine(torch.bfloat16)
-
-    with pytest.raises(UnsupportedError, match="grad_accum_dtype"):
-        WeightedLoss(Host, "DeepSpeed")
-    Host.model_wrapped = _Engine(torch.float32)
-    WeightedLoss(Host, "DeepSpeed")
-    Host.window_close = wb.Close(nonfinite="skip")
-    with pytest.raises(OptionError, match=r"Trainer runs the steps \(DeepSpeed\)"):
-        WeightedLoss(Host, "DeepSpeed")

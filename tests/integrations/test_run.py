@@ -86,47 +86,6 @@ def test_accelerate(mixed: bool) -> None:
     assert windows._functions[loss].executor.kinds.changes == 0
 
 
-def test_a_step_inside_a_window_is_refused_in_accelerate() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    from wholebatch.integrations.accelerate import AccelerateAccumulator
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    model = mlp()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    prepared, optimizer = accelerator.prepare(model, sgd(model))
-    windows = AccelerateAccumulator(accelerator, prepared, optimizer, execute="compile")
-    with accelerator.accumulate(prepared):
-        assert windows.run(loss_of(prepared), samples(3)) is None
-    with pytest.raises(wb.errors.WindowError, match="while the window is open"):
-        optimizer.optimizer.step()
-    windows.discard()
-
-
-def test_fabric_under_a_precision_with_a_backward_of_its_own() -> None:
-    from lightning.fabric import Fabric
-
-    from wholebatch.integrations.lightning import FabricAccumulator
-
-    model = mlp(dtype=torch.float32)
-    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    set_up, optimizer = fabric.setup(model, sgd(model))
-    windows = FabricAccumulator(fabric, set_up, optimizer, execute="compile")
-    loss = loss_of(set_up)
-    wide = Whole(mlp(), clip_norm=None)
-    for window in parts():
-        for index, micro in enumerate(window):
-            batch = {**micro, "x": micro["x"].float()}
-            windows.run(loss, batch, last=index + 1 == len(window))
-        optimizer.step()
-        optimizer.zero_grad()
-        wide.step(joined(window))
-    assert windows._functions[loss].executor.mode == "operations"
-    assert distance(model.parameters(), wide.model.parameters()) <= 2e-2
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_fabric(dtype: torch.dtype) -> None:
     from lightning.fabric import Fabric

@@ -16,8 +16,6 @@ import wholebatch as wb
 from tests.distributed.launch import torchrun
 from tests.memory.inject import OutOfMemoryAt
 from tests.support import EXACT
-from wholebatch.batch import split
-from wholebatch.compile.execute_mode import ExecuteWarning
 from wholebatch.errors import OptionError
 
 pytest.importorskip("transformers")
@@ -40,8 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
-FLOAT32 = 1e-6
-TOKENS = wb.tokens(16, mask="input_ids")
 
 
 class Run:
@@ -84,178 +80,11 @@ def mode_of(trainer: Any) -> str:
     return mode
 
 
-@pytest.mark.parametrize("case", ["uneven", "masked tokens", "clipped"])
-def test_every_case_as_traced(run: Run, traces: Traces, case: str) -> None:
-    whole = run(Trainer, "whole", case=case, num_train_epochs=3)
-    ours = run(exact(Trainer, execute="compile"), "ours", case=case, num_train_epochs=3)
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "operations"
-    # The last batch of 29 samples has one, in each epoch: it gets a graph of its own.
-    assert traces.made == (2 if case == "uneven" else 1)
-
-
-def test_compiled(run: Run) -> None:
-    whole = run(Trainer, "whole")
-    ours = run(exact(Trainer, execute="compile"), "ours")
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "compile"
-    assert ours._whole._runner.executor.notes.history[0].startswith("compiled a micro-step of")
-
-
 def test_torch_compile_means_graphs_of_ours(run: Run, traces: Traces) -> None:
     ours = run(exact(Trainer), "ours", torch_compile=True)
     assert run.distance(ours, run(Trainer, "whole")) <= EXACT
     assert (mode_of(ours), traces.made) == ("operations", 1)
     assert type(ours.model_wrapped).__name__ == "OptimizedModule"  # as its user knows it
-
-
-class Padded:
-    """Samples of several lengths; a batch is as wide as its longest.
-
-    Word 0 is padding alone: the tests give `input_ids` as the mask.
-    """
-
-    def __init__(self, tokens: Any) -> None:
-        tokens.tokens.clamp_(min=1)
-        lengths = (tokens.labels != -100).sum(1).clamp(min=1).tolist()
-        self.rows = [
-            {n: v[:length] for n, v in tokens[i].items()} for i, length in enumerate(lengths)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-    @staticmethod
-    def collate(rows: Any) -> dict[str, Tensor]:
-        pad = {"input_ids": 0, "labels": -100}
-        return {
-            name: nn.utils.rnn.pad_sequence(
-                [row[name] for row in rows], batch_first=True, padding_value=value
-            )
-            for name, value in pad.items()
-        }
-
-
-@pytest.mark.parametrize("micro_batch", [None, TOKENS, "auto"])
-def test_batches_of_several_widths(
-    run: Run, problem: Any, traces: Traces, micro_batch: Any
-) -> None:
-    data = Padded(problem.Tokens(problem.PROBLEMS["masked tokens"]))
-    assert len({len(row["labels"]) for row in data.rows}) > 4
-    given = {"data": data, "data_collator": Padded.collate}
-    whole = run(Trainer, "whole", **given)
-    ours = run(exact(Trainer, execute="compile", micro_batch=micro_batch), "ours", **given)
-    assert run.distance(ours, whole) <= EXACT
-    if micro_batch == TOKENS:  # sorted over the whole window, not within each batch
-        each = [Padded.collate(data.rows[at : at + 4]) for at in range(16, 32, 4)]
-        number = len(split(Padded.collate(data.rows[16:]), TOKENS))
-        assert ours._whole.last_step.micro_batches == number
-        assert number < sum(len(split(batch, TOKENS)) for batch in each)
-
-
-def test_auto_may_join_the_batches_of_a_loader(run: Run) -> None:
-    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
-    whole = run(Trainer, "whole", **given)
-    ours = run(exact(Trainer, micro_batch="auto"), "ours", **given)
-    assert run.distance(ours, whole) <= EXACT
-    assert losses_of(ours) == pytest.approx(losses_of(whole), rel=1e-6)
-    assert ours._whole.micro_batch_size == 16  # the loader's batches have 4
-
-
-def labels_of(inputs: Any) -> Tensor:
-    return (inputs["labels"] != -100).sum()
-
-
-class Weighted(Trainer):
-    """Its loss has a weight that training changes."""
-
-    weight = 1.0
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        outputs = model(**inputs)
-        loss = self.weight * outputs["loss"]
-        return (loss, outputs) if return_outputs else loss
-
-
-class ByStep(Trainer):
-    """Its loss has a weight that changes with every update."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return (1.0 + 0.1 * self.state.global_step) * model(**inputs)["loss"]
-
-
-class Anneal(TrainerCallback):
-    """Halves the trainer's weight once."""
-
-    trainer: Any
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.trainer.weight = 0.5
-
-
-def test_a_graph_is_made_again_when_what_the_loss_reads_has_changed(
-    run: Run, traces: Traces
-) -> None:
-    given: dict[str, Any] = {"num_train_epochs": 4, "logging_steps": 1, "logging_strategy": "steps"}
-    whole = run(Weighted, "whole", callbacks=[Anneal()], **given)
-    ours = run(
-        exact(Weighted, units=labels_of, execute="compile"), "ours", callbacks=[Anneal()], **given
-    )
-    assert run.distance(ours, whole) <= EXACT
-    # The Trainer's own counters, logs and callbacks make no graph invalid: 8 updates, 2 values.
-    assert (traces.made, mode_of(ours)) == (2, "operations")
-
-
-def test_a_loss_that_reads_the_step_runs_eagerly(run: Run, traces: Traces) -> None:
-    whole = run(ByStep, "whole", num_train_epochs=4)
-    with pytest.warns(ExecuteWarning, match=r"self.state.global_step \(.*:\d+\) changes often"):
-        ours = run(exact(ByStep, units=labels_of, execute="compile"), "ours", num_train_epochs=4)
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "eager"
-
-
-class Scale:
-    factor = 2.0
-
-
-def scaled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    if num_items_in_batch is not None:  # of the plain Trainer
-        losses = functional.cross_entropy(outputs["logits"].mT, labels, reduction="sum")
-        return Scale.factor * losses / num_items_in_batch
-    return Scale.factor * functional.cross_entropy(outputs["logits"].mT, labels)
-
-
-def test_a_compute_loss_func(run: Run, hosts: Any, traces: Traces) -> None:
-    class Logits(hosts.ReaderForTokenClassification):  # type: ignore[misc, name-defined]
-        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.reader(input_ids)}
-
-    given: dict[str, Any] = {"compute_loss_func": scaled, "remove_unused_columns": False}
-    whole = run(Trainer, "whole", model=Logits(), **given)
-    ours = run(exact(Trainer, units=labels_of, execute="compile"), "ours", model=Logits(), **given)
-    assert run.distance(ours, whole) <= EXACT
-    assert (traces.made, mode_of(ours)) == (1, "operations")
-
-
-def test_label_smoothing(run: Run, hosts: Any, traces: Traces) -> None:
-    """Transformers computes it in float32."""
-
-    class Smooth(TrainerCallback):
-        trainer: Any
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.trainer.label_smoother.epsilon = 0.3 if state.global_step > 1 else 0.1
-
-    given: dict[str, Any] = {"label_smoothing_factor": 0.1, "num_train_epochs": 2}
-    whole = run(Trainer, "whole", model=hosts.llama(), callbacks=[Smooth()], **given)
-    kind = exact(Trainer, execute="compile")
-    ours = run(kind, "ours", model=hosts.llama(), callbacks=[Smooth()], **given)
-    assert run.distance(ours, whole, hosts.llama()) <= FLOAT32
-    assert (traces.made, mode_of(ours)) == (2, "operations")
 
 
 def test_bf16_in_the_models_forward(run: Run, hosts: Any, traces: Traces) -> None:
@@ -449,42 +278,6 @@ def test_a_checkpoint_in_a_window_of_graphs_begins_it_again(
     assert mode_of(resumed) == "operations"
     assert run.distance(resumed, straight) <= EXACT
     assert losses_of(resumed) == pytest.approx(losses_of(straight), rel=1e-12)
-
-
-class Scheduleless(torch.optim.SGD):
-    """An optimizer that wants to know when training goes on."""
-
-    told = 0
-
-    def train(self) -> None:
-        self.told += 1
-
-
-def test_a_second_training_and_what_the_step_does_besides(
-    run: Run, traces: Traces, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cleared: list[bool] = []
-
-    def clear(garbage_collection: bool = False) -> None:  # Accelerate collects, at the beginning
-        cleared.append(garbage_collection)
-
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", clear)
-    trainers = []
-    for kind, mode in ((Trainer, "whole"), (exact(Trainer, execute="compile"), "ours")):
-
-        class Twice(kind):  # type: ignore[misc, valid-type]
-            def create_optimizer(self, *_: Any) -> Any:
-                self.optimizer = self.optimizer or Scheduleless(self.model.parameters(), lr=0.5)
-                return self.optimizer
-
-        trainers.append(run(Twice, mode, torch_empty_cache_steps=2))
-        trainers[-1].train()
-    whole, ours = trainers
-    assert run.distance(ours, whole) <= EXACT
-    assert mode_of(ours) == "operations"
-    assert ours._whole._runner.executor.kinds.by_key == {}  # nothing is held after the training
-    assert ours.optimizer.optimizer.told == 4  # once a window
-    assert cleared.count(False) == 2
 
 
 class OwnStep(Trainer):

@@ -18,7 +18,6 @@ pytest.importorskip("trl")
 
 from tests.integrations import trl_training as runs
 from tests.integrations.trl_training import TRAINERS, off, trained
-from tests.verification.loops.live import found_in
 from wholebatch.integrations.transformers import exact
 
 pytestmark = [
@@ -91,12 +90,6 @@ def test_four_batches_make_the_update_of_one_as_trls_do(name: str, options: dict
     assert own <= FLOAT32
 
 
-def test_one_batch_of_a_loss_of_trls_makes_its_own_update() -> None:
-    for name, options in (("GRPO", {}), ("DPO", {"f_divergence_type": "js_divergence"})):
-        ours = trained(TRAINERS[name](exact, 1, **options))
-        assert off(ours, trained(TRAINERS[name](plain, 1, **options))) <= FLOAT32, name
-
-
 def test_gkd_is_refused_by_name() -> None:
     from trl.experimental.gkd import GKDTrainer
 
@@ -120,14 +113,6 @@ def test_batches_can_be_cut_further(name: str, size: Any) -> None:
 def test_batches_of_grpo_are_not_cut() -> None:
     with pytest.raises(wb.errors.OptionError, match=r"micro_batch=3 .*GRPOTrainer\.training_step"):
         trained(runs.grpo(lambda kind: exact(kind, micro_batch=3), 2))
-
-
-def test_completions_that_serve_several_windows() -> None:
-    """Half of a generation is a window: its mean is over the tokens of that half."""
-    made: Any = {"num_iterations": 1, "loss_type": "dapo"}
-    ours = runs.grpo(exact, 2, steps_per_generation=4, per_device_train_batch_size=4, **made)
-    one = runs.grpo(exact, 1, steps_per_generation=2, per_device_train_batch_size=8, **made)
-    assert off(trained(ours, updates=2), trained(one, updates=2)) <= 1e-5  # two updates apart
 
 
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
@@ -158,20 +143,10 @@ def test_what_is_not_exact_is_refused_by_name(
         TRAINERS[name](exact, 4, **options)
 
 
-def test_other_trainers_that_draw_their_batches_are_refused() -> None:
-    from trl import DistillationTrainer
-    from trl.experimental.gmpo import GMPOTrainer  # GRPO's batches with a loss of its own
-
-    for kind in (DistillationTrainer, GMPOTrainer):
-        with pytest.raises(wb.errors.UnsupportedError, match="what its loss is a mean over"):
-            exact(kind)
-
-
 def test_two_ranks_make_the_update_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks with two batches each; GRPO draws by rank, so it is held against one batch each."""
-    monkeypatch.setenv("TRL_SAMPLES", "16")
     found = reports(Path(__file__).with_name("trl_worker.py"), 2, tmp_path)
     assert found["GRPO own"] > 0.01
     assert found["GRPO"] <= FLOAT32
@@ -258,66 +233,3 @@ def test_policy_values(loss_type: str, ratio: Any) -> None:
         **MEANS[loss_type],
     )
     assert value(loss) == pytest.approx(theirs, rel=1e-5)
-
-
-def changed(change: Any) -> Any:
-    """A trainer with another loss than TRL's."""
-
-    def make(kind: Any) -> Any:
-        class Changed(kind):  # type: ignore[misc]
-            def compute_loss(self, *args: Any, **more: Any) -> Any:
-                loss = super().compute_loss(*args, **more)
-                return (change(loss[0]), loss[1]) if isinstance(loss, tuple) else change(loss)
-
-        return Changed
-
-    return make
-
-
-# The last of DPO's four batches is smaller, and TRL averages their means: that is no plant.
-@pytest.mark.parametrize(
-    "name, make, options, found",
-    [
-        ("SFT", plain, {"max_grad_norm": 0.01}, "right"),
-        ("SFT", changed(lambda loss: loss / 4), {}, "divided-twice"),
-        ("DPO", plain, {"samples": 12}, "right"),
-        ("DPO", plain, {}, "mean-of-means"),
-    ],
-)
-def test_inside_a_watch(
-    name: str, make: Any, options: Any, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = dict(options)
-    monkeypatch.setattr(runs, "SAMPLES", options.pop("samples", runs.SAMPLES))
-    trainer = {"SFT": runs.sft, **TRAINERS}[name](make, 4, **options)
-    with wb.watch(trainer.model) as watch:
-        trained(trainer)
-    assert found_in(watch.verdict) == found, str(watch.verdict)
-
-
-MASKED = {"completion_only_loss": True, "max_length": 9}
-
-
-def test_fine_tuning_evaluates_as_trl_does() -> None:
-    compiled = runs.completions(lambda kind: exact(kind, execute="compile"), 2, **MASKED)
-    assert compiled.needs_trl_loss() is None
-    own = runs.completions(plain, 2, **MASKED)
-    assert own.evaluate(own.train_dataset)["eval_loss"] == pytest.approx(
-        compiled.evaluate(compiled.train_dataset)["eval_loss"], rel=1e-6
-    )
-
-
-def test_a_loss_of_ones_own_replaces_ours() -> None:
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    class Own(SFTTrainer):  # type: ignore[misc]
-        def compute_loss(self, *given: Any, **more: Any) -> Any:
-            return 2 * super().compute_loss(*given, **more)
-
-    def tokens(inputs: Any) -> Tensor:
-        return (inputs["labels"][:, 1:] != -100).sum()
-
-    made = runs.completions(lambda _: exact(Own, units=tokens), 2, **MASKED)
-    assert "Own.compute_loss" in (made.needs_trl_loss() or "")
-    twice = trained(runs.completions(lambda _: Own, 1, **MASKED))
-    assert off(trained(made), twice) <= FLOAT32

@@ -19,7 +19,6 @@ from transformers import LlamaForSequenceClassification
 from tests.integrations import trl_training as runs
 from tests.integrations.conftest import Traces
 from tests.integrations.trl_training import off, trained
-from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.integrations.transformers import exact, exact_sft
 from wholebatch.losses import sliced_cross_entropy
 
@@ -29,13 +28,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-FLOAT32 = 1e-6
 TRAINERS = {"SFT": runs.completions, **runs.TRAINERS}
 MASKED = {"completion_only_loss": True, "max_length": 9}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
 ADAPTERS = {
     "lora": {},
-    "dora": {"use_dora": True},
     "modules_to_save": {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]},
 }
 
@@ -94,7 +91,7 @@ def case(name: str, make: Any, batches: int, **options: Any) -> Any:
     ("name", "options", "samples"),
     [
         ("SFT", MASKED, 14),
-        ("SFT", {**MASKED, "adapters": "dora", "gradient_checkpointing": True}, 16),
+        ("SFT", {**MASKED, "adapters": "lora", "gradient_checkpointing": True}, 16),
     ],
     ids=str,
 )
@@ -128,11 +125,13 @@ def test_large_logits_are_made_in_slices(
     whole = trained(case("SFT", eager, 1, **options), updates=3)
     largest: list[int] = []
 
-    def statistics(logits: torch.Tensor) -> Any:
-        largest.append(len(logits))
-        return token_statistics(logits)
+    sums_of_rows = exact_sft._sums_of_rows
 
-    monkeypatch.setattr(exact_sft, "token_statistics", statistics)
+    def watched(logits: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        largest.append(len(logits))
+        return sums_of_rows(logits, *rest, **options)
+
+    monkeypatch.setattr(exact_sft, "_sums_of_rows", watched)
     monkeypatch.setattr(sliced_cross_entropy, "rows_at_once", lambda _: 24)
     assert off(trained(case("SFT", make, 4, **options), updates=3), whole) <= EXACT
     assert 24 in largest
@@ -165,27 +164,6 @@ def test_packed_rows(strategy: str, traces: Traces, said: pytest.LogCaptureFixtu
     ours = trained(case("SFT", make, 1, **options, **parts), updates=3)
     assert off(ours, trained(case("SFT", eager, 1, **whole), updates=3)) <= EXACT
     assert ("micro-steps are now one" in said.text) == (make is compiled)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("DPO", {"adapters": "modules_to_save", "gradient_checkpointing": True}),
-        ("DPO", {"precompute_ref_log_probs": True, "loss_type": ["ipo", "apo_zero"]}),
-        ("DPO", {"f_divergence_type": "js_divergence"}),
-        ("DPO", {"ld_alpha": 0.5}),
-        ("Reward", {"center_rewards_coefficient": 0.1}),
-        ("KTO", {"desirable_weight": 1.4}),
-    ],
-    ids=str,
-)
-def test_trls_own_losses_make_the_update_of_the_undivided_batch(
-    name: str, options: dict[str, Any]
-) -> None:
-    """TRL computes these in float32, whatever the model is in."""
-    options = {"learning_rate": 0.1, "pad_to_multiple_of": 32, **options, "num_train_epochs": 3}
-    whole = trained(case(name, eager, 1, **options), updates=3)
-    assert off(trained(case(name, eager, 4, **options), updates=3), whole) <= FLOAT32
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 WORDS = 24
-SAMPLES = int(os.environ.get("TRL_SAMPLES", "14"))
+SAMPLES = 14
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 

@@ -8,15 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests.integrations import trl_training as runs
 from tests.integrations.trl_training import TRAINERS, grpo, off, trained
+from wholebatch.errors import UnsupportedError
 from wholebatch.integrations.transformers import exact
 
 
 def main() -> None:
     report = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
+    with pytest.raises(UnsupportedError, match="dataloader_drop_last=True"):
+        trained(runs.dpo(exact, 2))  # of 14 samples: Accelerate would repeat two
+    runs.SAMPLES = 16
     for name in ("DPO", "Reward", "KTO"):
         update = trained(TRAINERS[name](exact, 2))
         if rank == 0:

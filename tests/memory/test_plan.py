@@ -176,45 +176,15 @@ def test_command_refuses_bad_options() -> None:
             assert "no GPU here" in str(refused("digits-cnn", "--gpu-memory", share))
 
 
-def test_the_gpu_by_name_and_its_price() -> None:
+def test_the_gpu_by_name() -> None:
     for name in ("RTX 4090", "rtx4090", "24"):
         if name == "24":
             assert "--gpu 24: must be one of T4, V100 16, L4" in str(refused("--gpu", name))
             continue
-        result = command("digits-cnn", "--batch-size", "64", "--gpu", name, "--price", "0.35")
+        result = command("digits-cnn", "--batch-size", "64", "--gpu", name)
         assert "1 × RTX 4090 with 23.6 GiB" in result.output
-        assert "an epoch: 1,797 samples" in result.output
         assert "undivided, it needs" in result.output
-    assert "--price: also give --gpu" in str(refused("digits-cnn", "--price", "1"))
-    assert "--price 0: must be one or two prices" in str(refused("--price", "0", "--gpu", "T4"))
     assert "give one of them" in str(refused("--gpu", "T4", "--gpu-memory", "1GiB"))
-
-
-def test_the_price_beside_that_of_a_larger_gpu() -> None:
-    """A CNN of digits has about 6 × 30 million operations for an image, in fp32."""
-    found = json.loads(
-        command(
-            "digits-cnn", "--batch-size", "300000", "--gpu", "T4", "--price", "0.3,2", "--json"
-        ).output
-    )
-    assert found["micro_batch"] < 300_000
-    assert found["undivided"] > 14.7 * 2**30
-    cost, beside = found["cost"]
-    seconds = 1797 * found["operations"] / (0.4 * 8.1e12)
-    assert f"{seconds / 3600 * 0.3:.3g} at 0.3 each" in cost
-    assert "GPU hours, cheaper below" in beside
-    assert beside.endswith("at 2 each")
-
-
-def test_the_largest_of_a_family() -> None:
-    pytest.importorskip("transformers")
-    small = command("--largest", "vit", "--gpu-memory", "150MiB", "--batch-size", "1")
-    assert "vit of width 256 and depth 4 (vit)" in small.output
-    assert small.exit_code == 0
-    assert "none of width 256 or more fits" in str(
-        refused("--largest", "gpt", "--gpu-memory", "80MiB")
-    )
-    assert "takes the place of digits-cnn" in str(refused("digits-cnn", "--largest", "gpt"))
 
 
 LLAMA = {
@@ -389,8 +359,6 @@ def test_the_command_shards() -> None:
     assert re.search(r"▶ gathered .*iB .*\n *hold .*iB .*\n *every .*iB ", said)
     assert "--parallel zero: must be one of ddp, fsdp2" in str(refused("--parallel", "zero"))
     assert "--gpus 1: give the number" in str(refused("--parallel", "fsdp2"))
-    assert "--sync every: belongs to --parallel fsdp2" in str(refused("--sync", "every"))
-    assert "--sync now: must be one of gathered, hold, every" in str(refused("--sync", "now"))
 
 
 def test_ways_of_a_sharded_model_differ_by_whole_tensors() -> None:

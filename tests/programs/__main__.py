@@ -9,29 +9,57 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
-from collections import Counter
-from multiprocessing import get_context
-from pathlib import Path
+from functools import partial
 
-from tests.programs.grammar import KINDS
-from tests.programs.judge import KINDS as VERDICTS
-from tests.programs.plain.search import search as search_plain
-from tests.programs.search import work
+from tests.programs.frame import Judged, Machine, search
+from tests.programs.plain import grammar as plain_grammar
+from tests.programs.plain import judge as plain_judge
+from tests.programs.plain.text import script as plain_script
 
 
-def line(counts: Counter[str], started: float, seconds: float) -> str:
-    """Return the progress line."""
-    spent = max(time.monotonic() - started, 1e-3)
-    total = sum(counts.values())
-    left = max(0.0, seconds - spent)
-    told = ", ".join(f"{counts[kind]} {kind}" for kind in VERDICTS)
-    return f"{total} programs, {total / spent:.1f}/s, {left:.0f} s left: {told}"
+def of_programs(device: str, kind: str) -> Machine:
+    """Return the grammar of programs with wholebatch, judged by the undivided batch."""
+    from tests.programs.description import Program
+    from tests.programs.grammar import draw, kind_of
+    from tests.programs.hosts import HOSTS
+    from tests.programs.judge import KINDS, judge
+    from tests.programs.run import warm_up
+    from tests.programs.script import script
+    from tests.programs.shrink import smaller
+
+    warm_up(script(Program()), script(Program(way="run")))
+    warm = {"eager"}
+
+    def judged(program: Program) -> Judged:
+        host = program.way if program.way in HOSTS else program.execute
+        if host not in warm:  # imports of seconds, made once
+            warm.add(host)
+            warm_up(script(program))
+        verdict = judge(program)
+        failure = verdict.signature if verdict.failed else ""
+        return Judged(program, kind_of(program), (verdict.kind,), failure, verdict.detail)
+
+    of_kind = partial(draw, device=device, kind=kind)
+    return Machine(KINDS, of_kind, judged, smaller, script)
+
+
+def of_loops() -> Machine:
+    """Return the grammar of loops in plain torch, judged by lint and verify too."""
+    plain_judge.warm_up(plain_grammar.LIBRARIES)
+    return Machine(
+        plain_judge.COLUMNS,
+        plain_grammar.draw,
+        plain_judge.judged,
+        plain_grammar.smaller,
+        plain_script,
+    )
 
 
 def main() -> int:
-    """Run the machine for a while; the exit status is 1 if a program failed."""
+    """Run a machine for a while; the exit status is 1 if a value failed."""
+    from tests.programs.grammar import KINDS
+
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 100000)
@@ -40,65 +68,17 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kind", choices=("all", *KINDS), default="all")
     parser.add_argument("--way", choices=("wholebatch", "plain"), default="wholebatch")
-    parser.add_argument("--out", type=Path, help="write the failing scripts to this file")
-    arguments = parser.parse_args()
-    if arguments.device == "cpu":  # a process with CUDA cannot fork one that trains
+    options = parser.parse_args()
+    if options.device == "cpu":  # a process with CUDA cannot fork one that trains
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["JAX_PLATFORMS"] = "cpu"
-    if arguments.way == "plain":
-        return search_plain(arguments.seconds, arguments.seed, arguments.jobs)
-    with tempfile.TemporaryDirectory() as known:
-        return search(arguments, Path(known))
-
-
-def search(arguments: argparse.Namespace, known: Path) -> int:
-    """Draw programs in several processes, and print what fails."""
-    context = get_context("spawn")
-    tell = context.SimpleQueue()
-    shared = (arguments.seed, arguments.seconds, arguments.device, arguments.kind, known, tell)
-    workers = [
-        context.Process(target=work, args=(number, *shared)) for number in range(arguments.jobs)
-    ]
-    for worker in workers:
-        worker.start()
-    print(f"seed {arguments.seed}, {arguments.jobs} processes", flush=True)
-    counts: Counter[str] = Counter()
-    failures: dict[str, str] = {}
-    often: Counter[str] = Counter()
-    by_kind: dict[str, Counter[str]] = {}
-    started, shown, open_ = time.monotonic(), 0.0, len(workers)
-    while open_ and not (arguments.first and often):
-        of, kind, failure = tell.get()
-        if kind == "done":
-            open_ -= 1
-        elif kind is not None:
-            counts[kind] += 1
-            by_kind.setdefault(of, Counter())[kind] += 1
-            often.update([failure] if failure else ())
-        else:
-            text, source, verdict = failure
-            failures[verdict.signature] = text
-            told = verdict.detail.strip()[-1500:]
-            whole = f"\n{'=' * 80}\n{verdict.signature}\n{text}\n{told}\n{'-' * 80}\n{source}"
-            if arguments.out is None:
-                print(whole)
-            else:
-                with arguments.out.open("a", encoding="utf-8") as out:
-                    out.write(whole)
-        if time.monotonic() - shown > (1.0 if sys.stdout.isatty() else 20.0):
-            shown = time.monotonic()
-            end = "\r" if sys.stdout.isatty() else "\n"
-            print(line(counts, started, arguments.seconds), end=end, flush=True)
-    for worker in workers if open_ else []:
-        worker.terminate()
-    print(line(counts, started, arguments.seconds))
-    for of, some in sorted(by_kind.items()):
-        told = ", ".join(f"{many} {kind}" for kind, many in some.most_common())
-        print(f"{of}: {sum(some.values())} programs, {told}")
-    for signature, many in often.most_common():
-        print(f"FAILED {many} times: {signature}\n       {failures.get(signature, '')}")
-    return 1 if often else 0
+    make = (
+        of_loops if options.way == "plain" else partial(of_programs, options.device, options.kind)
+    )
+    return search(make, options.seconds, options.seed, options.jobs, options.first)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tests.programs.__main__ import main as named  # spawned processes find it by this name
+
+    sys.exit(named())

@@ -5,8 +5,10 @@ The first value of every field is the plainest one, so a failure shrinks towards
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
+
+from tests.programs.frame import Value
 
 Labels = Literal["all", "some", "one", "none"]
 """How many labels of a micro-batch count."""
@@ -15,7 +17,7 @@ WHOLE_BATCH = ("step", "over", "gradient")
 """The ways in that are given a whole batch."""
 LOOPS = ("backward", "more", "announce")
 """The ways in whose loop runs the forward pass itself."""
-TOKEN_MODELS = ("tokens", "attention", "lstm", "gru", "encoder", "causal", "time first")
+TOKEN_MODELS = ("tokens", "attention", "lstm", "causal")
 """The models that read sequences of token ids, with padding."""
 STRUCTURED = ("graph",)
 """The models whose micro-batch is one example: its rows depend on each other."""
@@ -33,8 +35,8 @@ class Micro:
     labels: Labels = "all"
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(Value):
     """A training program; `windows` holds the micro-batches of each update."""
 
     model: str = "linear"
@@ -80,18 +82,10 @@ class Program:
     ranks: int = 1
     """Processes; each gets every `ranks`-th micro-batch of a window."""
     sharded: str = "ddp"
-    """What holds the model on ranks: "ddp", "fsdp", or "hsdp"."""
+    """What holds the model on ranks: "ddp", "fsdp", "hsdp"; or FSDP2 that reduces in "every"
+    micro-batch, or whose parameters are "gathered" once per window."""
     mistake: str = "none"
     seed: int = 0
-
-    def __repr__(self) -> str:
-        """Return the call that makes it, with the fields that are not the plainest."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"Program({', '.join(changed)})"
 
     @property
     def is_whole(self) -> bool:
@@ -121,9 +115,10 @@ class Program:
 
     @property
     def in_one_row(self) -> bool:
-        """True if no window has two samples with labels that count."""
+        """True if no window is sure to have two samples with labels that count."""
+        sure = {"one": 1, "some": 1, "none": 0}
         return all(
-            sum(1 if m.labels == "one" else m.rows for m in window if m.labels != "none") < 2
+            sum(sure.get(micro.labels, micro.rows) for micro in window) < 2
             for window in self.windows
         )
 

@@ -7,7 +7,7 @@ named on docs/laws.md, or the update is exact all the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.programs.description import LOOPS, WHOLE_BATCH, Program
 
@@ -64,8 +64,9 @@ class Mistake:
 
 SIZE = "a sum divided by a number that is also a size of what it sums"
 """Words of docs/laws.md: it may be a mean over the parts of a sample."""
-ONE_ROW = "A batch with one sample"
+ONE_ROW = "A batch with one sample that counts"
 """Words of docs/laws.md: where one sample or micro-batch is all, there is nothing to compare."""
+BY_CHANCE = "A coupling whose parts add up by chance in the tested samples"
 LATER = "whatever but the units shows only after the first window"
 """Words of docs/laws.md: most checks of a loop are asked in its first window."""
 
@@ -79,7 +80,10 @@ def _listed(words: str, *ways: str) -> dict[str, str]:
 _UNITS = {
     "mean as total": Mistake(r"\bmean\b|finite", given=("total",), values={"total": "{mean}"}),
     "quotient as total": Mistake(
-        r"\bmean\b|finite|divided", given=("total",), values={"total": "{total} / {units}"}
+        r"\bmean\b|finite|divided",
+        given=("total",),
+        values={"total": "{total} / {units}"},
+        listed=_listed("a mean given as a sum by `.mean()`, by hand"),
     ),
     "means as total": Mistake(
         r"\bmean\b|finite",
@@ -96,13 +100,12 @@ _UNITS = {
         values={"mean": "{total}"},
         listed=_listed("a sum of products or quotients that is given as a mean"),
     ),
-    "units of rows": Mistake(
+    "units of one": Mistake(
         UNITS,
         given=("mean",),
-        values={"units": "len(y)"},
-        listed=_listed("a divisor that the graph does not show"),
+        values={"units": "1"},
+        listed=_listed("a mean over several samples that is given with `units=1`"),
     ),
-    "units of one": Mistake(UNITS, given=("mean",), values={"units": "1"}),
     "units clamped": Mistake(
         UNITS,
         given=("mean",),
@@ -124,23 +127,6 @@ _UNITS = {
         values={"count": "counted.sum() * 1.05"},
         counts=True,
         wide=True,
-    ),
-    "count of rows": Mistake(
-        r"units",
-        ways=WHOLE_BATCH,
-        losses=("ce", "smooth"),
-        models=("tokens", "attention", "lstm"),
-        values={"count": "len(y)"},
-        counts=True,
-    ),
-    "mean by a loop": Mistake(
-        r"\bmean\b|\bsum\b",
-        given=("total",),
-        losses=("ce", "smooth"),
-        values={
-            "total": "sum({unit}.flatten().unbind() or [logits.sum() * 0]) / max(1, len({unit}))"
-        },
-        listed=_listed("a mean given as a sum by `.mean()`, by hand"),
     ),
     "divided by steps": Mistake(
         r"steps|divi",
@@ -274,28 +260,15 @@ _COMPARING = {
     "variance of the batch": _compares(
         ways=EVERYWHERE, term="F.relu(3 - (z.var(0, unbiased=False) + 1e-3).sqrt()).mean()"
     ),
-    "redundancy": _compares(
-        ("z = z - z.mean(0)",), ways=EVERYWHERE, term="(z.T @ z / len(z)).square().mean()"
-    ),
     "dice": _compares(
         ("p, truth = z.sigmoid(), torch.tensor([0.0, 1.0, 0.0], dtype=z.dtype)",),
         ways=EVERYWHERE,
         term="1 - 2 * (p * truth).sum() / (p.square().sum() + len(z) + 1)",
     ),
-    "entropy of the mean": _compares(
-        ("p = torch.cat([z, z.new_zeros(len(z), 1)], 1).softmax(1).mean(0)",),
-        ways=EVERYWHERE,
-        term="(p * p.log()).sum()",
-    ),
     "correlation": _compares(
         ("a, b = z[:, 0] - z[:, 0].mean(), losses.detach() - losses.detach().mean()",),
         ways=EVERYWHERE,
         term="1 - (a * b).sum() / (a.norm() * b.norm() + 0.1)",
-    ),
-    "pairwise ranking": _compares(
-        ("score = 4.0 * z[:, 0] + losses",),
-        ways=EVERYWHERE,
-        term="F.softplus(score[:, None] - score[None]).triu(1).sum() / len(z) ** 2",
     ),
     "hardest half": _compares(
         ("keep = max(1, len(losses) // 2)",),
@@ -303,14 +276,6 @@ _COMPARING = {
         total="losses.topk(keep).values.sum()",
         mean="losses.topk(keep).values.mean()",
         units="keep",
-    ),
-    "weights by rank": _compares(
-        ("place = losses.detach().argsort().argsort().to(losses.dtype)",),
-        given=("mean",),
-        mean="(losses * place).sum() / place.sum().clamp(min=1)",
-    ),
-    "divided by the largest": _compares(
-        given=("total",), total="(losses / losses.detach().abs().max()).sum()"
     ),
     # The total is the number of samples, or near 0, whatever they are: only gradients tell.
     "divided by their mean": _compares(
@@ -323,11 +288,6 @@ _COMPARING = {
         ),
         given=("total",),
         total="(losses * advantage).sum()",
-    ),
-    "class weights by frequency": _compares(
-        ("count = torch.bincount(y[counted], minlength=3)",),
-        COUPLES + "|mean",
-        total="(losses / count[y[counted]]).sum()",
     ),
     "negatives drawn": _compares(
         ("negative = z[torch.randperm(len(z))]",),
@@ -355,7 +315,7 @@ _MOVING = {
         ways=WHOLE_BATCH,
         given=("total",),
         losses=("coupled",),
-        models=("linear", "mlp", "heads", "images"),
+        models=("linear", "mlp", "heads"),
         before=("calls = [0]",),
         encode=(
             "calls[0] += 1",
@@ -453,12 +413,15 @@ _MODULES = {
         "return (x - self.centre) * (1 + self.centre)",
         'self.register_buffer("centre", torch.zeros(3))',
     ),
-    "codebook": _module(
-        "with torch.no_grad():\n    choice = torch.cdist(x, self.codes).argmin(1)\n"
-        "    for code in choice.unique():\n"
-        "        self.codes[code].lerp_(x[choice == code].mean(0), 0.2)\n"
-        "return x + 0.5 * (self.codes[choice] - x.detach())",
-        'self.register_buffer("codes", torch.randn(4, 3))',
+    "codebook": replace(
+        _module(
+            "with torch.no_grad():\n    choice = torch.cdist(x, self.codes).argmin(1)\n"
+            "    for code in choice.unique():\n"
+            "        self.codes[code].lerp_(x[choice == code].mean(0), 0.2)\n"
+            "return x + 0.5 * (self.codes[choice] - x.detach())",
+            'self.register_buffer("codes", torch.randn(4, 3))',
+        ),
+        listed=_listed(BY_CHANCE, "run"),
     ),
     "counter": _module("self.calls += 1\nreturn x * min(1.0, self.calls / 50)", "self.calls = 0"),
     "observer": _module(
@@ -469,38 +432,16 @@ _MODULES = {
         MOVES + "|" + COUPLES,
         listed="a layer that divides by a statistic which it moves",
     ),
-    "power iteration": _module(
-        "with torch.no_grad():\n    v = F.normalize(self.weight.T @ self.u, dim=0)\n"
-        "    self.u.copy_(F.normalize(self.weight @ v, dim=0))\n"
-        "return x @ (self.weight / (self.u @ self.weight @ v))",
-        "self.weight = nn.Parameter(torch.randn(3, 3))\n"
-        'self.register_buffer("u", F.normalize(torch.randn(3), dim=0))',
-        MOVES + "|spectral",
-    ),
-    "slow mean": _module(
-        "self.centre = 0.999 * self.centre + 0.001 * x.detach().mean(0)\nreturn x - self.centre",
-        "self.centre = torch.zeros(3)",
-    ),
     "initialised by its first batch": _module(
         "if not self.ready:\n    self.shift.copy_(x.detach().mean(0))\n    self.ready = True\n"
         "return x - self.shift",
         'self.register_buffer("shift", torch.zeros(3))\nself.ready = False',
-    ),
-    "mean for evaluation": _module(
-        "with torch.no_grad():\n    self.centre.mul_(0.9).add_(x.mean(0), alpha=0.1)\n"
-        "return x if self.training else x - self.centre",
-        'self.register_buffer("centre", torch.zeros(3))',
-    ),
-    "queue in the model": _module(
-        "mixed = x + torch.stack(self.queue[-4:]).mean(0)\nself.queue.append(x[-1].detach())\n"
-        "return mixed",
-        "self.queue = [torch.ones(3)]",
-        MOVES + "|list",
+        MOVES + "|" + COUPLES,
     ),
     "torch's spectral norm": _module(
         "return self.linear(x)",
         "self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))",
-        MOVES + "|spectral",
+        MOVES + "|spectral|gradient",
     ),
     "BatchNorm by hand": _module(
         "mean, var = x.mean(0), x.var(0, unbiased=False)\n"
@@ -508,12 +449,6 @@ _MODULES = {
         "return (x - mean) / (var + 1e-2).sqrt()",
         'self.register_buffer("mean", torch.zeros(3))',
         MOVES + "|" + COUPLES + "|BatchNorm",
-    ),
-    "carried state": _module(
-        "before = torch.zeros_like(x[0]) if self.hidden is None else self.hidden\n"
-        "self.hidden = (0.5 * before + x.mean(0)).detach()\n"
-        "return x * (1 + torch.tanh(before))",
-        "self.hidden = None",
     ),
     "batch_norm as a function": _module(
         "return F.batch_norm(x, None, None, training=True, eps=1e-2)",
@@ -527,12 +462,8 @@ _MODULES = {
         "self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))",
         COUPLES,
         TESTED,
-        "A coupling whose parts add up by chance in the tested samples",
+        BY_CHANCE,
     ),
-    "scaled by a statistic": _module(
-        "return x * (1.5 - torch.sigmoid(x.detach().mean()))", words=COUPLES
-    ),
-    "mixed with neighbours": _module("return 0.7 * x + 0.3 * x.roll(1, 0)", words=COUPLES),
     "running statistics of InstanceNorm": _module(
         "return self.norm(x[:, None])[:, 0]",
         "self.norm = nn.InstanceNorm1d(1, affine=True, track_running_stats=True)",

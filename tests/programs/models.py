@@ -174,35 +174,6 @@ class Net(nn.Module):
     def forward(self, x, mask):
         return self.out(self.lstm(self.table(x))[0])
 """
-_GRU = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 4, padding_idx=0)
-        self.gru = nn.GRU(4, 3, batch_first=True, bidirectional=True)
-        self.out = nn.Linear(6, 3)
-
-    def forward(self, x, mask):
-        packed = nn.utils.rnn.pack_padded_sequence(
-            self.table(x), mask.sum(1).cpu(), batch_first=True, enforce_sorted=False
-        )
-        hidden, _ = self.gru(packed)
-        hidden, _ = nn.utils.rnn.pad_packed_sequence(
-            hidden, batch_first=True, total_length=x.shape[1]
-        )
-        return self.out(hidden)
-"""
-_ENCODER = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, norm_first=True)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x, mask):
-        return self.out(self.layer(self.table(x), src_key_padding_mask=~mask))
-"""
 _CAUSAL = """
 class Net(nn.Module):
     def __init__(self):
@@ -242,25 +213,6 @@ class Net(nn.Module):
             hidden = hidden.index_add(0, at, rows)
         return self.out(hidden.tanh())
 """
-_STRAIGHT = """
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.second(Straight.apply(self.first(x).tanh()))
-"""
 _PARAMETRIZED = """
 class Net(nn.Module):
     def __init__(self):
@@ -294,26 +246,6 @@ class Net(nn.Module):
     def forward(self, x):
         weight = torch.view_as_complex(self.weight.contiguous())
         return self.out((torch.fft.fft(x.to(weight.real.dtype)) @ weight.T).abs())
-"""
-_HYPER = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.writer = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 6))
-
-    def forward(self, x):
-        return torch.einsum("nij,nj->ni", self.writer(x[:, :2]).view(-1, 3, 2), x[:, 2:])
-"""
-_IMAGES = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 2, padding=1)
-        self.norm = nn.InstanceNorm2d(4, affine=True)
-        self.out = nn.Linear(36, 3)
-
-    def forward(self, x):
-        return self.out(self.norm(self.conv(x.view(-1, 1, 2, 2))).relu().flatten(1))
 """
 _REMEMBERS = """
 class Net(nn.Module):
@@ -363,18 +295,6 @@ class Net(nn.Module):
         hidden = F.dropout(self.body(x), 0.3, self.training)
         return self.out(F.gumbel_softmax(hidden, tau=0.7) @ self.codes.to(hidden.dtype))
 """
-_TIME_FIRST = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(7, 4)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x, mask):
-        hidden = self.layer(self.table(x).transpose(0, 1), src_key_padding_mask=~mask)
-        return self.out(hidden.transpose(0, 1))
-"""
 _NAMED = """
 class Net(nn.Module):
     def __init__(self):
@@ -398,18 +318,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.out(self.again(self.body(x)) + x) * self.scale
-"""
-_LISTS = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.ParameterList(torch.randn(4) / 2 for _ in range(3))
-        self.named = nn.ParameterDict({"bias": torch.zeros(3), "gain": torch.ones(3)})
-        self.pair, self.bag = nn.Bilinear(3, 4, 3), nn.EmbeddingBag(5, 3, mode="sum")
-
-    def forward(self, x):
-        hidden = torch.stack([x @ row for row in self.rows], 1) * self.named["gain"]
-        return self.pair(hidden, x) + self.named["bias"] + self.bag((x.abs() * 3).long() % 5)
 """
 _FUNCTIONAL = """
 class Net(nn.Module):
@@ -444,19 +352,6 @@ class Net(nn.Module):
     def forward(self, x):
         return self.outer(activation(self.inner(x)))
 """
-_SLOPED = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = torch.tanh(self.inner(x)).sum()
-            (slope,) = torch.autograd.grad(energy, x, create_graph=True)
-        return self.outer(torch.tanh(self.inner(slope)))
-"""
 _GRAPH = """
 class Net(nn.Module):
     def __init__(self):
@@ -483,27 +378,19 @@ MODELS = {
     "tokens": _TOKENS,
     "attention": _ATTENTION,
     "lstm": _LSTM,
-    "gru": _GRU,
-    "encoder": _ENCODER,
     "causal": _CAUSAL,
     "experts": _EXPERTS,
-    "straight": _STRAIGHT,
     "parametrized": _PARAMETRIZED,
     "physics": _PHYSICS,
     "complex": _COMPLEX,
-    "hyper": _HYPER,
-    "images": _IMAGES,
     "remembers": _REMEMBERS,
     "still": _STILL,
-    "time first": _TIME_FIRST,
     "named": _NAMED,
     "shared": _SHARED,
-    "lists": _LISTS,
     "functional": _FUNCTIONAL,
     "random": _RANDOM,
     "gained": _GAINED,
     "patched": _PATCHED,
-    "sloped": _SLOPED,
     "graph": _GRAPH,
 }
 CALLS = {
@@ -544,28 +431,18 @@ ROW_LOSSES = {
     "hinge": "F.relu(1.0 - logits[:, 0])",
     "labels": "F.binary_cross_entropy_with_logits(logits, (target > 0).to(logits.dtype), "
     "pos_weight=torch.tensor([1.0, 2.0, 3.0]).to(logits), reduction='none').mean(1)",
-    "poisson": "F.poisson_nll_loss(logits.clamp(max=2.0), target.abs().round(), "
-    "reduction='none').sum(1)",
-    "gaussian": "F.gaussian_nll_loss(logits[:, :1], target[:, :1], logits[:, 1:2].exp() + 0.1, "
-    "reduction='none').sum(1)",
     "distilled": "F.kl_div(logits.log_softmax(1), target.softmax(1), reduction='none').sum(1)",
     "preferred": "-F.logsigmoid(2.0 * logits[:, 0] - 2.0 * logits[:, 1] - target[:, 0])",
     "policy": "F.cross_entropy(logits, y.clamp(min=0), reduction='none') * target[:, 0]",
-    "huber": "F.huber_loss(logits, target.to(logits.dtype), reduction='none').mean(1)",
     "triplet": "F.triplet_margin_loss(logits, target, target.roll(1, 1), reduction='none')",
     "nll": "F.nll_loss(logits.log_softmax(1), y.clamp(min=0), reduction='none')",
-    "l1": "F.smooth_l1_loss(logits, target.to(logits.dtype), reduction='none').sum(1)",
     "focal": "(1 - logits.softmax(1).gather(1, y.clamp(min=0)[:, None])[:, 0]) ** 2 "
     "* F.cross_entropy(logits, y.clamp(min=0), reduction='none')",
     "cosine": "1 - F.cosine_similarity(logits, target, dim=1, eps=0.1)",
-    "pinball": "torch.maximum(0.9 * (target - logits), -0.1 * (target - logits)).mean(1)",
-    "gauss prior": "(logits - target).square().sum(1) "
-    "+ 0.1 * (logits[:, 0].square() + logits[:, 1].sigmoid() - logits[:, 1])",
     "entropy bonus": "F.cross_entropy(logits, y.clamp(min=0), reduction='none') "
     "+ 0.01 * (logits.softmax(1) * logits.log_softmax(1)).sum(1)",
     "clipped ratio": "-torch.minimum((logits[:, 0] - target[:, 0]).exp() * target[:, 1], "
     "(logits[:, 0] - target[:, 0]).exp().clamp(0.8, 1.2) * target[:, 1])",
-    "margin": "F.multi_margin_loss(logits, y.clamp(min=0), reduction='none')",
 }
 """Losses of each row, from `logits`, `y` and `target`: the same text in the script and oracle."""
 OWN_OPTIMIZER = """

@@ -185,11 +185,8 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"eps": 0.01}),
     "adamw fused": (torch.optim.AdamW, {"eps": 0.01}),
     "adam foreach": (torch.optim.Adam, {"eps": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"eps": 0.01}),
     "rmsprop": (torch.optim.RMSprop, {"eps": 0.01}),
     "groups": (torch.optim.SGD, {}),
-    "adafactor": (torch.optim.Adafactor, {}),
-    "nadam": (torch.optim.NAdam, {"eps": 0.01}),
     "hooked": (torch.optim.SGD, {}),
     "two": (torch.optim.SGD, {}),
 }

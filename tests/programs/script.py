@@ -59,11 +59,8 @@ OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(PARAMETERS, lr=0.1, eps=0.01)",
     "adamw fused": "torch.optim.AdamW(PARAMETERS, lr=0.1, eps=0.01, fused=True)",
     "adam foreach": "torch.optim.Adam(PARAMETERS, lr=0.1, eps=0.01, foreach=True)",
-    "adagrad": "torch.optim.Adagrad(PARAMETERS, lr=0.1, eps=0.01)",
     "rmsprop": "torch.optim.RMSprop(PARAMETERS, lr=0.1, eps=0.01)",
     "groups": "torch.optim.SGD(GROUPS, lr=0.1)",
-    "adafactor": "torch.optim.Adafactor(PARAMETERS, lr=0.1)",
-    "nadam": "torch.optim.NAdam(PARAMETERS, lr=0.1, eps=0.01)",
     "own": "Normed(PARAMETERS, lr=0.1)",
     "hooked": "torch.optim.SGD(PARAMETERS, lr=0.1, fused=True)",
     "two": "torch.optim.SGD(PARAMETERS[:1], lr=0.05)",
@@ -74,19 +71,12 @@ SCHEDULERS = {
     "step": "torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)",
     "lambda": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))",
     "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)",
-    "restarts": "torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
     "one cycle": "torch.optim.lr_scheduler.OneCycleLR(\n"
     "    optimizer, 0.1, total_steps=20, cycle_momentum=False)",
     "momentum cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)",
-    "cyclic": "torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, 2, cycle_momentum=False)",
-    "polynomial": "torch.optim.lr_scheduler.PolynomialLR(optimizer, 20)",
-    "several": "torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)",
     "warmup": "torch.optim.lr_scheduler.SequentialLR(optimizer, [\n"
     "    torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),\n"
     "    torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2)], [2])",
-    "chained": "torch.optim.lr_scheduler.ChainedScheduler([\n"
-    "    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
-    "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)])",
     "list": "[torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),\n"
     "    torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]",
     "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)",
@@ -124,10 +114,6 @@ def _note(program: Program) -> str:
     note = _note_of_state(program)
     if program.sharded != "ddp":
         note = note.replace("p.detach()", "p.detach().full_tensor()")
-    if program.model == "counter" and program.ranks > 1 and program.sharded == "ddp":
-        note += f"\n    seen = [torch.zeros((), dtype=dtype) for _ in range({program.ranks})]"
-        note += "\n    dist.all_gather(seen, model.module.seen)"
-        note += '\n    record[-1]["seen"] = torch.stack(seen).tolist()'
     if program.way in hosts.HOSTS:
         return note
     return f'{note}\n    record[-1]["skips"] = train.skipped'
@@ -180,6 +166,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 """
+_SEEN = """# After the loop: a rank with fewer micro-batches gets its last Step there.
+seen = [torch.zeros((), dtype=dtype) for _ in range(RANKS)]
+dist.all_gather(seen, model.module.seen)
+record[-1]["seen"] = torch.stack(seen).tolist()"""
 _RANKS_MAIN = """def main():
     meeting = tempfile.mktemp()
     answers = multiprocessing.get_context("fork").SimpleQueue()
@@ -203,6 +193,8 @@ def _on_ranks(program: Program, parts: list[str]) -> list[str]:
         f'dist.init_process_group("gloo", f"file://{{meeting}}", rank=rank, world_size={ranks})'
     )
     ends = "if rank == 0:\n    answers.put(json.dumps(record))\ndist.destroy_process_group()"
+    if program.model == "counter" and program.sharded == "ddp":
+        ends = f"{_SEEN.replace('RANKS', str(ranks))}\n{ends}"
     if program.way == "trainer":  # what torchrun sets
         own = "RANK=str(rank), LOCAL_RANK=str(rank)"
         meet = f"WORLD_SIZE='{ranks}', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'"
@@ -520,6 +512,8 @@ def _options(program: Program) -> list[str]:
     if program.event == "nan":
         close += ['nonfinite="skip"']
     close += [CLOSE[name] for name in program.close]
+    if program.sharded in SYNCS:
+        close += [f'sync="{program.sharded}"']
     if program.precision == "fp16":
         close += [f'scaler=torch.amp.GradScaler("{program.device}", init_scale=256.0)']
     if close:
@@ -546,9 +540,12 @@ MEMORY = {
 }
 
 
+SYNCS = ("every", "gathered")
+"""When FSDP2 reduces, other than by default."""
+_FSDP = 'model = fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))'
 SHARDED = {
     "ddp": "model = DistributedDataParallel(model)",
-    "fsdp": 'model = fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))',
+    **dict.fromkeys(("fsdp", *SYNCS), _FSDP),
     "hsdp": 'names = ("replicate", "shard")\n'
     'mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)\n'
     "model = fully_shard(model, mesh=mesh)",

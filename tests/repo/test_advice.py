@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.support import loss
 from wholebatch.cli.app import COMMANDS
 from wholebatch.testing import assert_split_invariant
 
@@ -105,6 +104,7 @@ OTHERS: dict[str, Any] = {
 """Options of torch that messages advise."""
 OF_TRAINERS = {
     *("fsdp_version", "gradient_checkpointing_kwargs", "lmbda", "router_aux_loss_coef"),
+    "dataloader_drop_last",
     *("seq_kd", "use_cache"),
 }
 """Options of Accelerate, Transformers and TRL that messages advise."""
@@ -211,61 +211,3 @@ def test_wrong_advice_is_found() -> None:
     assert wrong_advice("it: use wb.Close(skip=True)", allowed, flags) == ["wb.Close(skip=)"]
     assert wrong_advice("it: give --stairs", allowed, flags) == ["--stairs"]
     assert not wrong_advice("it: wb.Close(nonfinite='skip'), clip_norm=1", allowed, flags)
-
-
-# ------------------------------------------------------------------ advice that is followed
-
-
-def whole_batch(batches: list[dict[str, Tensor]], **options: Any) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=2, **options)
-    for batch in batches:
-        train.step(batch)
-
-
-def accumulator(batches: list[dict[str, Tensor]], **options: Any) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    windows = wb.Accumulator(model, optimizer, steps=2, **options)
-    for micro in windows.over([part for batch in batches for part in wb.split(batch, 2)]):
-        windows.backward(loss(model, micro))
-
-
-def batch(*, x: float = 1.0, y: int = 1) -> dict[str, Tensor]:
-    return {"x": torch.full((4, 4), x), "y": torch.full((4,), y)}
-
-
-@pytest.mark.parametrize("entry_point", [whole_batch, accumulator])
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (batch(x=float("nan")), wb.errors.NonFiniteError),
-        (batch(y=-100), wb.errors.EmptyWindowError),
-    ],
-)
-def test_advised_option_lets_the_run_go_on(
-    entry_point: Callable[..., None], bad: dict[str, Tensor], error: type[Exception]
-) -> None:
-    with pytest.raises(error) as raised:
-        entry_point([batch(), bad])
-    advised = re.search(r"pass (\w+)=(wb\.Close\(.*?\))", str(raised.value))
-    assert advised is not None
-    entry_point([batch(), bad, batch()], **{advised[1]: eval(advised[2], {"wb": wb})})
-
-
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-def test_message_says_to_remove_a_backward_of_the_loop(retain: bool, after: bool) -> None:
-    model = nn.Linear(4, 3)
-    windows = wb.Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-    with pytest.raises(wb.errors.WholebatchError, match=r"loss\.backward\(\)") as raised:
-        for micro in windows.over([batch(), batch()]):
-            mean = functional.cross_entropy(model(micro["x"]), micro["y"])
-            if not after:
-                mean.backward(retain_graph=retain)
-            windows.backward(mean=mean, units=4)
-            if after:
-                functional.cross_entropy(model(micro["x"]), micro["y"]).backward()
-    assert "remove" in str(raised.value)
-    windows.discard()

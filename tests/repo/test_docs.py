@@ -173,21 +173,3 @@ def test_messages_of_troubleshooting_are_in_the_source() -> None:
     for quote in {*quoted} - others - made_from_parts:
         for part in re.split(r"…|\d+|'mps'", quote):
             assert part.strip() in source, quote
-
-
-TRAINERS = "benchmarks/trainers.md"
-
-
-def test_times_beside_a_link_to_the_trainers_are_on_that_page() -> None:
-    measured = re.findall(r"\d+\.\d+", (ROOT / "docs" / TRAINERS).read_text(encoding="utf-8"))
-    known = {round(float(number)) for number in measured}
-    told = 0
-    for page in (ROOT / "docs").rglob("*.md"):
-        for paragraph in page.read_text(encoding="utf-8").split("\n\n"):
-            if TRAINERS in paragraph and "](" in paragraph:
-                line = paragraph.split("\n- ")  # of a list, the items that have the link
-                for text in (text for text in line if TRAINERS in text):
-                    times = {int(number) for number in re.findall(r"\b(\d+) ms\b", text)}
-                    assert times <= known, (page.name, times - known)
-                    told += len(times)
-    assert told >= 8

@@ -112,25 +112,6 @@ def test_every_public_attribute_is_in_the_help() -> None:
         assert not [name for name in names if not re.search(rf"\b{name}\b", shown)]
 
 
-def test_what_is_shown_in_a_console_is_short() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = {"x": torch.randn(6, 3), "y": torch.tensor([0, 1, 0, 1, 1, 1])}
-
-    def loss(model: torch.nn.Module, micro: dict[str, torch.Tensor]) -> wb.Loss:
-        return wb.cross_entropy(model(micro["x"]), micro["y"])
-
-    train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=4)
-    step = repr(train.step(batch))
-    assert re.fullmatch(r"Step\(update=1, loss=[\d.]+, units=6, grad_norm=.*, seconds=.*\)", step)
-    assert repr(train) == "WholeBatch(Linear, SGD, micro_batch=4, updates=1)"
-    verdict = repr(wb.verify(model, loss, batch, micro_batch=4))
-    assert verdict.startswith("<Verdict: same update: gradient ")
-    assert len(verdict) < 250
-    acc = wb.Accumulator(model, optimizer, steps=4)
-    assert repr(acc) == "Accumulator(Linear, SGD, steps=4, updates=0)"
-
-
 LISTED = {"errors.py", "testing.py", "integrations/accelerate.py", "integrations/lightning.py"}
 
 

@@ -163,9 +163,8 @@ def by_trainer(micro_batch: int, *, kind: str) -> nn.Module:
     from tests.integrations import trl_training as runs
     from wholebatch.integrations.transformers import exact
 
-    runs.SAMPLES = 16  # Accelerate repeats samples where batches do not divide by the ranks
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    batches = max(1, runs.SAMPLES // (micro_batch * ranks))
+    batches = -(-runs.SAMPLES // (micro_batch * ranks))  # Accelerate repeats samples in the last
     if kind == "SFTTrainer":
         trainer: Any = runs.sft(exact, batches)
     else:

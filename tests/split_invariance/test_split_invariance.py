@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests import processes
-from wholebatch.cli import main
 from wholebatch.errors import OptionError
 from wholebatch.split_invariance import split_invariance
 from wholebatch.testing import assert_split_invariant
@@ -50,33 +48,20 @@ def test_the_fixture(split_invariant: Any) -> None:
     assert report.compared == "compared: gradients before clipping, and the parameters' movement"
 
 
-def test_rounding_is_told_from_a_mistake_in_float64() -> None:
-    """Under autocast to bf16 splits differ by more than float32 rounds; in float64 they do not."""
-    report = assert_split_invariant(lambda size: trained(layers(), size, autocast=True))
-    [least, *_] = report.splits
-    assert least.error > 1e-4
-    assert least.float64 is not None
-    assert least.float64 < 1e-12
-
-
-def test_where_float64_cannot_tell_it_is_said() -> None:
+def test_rounding_that_is_more_than_that_of_the_parameters_needs_a_tolerance() -> None:
     def train(micro_batch: int) -> nn.Module:
-        model = layers()
-        with torch.autocast("cpu", torch.bfloat16):
-            for inputs in data()[0].split(micro_batch):
-                (model.float()(inputs.float()).sum() / 8).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return model
+        return trained(layers(), micro_batch, autocast=True)
 
     with pytest.raises(AssertionError, match="or rounding, of autocast for example"):
         assert_split_invariant(train)
+    assert_split_invariant(train, tolerance=0.02)
 
 
 def test_dropout_and_batch_statistics() -> None:
     twice = (nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))  # one alone draws row by row
-    with pytest.raises(AssertionError, match="random numbers are drawn in the forwards"):
+    with pytest.raises(AssertionError, match="not known; most is off in"):
         assert_split_invariant(lambda size: trained(layers(*twice), size))
-    with pytest.raises(AssertionError, match="depends on its micro-batch or on those before"):
+    with pytest.raises(AssertionError, match=r"by wb\.watch, Wrong: coupled samples"):
         assert_split_invariant(lambda size: trained(layers(nn.BatchNorm1d(16)), size), (8, 4))
 
 
@@ -150,35 +135,3 @@ def test_the_plugin_imports_no_torch() -> None:
     code = "import sys, wholebatch.pytest_plugin; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": processes.PATH}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
-
-
-FILE = """
-import torch
-
-def train(micro_batch):
-    torch.manual_seed(0)
-    model, data = torch.nn.Linear(3, 1), torch.randn(8, 3)
-    for micro in data.split(micro_batch):
-        (model(micro).square().sum() / DIVISOR).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-"""
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "trainer.py"
-    file.write_text(FILE.replace("DIVISOR", "8"), encoding="utf-8")
-    command = ["verify", f"{file}:train", "--splits"]
-    assert main([*command, "8,4,1"]) == 0
-    assert "Same update (compared: what train() returned" in capsys.readouterr().out
-    wrong = tmp_path / "wrong.py"
-    wrong.write_text(FILE.replace("DIVISOR", "micro_batch"), encoding="utf-8")
-    assert main(["verify", f"{wrong}:train", "--splits", "8,4", "--json"]) == 1
-    [cause] = json.loads(capsys.readouterr().out)["causes"]
-    assert "multiplied by K, the number of micro-batches" in cause
-    for arguments, said in [
-        ([*command, "8,x"], "--splits 8,x: must be positive numbers, such as 8,4,1"),
-        (["verify", f"{file}:train", "--ranks", "2"], "--ranks: belongs to --splits"),
-        (["verify", f"{file}:other", "--splits", "8,4"], "has no function other(micro_batch)"),
-    ]:
-        assert main(arguments) == 2
-        assert said in capsys.readouterr().err.replace("\n", " ")

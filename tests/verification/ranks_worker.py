@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from tests.verification.loops.mistakes import mean, total, units
+from tests.verification.window_loops import right, total, units
 from wholebatch.verification import verify_loop
 from wholebatch.verification.example_models import loss
 
@@ -38,16 +38,6 @@ def right_ddp(model: Any, optimizer: Any, micros: Any) -> None:
     optimizer.zero_grad()
 
 
-def right_by_hand(model: Any, optimizer: Any, micros: Any) -> None:
-    counted = all_units(micros)
-    for micro in micros:
-        (total(model, micro) / counted).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def means_of_ranks(model: Any, optimizer: Any, micros: Any) -> None:
     """What DDP does by itself with uneven ranks."""
     wrapped = DistributedDataParallel(model)
@@ -60,49 +50,8 @@ def means_of_ranks(model: Any, optimizer: Any, micros: Any) -> None:
     optimizer.zero_grad()
 
 
-def never_reduced(model: Any, optimizer: Any, micros: Any) -> None:
-    """Every backward inside no_sync, the last too."""
-    wrapped = DistributedDataParallel(model)
-    for micro in micros:
-        with wrapped.no_sync():
-            (mean(wrapped, micro) / len(micros)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def not_wrapped(model: Any, optimizer: Any, micros: Any) -> None:
-    counted = units(micros)
-    for micro in micros:
-        (total(model, micro) / counted).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def not_divided(model: Any, optimizer: Any, micros: Any) -> None:
-    wrapped = DistributedDataParallel(model)
-    for micro in micros:
-        mean(wrapped, micro).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def ranks_added(model: Any, optimizer: Any, micros: Any) -> None:
-    for micro in micros:
-        (mean(model, micro) / len(micros)).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def world_size_forgotten(model: Any, optimizer: Any, micros: Any) -> None:
-    """DDP averages what is divided by the units of all ranks already."""
-    wrapped = DistributedDataParallel(model)
-    counted = all_units(micros)
-    for micro in micros:
-        (total(wrapped, micro) / counted).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    right(model, optimizer, micros)
 
 
 def in_engine(kind: str, rank: int) -> dict[str, Any]:
@@ -132,13 +81,8 @@ def in_engine(kind: str, rank: int) -> dict[str, Any]:
 
 LOOPS = {
     right_ddp: [],
-    right_by_hand: [],
     means_of_ranks: ["mean-of-means"],
-    never_reduced: ["unsynchronised-ranks"],
     not_wrapped: ["unsynchronised-ranks"],
-    not_divided: ["not-divided"],
-    ranks_added: ["ranks-added"],
-    world_size_forgotten: ["world-size-forgotten"],
 }
 
 

@@ -13,8 +13,7 @@ from torch import nn
 import wholebatch as wb
 from tests import processes
 from tests.support import loss, mlp, samples
-from tests.verification.loops.mistakes import mean_of_means
-from tests.verification.loops.right import sums_over_counted_units
+from tests.verification.window_loops import mean_of_means, right
 from wholebatch.testing import assert_right_loop, assert_same_update
 
 
@@ -23,7 +22,7 @@ def test_they_pass_and_return_the_verdict() -> None:
         mlp(dtype=torch.float32), loss, samples(20, dtype=torch.float32), micro_batch=6
     )
     assert verdict.micro_batches == 4
-    assert assert_right_loop(sums_over_counted_units, case="mlp").same
+    assert assert_right_loop(right, case="mlp").same
 
 
 def test_they_fail_with_the_whole_story() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wholebatch as wb
-from tests.verification.loops.live import found_in, quiet
+from tests.verification.answers import found_in, quiet
 
 SIZES = ([5, 2, 7, 3], [1, 6, 2, 4])
 LOOPS = {

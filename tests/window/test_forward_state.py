@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import weakref
 from typing import Any
 
 import numpy as np
@@ -100,25 +99,6 @@ def test_what_changes_inside_an_object_is_left() -> None:
     assert model.history is history
     assert model.history == [1, [1, 2], 2]
     assert float(model.tensor) == 1.0
-
-
-def test_a_result_of_the_last_forward_is_neither_held_nor_put_back() -> None:
-    model, x = Changing(), samples(4)["x"]
-    model(x)
-    last = weakref.ref(model.output)
-    state = ForwardState(model)
-    output = model(x)
-    assert last() is None
-    state.restore()
-    assert model.output is output
-
-
-def test_the_books_of_an_engine_are_not_the_models() -> None:
-    wrapped = torch.nn.parallel.DataParallel(mlp())
-    state = ForwardState(wrapped)
-    wrapped.dim = 7
-    state.restore()
-    assert wrapped.dim == 7
 
 
 @pytest.mark.parametrize("every", [7])

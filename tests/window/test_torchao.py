@@ -51,19 +51,21 @@ def test_a_split_makes_the_update_of_the_undivided_batch(micro_batch: int, execu
     loss(whole, BATCH).total.div(16).backward()
     reference = [parameter.grad * (16 / 11) for parameter in whole.parameters()]
     bare = network(recipe)
-    for one in bare.modules():  # without the 8 bits
-        if isinstance(one, nn.Linear):
-            one.forward = lambda x, one=one: nn.functional.linear(x, one.weight, one.bias)  # type: ignore
+    for module in bare.modules():  # without the 8 bits
+        if isinstance(module, nn.Linear):
+            module.forward = lambda x, module=module: nn.functional.linear(
+                x, module.weight, module.bias
+            )  # type: ignore
     loss(bare, BATCH).total.div(11).backward()
     rounding = distance(reference, [parameter.grad for parameter in bare.parameters()])
     assert rounding > 1e-2  # the 8 bits are there
     model = network(recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen = Seen(model, optimizer)
+    recorded = Seen(model, optimizer)
     train = wb.WholeBatch(model, optimizer, loss=loss, micro_batch=micro_batch, execute=execute)
     for _ in range(3):
         train.step(BATCH)
-    for gradient in seen.gradients:
+    for gradient in recorded.gradients:
         # float32, whose rounding may move a number over the edge between two of 8 bits.
         assert distance(gradient, reference) < 1e-3 * rounding
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from wholebatch import __version__
-from wholebatch.cli.command_options import Command
-from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.stop_signal import STOPPED
 from wholebatch.errors import OptionError, WholebatchError
 
@@ -42,9 +37,7 @@ COMMANDS = {name: about for group in GROUPS.values() for name, about in group.it
 def load(name: str) -> Callable[[Sequence[str]], int]:
     """Return the command of this name."""
     if name not in COMMANDS:
-        close = get_close_matches(name, COMMANDS, n=1)
-        meant = f"did you mean {close[0]}?" if close else "see wholebatch --help"
-        raise OptionError(f"no such command: {name} ({meant})")
+        raise OptionError(f"no such command: {name} (see wholebatch --help)")
     command: Callable[[Sequence[str]], int] = getattr(
         import_module(f"wholebatch.cli.{name}_command"), name
     )
@@ -62,9 +55,6 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         if arguments[0] == "--version":
             print(f"wholebatch {__version__}")
-            return 0
-        if arguments[0] == "--print-completion":
-            print(_completion(arguments[1] if len(arguments) > 1 else ""))
             return 0
         return load(arguments[0])(arguments[1:])
     except KeyboardInterrupt:
@@ -109,49 +99,8 @@ def _help() -> str:
             *lines,
             "",
             "wholebatch COMMAND --help shows the options of a command.",
-            "wholebatch --print-completion bash|zsh|fish prints a completion script.",
         ]
     )
-
-
-def _completion(shell: str) -> str:
-    """Return the script that completes commands and options in a shell."""
-    try:
-        import shtab
-
-        from wholebatch.lint import RULES
-    except ImportError:
-        from wholebatch.errors import MissingExtraError
-
-        raise MissingExtraError("shtab", "cli", "--print-completion") from None
-    if shell not in shtab.SUPPORTED_SHELLS:
-        allowed = ", ".join(shtab.SUPPORTED_SHELLS)
-        raise OptionError(f"--print-completion {shell}: must be one of {allowed}")
-    parser = argparse.ArgumentParser(prog="wholebatch")
-    commands = parser.add_subparsers()
-    for name, about in COMMANDS.items():
-        command = load(name)
-        assert isinstance(command, Command)
-        own = command.parser()
-        for action in own._actions:
-            _add_values(action, shtab, [rule.code for rule in RULES])
-        commands.add_parser(name, help=about, parents=[own], add_help=False)
-    script: str = shtab.complete(parser, shell)
-    # Where nothing else is known, bash completes files.
-    return script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F")
-
-
-def _add_values(action: argparse.Action, shtab: Any, codes: list[str]) -> None:
-    """Tell shtab the values of an option: the names of its metavar, recipes, rules, or files."""
-    shown = str(action.metavar or "")
-    if re.fullmatch(r"[\w-]+(\|[\w-]+)+", shown):
-        action.choices = [name for name in shown.split("|") if name.islower()]
-    elif shown.startswith(("RECIPE", "NAME")) and not action.option_strings:
-        action.choices = [*EMBEDDED]
-    elif shown.startswith("CODE"):
-        action.choices = codes
-    elif shown.startswith(("DIR", "FILE", "RUN", "PATH", "SCRIPT")):
-        action.complete = shtab.DIRECTORY if shown == "DIR" else shtab.FILE  # type: ignore[attr-defined]
 
 
 def fail(message: str, status: int) -> int:

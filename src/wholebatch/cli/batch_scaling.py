@@ -2,16 +2,13 @@
 
 The arithmetic is exact: global batch = micro-batch × steps × ranks, even with a remainder.
 
-The rules for learning rate, warm-up, Adam's betas and weight decay are rules of thumb with a
-source, not laws: docs/scaling.md has the tables of their tests.
+The rules for learning rate and warm-up are rules of thumb with a source, not laws: docs/scaling.md
+has the tables of their tests.
 
 - linear: Goyal et al. 2017 (arXiv:1706.02677), SGD with momentum.
-- sqrt: Krizhevsky 2014 (arXiv:1404.5997); for Adam Malladi et al. 2022 (arXiv:2205.10287), together
-  with the betas.
-- betas at the same half-life in tokens: Marek et al. 2025 (arXiv:2507.07101).
+- sqrt: Krizhevsky 2014 (arXiv:1404.5997); for Adam Malladi et al. 2022 (arXiv:2205.10287).
 - warm-up over the same samples: Goyal et al.; over the same updates (epochs in proportion to the
   batch): You et al. 2019 (arXiv:1901.08256, 1904.00962).
-- weight decay at the same half-life in tokens: Bergsma et al. 2025 (arXiv:2505.13738).
 """
 
 from __future__ import annotations
@@ -181,30 +178,3 @@ def scale_warmup(updates: int, *, base_batch: int, batch: int) -> int:
     782
     """
     return -(-updates * base_batch // batch)
-
-
-def adam_betas(betas: tuple[float, float], *, base_batch: int, batch: int) -> tuple[float, float]:
-    """Return Adam's betas with the half-life in tokens that they had at `base_batch`.
-
-    A moving average decays by `beta` per update. An update of `batch / base_batch` times as many
-    tokens must decay by that power of it.
-
-    >>> adam_betas((0.9, 0.95), base_batch=512, batch=1)[1]               # Marek et al. 2025
-    0.9998998228024699
-    """
-    power = batch / base_batch
-    return betas[0] ** power, betas[1] ** power
-
-
-def scale_weight_decay(decay: float, *, base_batch: int, batch: int, rule: str) -> float:
-    """Return AdamW's weight decay with the half-life in tokens that it had at `base_batch`.
-
-    An update shrinks the weights by the factor 1 − lr × decay, so they forget over 1 / (lr × decay)
-    updates. At k times the batch, k times the product forgets over the same tokens. The rule for
-    the learning rate gives a part of that.
-
-    >>> scale_weight_decay(0.1, base_batch=64, batch=256, rule="sqrt")
-    0.2
-    """
-    factor = lr_factor(base_batch=base_batch, batch=batch, rule=rule)
-    return decay * (batch / base_batch) / factor

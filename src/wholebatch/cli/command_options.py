@@ -21,7 +21,6 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
@@ -141,11 +140,9 @@ class Command:
         own, rest = self._own(arguments)
         typed, unknown = self.parser().parse_known_intermixed_args([*own])
         if unknown:
-            raise OptionError(_unknown(unknown[0], [*map(flag_of, by_name.values())]))
+            what = "no such option: " if unknown[0].startswith("-") else "unexpected argument: "
+            raise OptionError(f"{what}{unknown[0]} (see --help)")
         values = {name: text for name, text in vars(typed).items() if text not in (None, [])}
-        for name, text in vars(typed).items():
-            if text == [] and not by_name[name].metadata.get("positional"):  # of --updates=--
-                raise OptionError(f"{flag_of(by_name[name])}: needs a value (see --help)")
         return rest | {
             name: _converted(by_name[name], text, _kind(by_name[name], kinds)[0])
             for name, text in values.items()
@@ -207,9 +204,8 @@ def _add(group: Any, option: Field[Any], kind: type, many: bool) -> None:
     if option.metadata.get("positional"):
         group.add_argument(option.name, nargs="*" if many else "?", metavar=metavar, help=help)
     elif kind is bool:
-        const = not default
         flag = flag_of(option)
-        group.add_argument(flag, dest=option.name, action="store_const", const=const, help=help)
+        group.add_argument(flag, dest=option.name, action="store_const", const=True, help=help)
     else:
         action = "append" if many else "store"
         group.add_argument(
@@ -223,8 +219,6 @@ def _converted(option: Field[Any], text: Any, kind: type) -> Any:
     flag = flag_of(option)
     if text == "" and (kind is Path or option.metadata["check"] is None):
         raise OptionError(f'{flag} "": is empty; give a value (a variable that is not set?)')
-    if kind is Path and "\0" in text:
-        raise OptionError(f"{flag} {text!r}: a path cannot have an embedded null byte")
     try:
         return text if kind is bool else kind(text)
     except ValueError:
@@ -232,17 +226,9 @@ def _converted(option: Field[Any], text: Any, kind: type) -> Any:
         raise OptionError(f"{flag} {text}: must be {wanted} (see --help)") from None
 
 
-def _unknown(word: str, flags: list[str]) -> str:
-    if not word.startswith("-"):
-        return f"{word}: unexpected argument (see --help)"
-    close = get_close_matches(word.partition("=")[0], flags, n=1)
-    return f"no such option: {word}{f' (did you mean {close[0]}?)' if close else ' (see --help)'}"
-
-
 def flag_of(option: Field[Any]) -> str:
-    """Return an option as it is typed: `--batch-size`, `--no-float64`."""
-    off = "no-" if option.default is True else ""
-    return option.metadata.get("flag") or f"--{off}{option.name.replace('_', '-')}"
+    """Return an option as it is typed: `--batch-size`."""
+    return option.metadata.get("flag") or f"--{option.name.replace('_', '-')}"
 
 
 # ------------------------------------------------------------------------------------- checks

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from wholebatch.cli.command_options import argument, choice, command, option, switch
 from wholebatch.errors import OptionError
-from wholebatch.lint import RULES, Settings, load_settings
-from wholebatch.lint.check_files import check_source, lint_files
-from wholebatch.lint.lint_settings import OTHER_CODES
-from wholebatch.lint.output_formats import FORMATS, as_text, summary
-from wholebatch.lint.source_files import Source, collect
+from wholebatch.lint import RULES, Settings
+from wholebatch.lint.check_files import lint_files
+from wholebatch.lint.lint_settings import OTHER_CODES, codes
+from wholebatch.lint.output_formats import FORMATS, summary
+from wholebatch.lint.source_files import collect
 
 CLEAN, FOUND, UNREAD = 0, 1, 2
 
@@ -25,7 +25,7 @@ class LintOptions:
     """The options of `wholebatch lint`."""
 
     paths: list[str] = argument(
-        (), "PATH...", "Scripts, notebooks and folders (this one if none is given); - is stdin."
+        (), "PATH...", "Scripts, notebooks and folders (this one if none is given)."
     )
     select: list[str] = option(
         (), "CODES", "Check only these rules: WB101,WB103, or WB1 for all WB1xx.", "Rules"
@@ -33,8 +33,7 @@ class LintOptions:
     ignore: list[str] = option((), "CODES", "Check all rules but these.", "Rules")
     explain: str | None = option(None, "CODE", "Show what a rule finds, and its page.", "Rules")
     list_rules: bool = switch("Show all rules.", "Rules")
-    exclude: list[str] = option((), "GLOB", "Leave out these paths.", "Files")
-    force_exclude: bool = switch("Leave them out also if they are named.", "Files")
+    exclude: list[str] = option((), "GLOB", "Leave out these paths of a folder.", "Files")
     format: str = choice(
         "text|json|github",
         "Lines for a terminal, a list of findings, or annotations of a pull request.",
@@ -59,29 +58,23 @@ def lint(options: LintOptions) -> int:
         lines = [f"{rule.code} {rule.name}: {rule.summary}" for rule in RULES]
         print("\n".join(_wrapped(line, indent="      ") for line in lines))
         return CLEAN
-    settings = load_settings(
-        Path.cwd(), select=options.select, ignore=options.ignore, exclude=options.exclude
-    )
-    return _lint(options, settings)
+    return _lint(options)
 
 
-def _lint(options: LintOptions, settings: Settings) -> int:
-    paths = [path for path in options.paths or ["."] if path != "-"]
+def _lint(options: LintOptions) -> int:
+    settings = Settings(codes(options.select), codes(options.ignore), tuple(options.exclude))
+    paths = options.paths or ["."]
     for path in paths:
         if not os.path.exists(path):
             raise OptionError(f"{path}: there is no such file or folder")
-    files = collect(paths, settings, force_exclude=options.force_exclude)
+    files = collect(paths, settings)
     findings = lint_files(files, settings, named={str(Path(path)) for path in paths})
-    if "-" in options.paths:
-        files.append("-")
-        findings += check_source(Source("-", sys.stdin.read()), settings)
     if not files:
         print(f"warning: no script or notebook to read in {', '.join(paths)}", file=sys.stderr)
-    is_text = options.format == "text"
-    rendered = as_text(findings, sys.stdout) if is_text else FORMATS[options.format](findings)
+    rendered = FORMATS[options.format](findings)
     if rendered:
         print(rendered)
-    if is_text and files:
+    if options.format == "text" and files:
         print(summary(findings, len(files)), file=sys.stderr)
     if any(finding.level == "unread" for finding in findings):
         return UNREAD

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.distributed.process_group import largest_over_ranks, shorten_timeout, world_size
-from wholebatch.errors import OptionError, RankError, RecipeError, WholebatchError
+from wholebatch.errors import RankError, WholebatchError
 
 T = TypeVar("T")
 
@@ -29,13 +29,11 @@ _TIMES_FIRST_WINDOW = 20.0
 class World:
     """The processes that train together, seen from one of them."""
 
-    def __init__(self, rank: int, *, device: torch.device, parallel: str = "ddp") -> None:
+    def __init__(self, rank: int, *, device: torch.device) -> None:
         self.rank = rank
         self.device = device
         self.ranks = world_size()
         self.is_first = rank == 0
-        self.parallel = parallel if self.ranks > 1 else "ddp"
-        self.is_sharded = self.parallel == "fsdp2"
 
     def any(self, flag: bool) -> bool:
         """Return True if the flag is set on any rank."""
@@ -87,45 +85,25 @@ class World:
             shorten_timeout(max(_LEAST_TIMEOUT, _TIMES_FIRST_WINDOW * seconds))
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device; `auto` is CUDA where there is one. Refuse one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            there = f"there are {count} CUDA devices" if count else "there is no CUDA device here"
-            raise OptionError(f"--device {name}: {there}")
-    return device
-
-
 def copied(model: nn.Module) -> nn.Module:
     """Return the model under DDP, a copy on each rank; in one process, the model itself."""
     device = next(model.parameters()).device
     if world_size() == 1:
         return model
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
-            raise RecipeError(
-                f"{name} is a SyncBatchNorm, which torch has for GPUs only: leave it a BatchNorm; "
-                "with --batchnorm exact (the default) it has the statistics of all ranks"
-            )
     return DistributedDataParallel(
         model, device_ids=[device.index] if device.type == "cuda" else None
     )
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[tuple[int, torch.device]]:
-    """Join the ranks of torchrun; give this process's rank and device."""
-    where = choose_device(device)
+def process_group() -> Iterator[tuple[int, torch.device]]:
+    """Join the ranks of torchrun; give this process's rank and device: CUDA where there is one."""
+    where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield 0, where
         return
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if where.type == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
     begins = not dist.is_initialized()
     if begins:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -19,11 +19,9 @@ from wholebatch.cli.command_options import (
     command,
     must_be,
     option,
-    positive_number,
     recipe_argument,
     switch,
     whole_number,
-    with_commas,
 )
 from wholebatch.cli.plan_arithmetic import SHARE, fits, parameters_of
 from wholebatch.cli.report.terminal_output import (
@@ -56,10 +54,6 @@ def _gpu(text: str, label: str) -> Gpu:
         raise OptionError(f"{label} {error}") from None
 
 
-def _price(text: str) -> float:
-    return positive_number(float(text), "")
-
-
 @dataclass(frozen=True)
 class PlanOptions:
     """The options of `wholebatch plan`."""
@@ -87,12 +81,6 @@ class PlanOptions:
         "ddp|fsdp2",
         "ddp: the whole model on every GPU. fsdp2: sharded over them, block by block.",
     )
-    sync: str | None = choice(
-        "gathered|hold|every",
-        "With fsdp2: reduce gradients once per update (hold), or after every micro-batch (every); "
-        "gathered keeps parameters whole, too. Default: as a run would choose.",
-        default=None,
-    )
     precision: str | None = autocast_option()
     checkpointing: bool = switch("Gradient checkpointing of the model's repeated blocks.")
     parameters: int | None = option(
@@ -102,19 +90,6 @@ class PlanOptions:
         "these GPUs, by arithmetic, at once.",
         typed=str | None,
         check=parameters_of,
-    )
-    largest: str | None = choice(
-        "gpt|llama|vit",
-        "Instead of a RECIPE: the largest model of this family, by width and depth, that fits.",
-        default=None,
-    )
-    price: list[float] | None = option(
-        None,
-        "PRICE[,LARGER]",
-        "Price of a GPU hour: shows the cost of an epoch, and beside it that of the undivided "
-        "batch on a larger GPU (whose price may follow). Needs --gpu.",
-        typed=str | None,
-        check=with_commas(_price, "one or two prices above 0, such as 0.35 or 0.35,2.50", most=2),
     )
     seq: int | None = option(
         None,
@@ -130,7 +105,6 @@ class PlanOptions:
     'wholebatch plan my_recipe.py --batch-size 512 --gpu "RTX 4090"',
     "wholebatch plan hf:config.json --gpus 8 --parallel fsdp2 --gpu-memory 80GiB",
     'wholebatch plan --parameters 70B --gpus 8 --gpu "A100 40"',
-    'wholebatch plan --largest llama --gpu "A100 80" --checkpointing',
 )
 def plan(options: PlanOptions) -> int:
     """Predict peak memory and recommend a micro-batch. Nothing is trained.
@@ -141,8 +115,6 @@ def plan(options: PlanOptions) -> int:
     if options.parameters is not None:
         return _by_arithmetic(options, options.parameters)
     with Spinner(console_of(stderr=options.as_json)) as doing:
-        if options.largest is not None:
-            say(console_of(stderr=True), _TAKES_LONG)
         doing("importing torch")
         plan = _planned(options, doing)
     return 0 if plan.micro_batch is not None else 1
@@ -154,11 +126,11 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
     from wholebatch.memory.fsdp_sharding import Sharding, choose_sync
     from wholebatch.memory.plan import make_plan
 
-    gpus, sync = options.gpus, options.sync
+    gpus = options.gpus
     device, budget, where = _budget(options)
     doing("building the model without its weights")
     with collection_paused():
-        subject = _model(options, device, budget, doing)
+        subject = _model(options)
     if str(options.recipe).startswith("hf:"):
         say(console_of(stderr=True), _TAKES_LONG)
     size = options.batch_size or max(subject.batch_size, gpus)
@@ -169,8 +141,7 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
         )
     sharding = None
     if options.parallel == "fsdp2":
-        sync = sync or choose_sync(subject.model, ranks=gpus, budget=budget)
-        sharding = Sharding(gpus, sync)  # type: ignore[arg-type]
+        sharding = Sharding(gpus, choose_sync(subject.model, ranks=gpus, budget=budget))
     if not options.as_json:
         over = "" if sharding is None else f", sharded by FSDP2 (sync {sharding.sync})"
         about = f": {subject.parameters:,} parameters, {subject.sample}; {gpus} × {where}{over}"
@@ -190,19 +161,16 @@ def _planned(options: PlanOptions, doing: Spinner) -> Plan:
             device=device,
             sharding=sharding,
             checkpoints=options.checkpointing,
-            beside_undivided=is_whole or options.price is not None,
+            beside_undivided=is_whole,
         )
-    cost = _cost(options, subject, plan)
     if options.as_json:
         described = {"subject": subject.name, "parameters": subject.parameters, "device": device}
-        print(json.dumps({**described, **asdict(plan), "cost": cost}, indent=2))
+        print(json.dumps({**described, **asdict(plan)}, indent=2))
     else:
         doing.stop()
         _show(doing.console, plan, subject.parameters)
         if is_whole:
-            cost.insert(0, _batchnorm(plan))
-        for line in cost:
-            say(doing.console, line)
+            say(doing.console, _batchnorm(plan))
     return plan
 
 
@@ -245,21 +213,15 @@ def _by_arithmetic(options: PlanOptions, parameters: int) -> int:
 
 def _check(options: PlanOptions) -> None:
     """Refuse options that do not go together."""
-    if options.parameters is not None and (options.recipe or options.largest):
-        raise OptionError("--parameters: takes the place of a recipe, and of --largest")
-    parallel, sync = options.parallel, options.sync
-    if sync is not None and parallel != "fsdp2":
-        raise OptionError(f"--sync {sync}: belongs to --parallel fsdp2")
-    if parallel != "ddp" and options.gpus < 2:
+    if options.parameters is not None and options.recipe:
+        raise OptionError("--parameters: takes the place of a recipe")
+    if options.parallel != "ddp" and options.gpus < 2:
         raise OptionError(
-            f"--parallel {parallel} with --gpus {options.gpus}: give the number of GPUs, from 2"
+            f"--parallel {options.parallel} with --gpus {options.gpus}: give the number of GPUs, "
+            "from 2"
         )
     if options.gpu is not None and options.gpu_memory is not None:
         raise OptionError("--gpu and --gpu-memory: give one of them")
-    if options.largest is not None and options.recipe is not None:
-        raise OptionError(f"--largest {options.largest}: takes the place of {options.recipe}")
-    if options.price is not None and options.gpu is None:
-        raise OptionError("--price: also give --gpu, whose speed is known; tune measures others")
 
 
 def _budget(options: PlanOptions) -> tuple[str, int, str]:
@@ -282,80 +244,18 @@ def _budget(options: PlanOptions) -> tuple[str, int, str]:
 
 # ------------------------------------------------------------------------------ what is planned
 
-_BYTES_PER_PARAMETER = 16  # with its gradient and Adam's two moments, in float32
 
-
-def _model(options: PlanOptions, device: str, budget: int, doing: Spinner) -> PlannedModel:
+def _model(options: PlanOptions) -> PlannedModel:
     from wholebatch.cli import planned_model as models
 
     recipe, seq, in_float32 = options.recipe, options.seq, options.parallel == "fsdp2"
-    if options.largest is not None:
-        subject = _largest(options, device, budget, doing)
-    elif recipe is not None and recipe.startswith("hf:"):
+    if recipe is not None and recipe.startswith("hf:"):
         subject = models.of_file(Path(recipe[3:]), seq=seq, in_float32=in_float32)
     elif seq is not None:
         raise OptionError("--seq: is for hf:CONFIG.json; a recipe's data has its own length")
     else:
         subject = models.of_recipe(recipe)
     return replace(subject, precision=options.precision or subject.precision)
-
-
-def _largest(options: PlanOptions, device: str, budget: int, doing: Spinner) -> PlannedModel:
-    """Return the largest model of a family of which one sample fits."""
-    from wholebatch.cli.planned_model import SHAPES, of_family
-    from wholebatch.memory.choose_micro_batch import resize_batch
-    from wholebatch.memory.fsdp_sharding import Sharding
-    from wholebatch.memory.predict import simulating
-
-    sharding = Sharding(options.gpus, "every") if options.parallel == "fsdp2" else None
-    most = budget * (options.gpus if sharding else 1) / _BYTES_PER_PARAMETER
-    how = {"seq": options.seq, "in_float32": sharding is not None, "most_parameters": most}
-    for model in of_family(str(options.largest), **how):  # type: ignore[arg-type]
-        doing(f"trying a {model.name}")
-        precision, checkpoints = options.precision or model.precision, options.checkpointing
-        on: dict[str, Any] = {"optimizer": model.optimizer, "device": device}
-        with simulating(model.model, model.loss, **on) as simulation:
-            sample = resize_batch(model.batch, 1)
-            whole = simulation.predict(sample, precision=precision, checkpoints=checkpoints)
-        if whole.sharded(model.model, sharding).needed(simulation.device) <= budget:
-            return model
-    raise OptionError(f"--largest {options.largest}: none of width {SHAPES[0][0]} or more fits")
-
-
-# ------------------------------------------------------------------------------ what it costs
-
-_SHARE_OF_PEAK = 0.4  # of the peak speed that large models reach; tune measures yours
-
-
-def _cost(options: PlanOptions, subject: PlannedModel, plan: Plan) -> list[str]:
-    """Return what an epoch costs by its floating-point operations, here and undivided."""
-    if options.price is None or options.gpu is None or plan.micro_batch is None:
-        return []
-    gpu, (price, *larger), need = options.gpu, options.price, plan.undivided or 0
-    samples = subject.epoch or 1000 * plan.batch_size
-    operations = samples * (plan.operations or 0) * (4 / 3 if plan.checkpointing else 1)
-
-    def hours(on: Gpu) -> float:
-        tflops = on.tflops(sixteen_bit=plan.precision != "full")
-        return operations / (_SHARE_OF_PEAK * 1e12 * tflops) / 3600
-
-    what = "an epoch" if subject.epoch else "1,000 updates"
-    cost = (
-        f"{what}: {samples:,} samples, {operations:.2g} operations, {hours(gpu):.3g} GPU hours at "
-        f"{_SHARE_OF_PEAK:.0%} of the {gpu.name}'s peak: {hours(gpu) * price:.3g} at {price:g} each"
-    )
-    other = next((it for it in GPUS if it.memory >= need), None)
-    if need <= gpu.memory or other is None:
-        fits = "fits, too" if need <= gpu.memory else "fits on none of these GPUs"
-        return [cost, f"undivided, it needs {bytes_said(need)} and {fits}"]
-    beside = (
-        f"undivided, it needs {bytes_said(need)}, as the {other.name} has: {hours(other):.3g} GPU "
-        f"hours, cheaper below {hours(gpu) * price / hours(other):.3g} an hour"
-    )
-    return [
-        cost,
-        beside + "".join(f"; {hours(other) * each:.3g} at {each:g} each" for each in larger),
-    ]
 
 
 # ------------------------------------------------------------------------------ on the screen
@@ -425,7 +325,7 @@ def _show_ways(console: Console, plan: Plan, parameters: int) -> None:
     say(console, f"a micro-batch of one sample needs {need} of {room}", style="red")
     say(
         console,
-        "what helps: --precision bf16, --checkpointing, --parallel fsdp2 --sync every on more "
+        "what helps: --precision bf16, --checkpointing, --parallel fsdp2 on more "
         "--gpus, shorter samples; and what each way to keep the model's state takes:",
     )
     whole_gib = plan.budget >= 2**30

@@ -1,11 +1,10 @@
-"""The model of a plan: a recipe's, that of a configuration, or the largest of a family.
+"""The model of a plan: a recipe's, or that of a configuration.
 
 It has shapes and no bytes. Of a Hugging Face model the configuration alone is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -23,12 +22,6 @@ from wholebatch.plain_files import load_json
 
 _MOST_SAMPLES = 16  # so many of the data are looked at; larger batches are made by repeating them
 
-SHAPES = (
-    (256, 4), (384, 6), (512, 8), (768, 12), (1024, 16), (1024, 24), (1280, 36), (1600, 48),
-    (2048, 24), (2560, 32), (3072, 28), (4096, 32), (5120, 40), (6144, 48), (8192, 80), (12288, 96),
-)  # fmt: skip
-"""Widths and depths of published models."""
-
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -42,8 +35,6 @@ class PlannedModel:
     batch: Any
     batch_size: int
     precision: str
-    epoch: int | None = None
-    """The samples of an epoch, where they are known."""
 
     @property
     def parameters(self) -> int:
@@ -69,7 +60,6 @@ def of_recipe(name: str | None) -> PlannedModel:
     return PlannedModel(
         name=recipe.name,
         sample=f"samples like those of {recipe.path.name}",
-        epoch=batches.length,
         model=model,
         optimizer=recipe.build_optimizer(model, lr=None),
         loss=recipe.loss,
@@ -85,31 +75,6 @@ def of_file(path: Path, *, seq: int | None, in_float32: bool) -> PlannedModel:
     name = path.parent.name if path.stem == "config" else path.stem
     stored = load_json(path, RecipeError, f"hf:{path}")
     return of_configuration(stored, name, seq=seq, label=f"hf:{path}", in_float32=in_float32)
-
-
-def of_family(
-    family: str, *, seq: int | None, in_float32: bool, most_parameters: float
-) -> Iterator[PlannedModel]:
-    """Yield the models of a family ("gpt", "llama", "vit") from the largest on."""
-    seq = None if family == "vit" else seq or 1024
-    for width, depth in reversed(SHAPES):
-        if 12 * depth * width**2 <= most_parameters:
-            name = f"{family} of width {width} and depth {depth}"
-            stored = _configuration(family, width, depth, seq or 0)
-            yield of_configuration(stored, name, seq=seq, label=name, in_float32=in_float32)
-
-
-def _configuration(family: str, width: int, depth: int, seq: int) -> dict[str, Any]:
-    """Return the configuration of a model of this family, as Hugging Face names its parts."""
-    if family == "gpt":
-        sizes = {"n_embd": width, "n_layer": depth, "n_head": width // 64, "n_positions": seq}
-        return {"model_type": "gpt2", **sizes}
-    common = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": width // 64}
-    if family == "vit":
-        return {"model_type": "vit", **common, "intermediate_size": 4 * width}
-    inner = -(-8 * width // 3 // 256) * 256
-    more = {"intermediate_size": inner, "max_position_embeddings": seq, "vocab_size": 32_000}
-    return {"model_type": "llama", **common, **more}
 
 
 def of_configuration(

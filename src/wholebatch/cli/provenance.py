@@ -36,10 +36,3 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):  # no git, or no repository
         return None
-
-
-def changed_versions(before: dict[str, str]) -> str:
-    """Return in words which of the packages of a run have another version now; "" if none has."""
-    now = versions()
-    both = [name for name in before if name in now and before[name] != now[name]]
-    return ", ".join(f"{name} {before[name]} is now {now[name]}" for name in both)

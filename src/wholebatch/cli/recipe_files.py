@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from difflib import get_close_matches
 from pathlib import Path
 
 from wholebatch.errors import RecipeError
@@ -17,16 +15,8 @@ def find_recipe(name: str) -> Path:
     if name in EMBEDDED:
         return Path(__file__).parent / "recipes" / EMBEDDED[name]
     path = Path(name)
-    if path.is_file():
+    if "\0" not in name and path.is_file():
         return path.resolve()
-    known = ", ".join(EMBEDDED)
-    if not name.strip() or ("\0" not in name and os.path.lexists(name)):
-        kind = "not a file" if name.strip() else "empty"
-        kind = "a folder" if path.is_dir() and name.strip() else kind
-        raise RecipeError(f"recipe {name!r} is {kind}; give a Python file or one of: {known}")
-    meant = f"{name}.py" if Path(f"{name}.py").is_file() else ""
-    meant = meant or next(iter(get_close_matches(name, EMBEDDED, n=1)), "")
-    hint = f" (did you mean {meant}?)" if meant else ""
     raise RecipeError(
-        f"recipe {name!r}: there is no such file{hint}; the embedded recipes are: {known}"
+        f"recipe {name!r}: there is no such file; the embedded recipes are: {', '.join(EMBEDDED)}"
     )

@@ -13,7 +13,6 @@ from wholebatch.cli.command_options import (
     command,
     option,
     positive_number,
-    switch,
 )
 from wholebatch.cli.report.terminal_output import (
     Spinner,
@@ -26,7 +25,7 @@ from wholebatch.cli.report.tuned import TUNED, tuned_table
 from wholebatch.cli.run_settings import read_config
 from wholebatch.cli.updates_made import not_whole
 from wholebatch.errors import MissingExtraError, OptionError
-from wholebatch.plain_files import load_json, open_file, reason, write_atomically
+from wholebatch.plain_files import load_json, reason, write_atomically
 from wholebatch.readable_sizes import memory_said, percent
 
 PLOTS = {
@@ -71,13 +70,9 @@ class ReportOptions:
         "wholebatch tune --json.",
     )
     out: Path = option(Path("report.html"), "FILE", "The page.")
-    title: str | None = option(
-        None, "TEXT", "Title of the page. Default: the recipe, and how far its runs are."
-    )
     price: float | None = option(
         None, "PRICE", "Price of a GPU hour: adds what runs and epochs cost.", check=positive_number
     )
-    open_it: bool = switch("Open the page in a browser.", flag="--open")
 
 
 @command(
@@ -99,16 +94,12 @@ def report(options: ReportOptions) -> None:
         if options.out.is_dir():
             raise OptionError(f"--out {options.out}: is a folder; give the name of a file")
         sources = [Path(source) for source in options.sources]
-        text = page(sources, title=options.title, price=options.price)
+        text = page(sources, price=options.price)
         write_atomically(options.out, text, OptionError)
     say(console, f"page: {path_from_here(options.out)}")
-    if options.open_it:
-        import webbrowser
-
-        webbrowser.open(options.out.resolve().as_uri())
 
 
-def page(sources: list[Path], *, title: str | None, price: float | None = None) -> str:
+def page(sources: list[Path], *, price: float | None = None) -> str:
     """Return the page of these runs and verdicts."""
     try:
         import jinja2
@@ -128,15 +119,14 @@ def page(sources: list[Path], *, title: str | None, price: float | None = None) 
             raise OptionError(
                 f"{path}: is not a file of wholebatch verify --json or wholebatch tune --json"
             )
-    names = _short_names([run["path"] for run in runs])
-    for run, name, place in zip(runs, names, range(len(runs)), strict=True):
-        run |= {"name": name, "colour": COLOURS[place % len(COLOURS)]}
+    for place, run in enumerate(runs):
+        run |= {"name": str(run["path"]), "colour": COLOURS[place % len(COLOURS)]}
     keys = (key for run in runs for key, value in run["settings"].items() if value is not None)
     settings = list(dict.fromkeys(keys))
     template = Path(__file__).parent / "report" / "page.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=_title(runs, verdicts, measured) if title is None else title,
+        title=_title(runs, verdicts, measured),
         heads=[_head(run, verdicts) for run in runs],
         runs=runs,
         verdicts=verdicts,
@@ -158,7 +148,7 @@ def _read_run(path: Path) -> dict[str, Any]:
     if not (path / "config.json").exists():
         raise OptionError(f"{path}: has no config.json; give the folder of a run")
     config = read_config(path / "config.json")
-    about = {key: config.get(key) for key in ("recipe", "device", "ranks", "parallel")}
+    about = {key: config.get(key) for key in ("recipe", "device", "ranks")}
     versions = config.get("versions") or {}
     about |= {name: versions.get(name) for name in ("wholebatch", "torch", "python")}
     git = config.get("git") or {}
@@ -186,8 +176,7 @@ def _seen(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _records(path: Path) -> list[dict[str, Any]]:
     """Return the lines of `metrics.jsonl`; one that is being written now is left out."""
     try:
-        with open_file(path) as file:
-            lines = file.read().decode("utf-8", errors="replace").splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -199,7 +188,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             windows.append({"window": int(record["window"]), **record})
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise OptionError(f"{path}: line {number} is not the record of a window") from None
     return windows
 
@@ -286,16 +275,6 @@ def _last(run: dict[str, Any], field: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _short_names(paths: list[Path]) -> list[str]:
-    """Return names that tell the runs apart: of the folder, with parents where that is needed."""
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({place})" for place, name in enumerate(names, start=1)]
-
-
 # ------------------------------------------------------------------------------------- showing
 
 
@@ -335,7 +314,6 @@ def _points(records: list[dict[str, Any]], field: str) -> dict[str, list[Any]]:
 def _results(runs: list[dict[str, Any]], price: float | None) -> list[tuple[str, list[str]]]:
     """Return the rows of the table of results: one column for each run."""
     rows: dict[str, list[Any]] = {
-        "folder": [str(run["path"]) for run in runs],
         "began": [_time(run["records"][0].get("time")) if run["records"] else None for run in runs],
         "held-out loss": [_last(run, "validation_loss") for run in runs],
         "micro-batches in the first update": [

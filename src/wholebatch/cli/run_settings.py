@@ -30,7 +30,6 @@ from wholebatch.cli.command_options import (
 )
 from wholebatch.errors import OptionError, StateError
 from wholebatch.plain_files import load_json
-from wholebatch.readable_sizes import precision_meant
 
 AUTOCAST = ("full", "fp32", "bf16", "fp16")
 PRECISIONS = (*AUTOCAST, "bf16-pure")
@@ -64,8 +63,7 @@ def precision_of(*names: str) -> Check:
         text = str(value)
         if text in names:
             return "full" if text == "fp32" else text
-        meant = precision_meant(text, names)
-        raise OptionError(f"{label} {text}: must be one of {', '.join(names)}{meant}")
+        raise OptionError(f"{label} {text}: must be one of {', '.join(names)}")
 
     return check
 
@@ -77,18 +75,10 @@ def _memory(value: Any, label: str) -> str:
     with suppress(ValueError):
         if 0 < float(text) <= 1 and "." in text:
             return text
-    meant = f" (did you mean {text}GiB?)" if text.isdigit() else ""
     raise OptionError(
         f"{label} {text}: must be a size such as 20GiB, a share of the device such as 0.8 or 80%, "
-        f'or "free" for what is free now{meant}'
+        'or "free" for what is free now'
     )
-
-
-def _device(value: str, label: str) -> str:
-    """Return a device as torch names it; whether it is there is seen when torch is imported."""
-    if re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", value) is None:
-        raise OptionError(f"{label} {value}: must be auto, cpu, cuda or cuda:N")
-    return value
 
 
 def _lr_rule(value: Any, label: str) -> str:
@@ -230,18 +220,12 @@ class Config:
         check=whole_number(),
         may_change=True,
     )
-    workers: int = _recipe_setting(0, whole_number(0, 1024))
     wandb: str | None = _run_setting(
         None,
         "PROJECT",
         "Also log to this project of Weights & Biases (WANDB_MODE=offline: no network).",
         check=_wandb,
         may_change=True,
-    )
-    parallel: str = choice(
-        "ddp|fsdp2",
-        "Under torchrun: the whole model on every rank, or sharded over the ranks.",
-        _RUN,
     )
 
     @property
@@ -295,11 +279,6 @@ def like_train(
     known = _FIELDS[name].metadata
     shown = {key: more.pop(key, known[key]) for key in ("metavar", "check")}
     return option(default, help=help or known["help"], panel=panel, **shown, **more)
-
-
-def device_option(panel: str | None = None) -> Any:
-    """Declare the option of a device."""
-    return option("auto", "auto|cpu|cuda", "Device.", panel, check=_device)
 
 
 def autocast_option(panel: str | None = None, **more: Any) -> Any:

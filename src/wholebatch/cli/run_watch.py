@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,48 +23,28 @@ _DIVERGED = 10.0
 
 @dataclass(eq=False)
 class RunWatch:
-    """Counts in how many windows in a row something was seen, and says it once."""
+    """Watches the losses of a run."""
 
     best: float = math.inf
     last: float = math.nan
     spikes: int = 0
     """Windows with a loss far above the running median."""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RUNNING))
-    in_a_row: Counter[str] = field(default_factory=Counter)
-    loading: float = 0.0
-    seconds: float = 0.0
+    high_in_a_row: int = 0
 
-    def notes(self, step: Step, *, loading: float, seconds: float) -> Iterator[str]:
-        """Yield what the windows so far show; `loading` is the time of reading this batch."""
+    def notes(self, step: Step) -> Iterator[str]:
+        """Yield what the windows so far show."""
         if step.skipped is None and math.isfinite(step.loss):
             yield from self._spike(step)
             self.best, self.last = min(self.best, step.loss), step.loss
             self.losses.append(step.loss)
-        if self.in_a_row["windows"]:  # the first one builds and compiles
-            self.loading, self.seconds = self.loading + loading, self.seconds + seconds
-        share = self.loading / self.seconds if self.seconds else 0.0
-        states = {
-            "windows": True,
-            "high": step.loss > _DIVERGED * self.best > 0,
-            "zero": step.grad_norm == 0,
-            "clipped": step.clip < 1,
-            "waits": share > 1 / 3,
-        }
-        texts = {
-            "high": f"the loss has been more than ten times its best, {self.best:.4g}, for "
-            f"{_ENOUGH} updates: try a lower rate, a longer warm-up or --clip-norm",
-            "zero": f"the gradient has been 0 in {_ENOUGH} windows: nothing is learned; look for "
-            "detached tensors and frozen parameters",
-            "clipped": f"the gradient was clipped in each of {_ENOUGH} windows: --clip-norm sets "
-            "the length of every update; a larger one may be meant",
-            "waits": f"reading the data takes {share:.0%} of the time: workers in the recipe's "
-            "defaults read ahead",
-        }
-        for name, is_seen in states.items():
-            self.in_a_row[name] = self.in_a_row[name] + 1 if is_seen else 0
-            if self.in_a_row[name] == _ENOUGH and name in texts:
-                yield texts.pop(name)
-                self.in_a_row[name] = -(10**12)  # once
+        is_high = step.loss > _DIVERGED * self.best > 0
+        self.high_in_a_row = self.high_in_a_row + 1 if is_high else 0
+        if self.high_in_a_row == _ENOUGH:
+            yield (
+                f"the loss has been more than ten times its best, {self.best:.4g}, for {_ENOUGH} "
+                "updates: try a lower rate, a longer warm-up or --clip-norm"
+            )
 
     def _spike(self, step: Step) -> Iterator[str]:
         """Yield that this loss is far above the running median; the first few are told."""

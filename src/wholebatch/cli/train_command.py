@@ -46,7 +46,7 @@ _RUNS = Path("runs")
     'wholebatch train my_recipe.py --micro-batch "4096 tokens" --precision bf16',
     "wholebatch train my_recipe.py --memory 20GiB --out runs/first",
     "wholebatch train --resume --out runs/first",
-    "torchrun --nproc-per-node 8 -m wholebatch train mine.py --parallel fsdp2",
+    "torchrun --nproc-per-node 8 -m wholebatch train mine.py",
     partial=True,
 )
 def train(given: Given) -> int:
@@ -62,8 +62,8 @@ def train(given: Given) -> int:
         doing("importing torch")
         from wholebatch.cli.parallel_ranks import World, process_group
 
-        with process_group("auto") as (rank, where):
-            world = World(rank, device=where, parallel=given.get("parallel", "ddp"))
+        with process_group() as (rank, where):
+            world = World(rank, device=where)
             return _train(given, world, doing)
 
 
@@ -110,8 +110,8 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
             }
             text = config_text(run.config, **about)
             write_atomically(folder / "config.json", text, OptionError)
-            checkpoints.clean(loaded)
-        for note in _notes(run, given, loaded, stored):
+            checkpoints.clean()
+        for note in _notes(run, given, stored):
             terminal.note(f"note: {note}")
         about_it = f": {recipe.description}" if recipe.description else ""
         head = f"wholebatch {__version__}  {recipe.name}{about_it}"
@@ -125,14 +125,12 @@ def _train(given: Given, world: World, doing: Spinner) -> int:
 
 
 def _start(run: TrainingRun, loaded: Loaded | None, given: Given) -> None:
-    """Give the model its first values, or those of the checkpoint."""
+    """Give the model the values of the checkpoint, if there is one."""
     if given.get("batch_size") not in (None, run.config.batch_size):
         raise OptionError(
             f"--batch-size {given['batch_size']}: the recipe's DataLoader gives batches of "
             f"{run.config.batch_size}; change it there"
         )
-    if run.initialise is not None:
-        run.initialise()  # also before a checkpoint, which lacks buffers that are not persistent
     if loaded is not None:
         run.restore(loaded)
 
@@ -147,7 +145,6 @@ def _run(
 
     world, config, metrics = run.world, run.config, None
     again = f"--resume --out {path_from_here(folder)}"
-    again += " --parallel fsdp2" if world.is_sharded else ""
     with ExitStack() as stack:
         if world.is_first:
             random = run.train.state_dict()["random"]  # opening TensorBoard may draw numbers
@@ -195,17 +192,11 @@ def _folder_of(given: Given) -> Path:
         return next(place for place in places if not place.exists())
     folder = Path(out)
     try:
-        folder.exists()
-    except OSError as error:
+        has_run = any(folder.glob("checkpoints/window-*"))
+        metrics = folder / "metrics.jsonl"
+        has_run = has_run or (metrics.is_file() and metrics.stat().st_size > 0)
+    except (OSError, ValueError) as error:
         raise OptionError(f"--out {out}: {reason(error)}") from None
-    if folder.is_symlink() and not folder.exists():
-        raise OptionError(f"--out {out}: is a link that leads nowhere; give a folder")
-    if folder.exists() and not folder.is_dir():
-        raise OptionError(f"--out {out}: is a file; give a folder")
-    metrics = folder / "metrics.jsonl"
-    has_run = (metrics.is_file() and metrics.stat().st_size > 0) or any(
-        folder.glob("checkpoints/window-*")
-    )
     if has_run and not given.get("resume"):
         raise OptionError(
             f"--out {out}: has a run already; continue it with --resume, or give another --out"
@@ -228,8 +219,15 @@ def _held(folder: Path, *, is_new: bool) -> Iterator[bool]:
     except OSError as error:
         raise OptionError(f"--out {folder}: cannot be written: {reason(error)}") from error
     with lock:
-        if not _lock(lock):
-            raise StateError(f"{folder} is being written by another process; wait, or stop it")
+        with suppress(ImportError, OSError):  # Windows, a file system without locks
+            import fcntl
+
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StateError(
+                    f"{folder} is being written by another process; wait, or stop it"
+                ) from None
         try:
             yield True
         except BaseException:
@@ -239,21 +237,6 @@ def _held(folder: Path, *, is_new: bool) -> Iterator[bool]:
                     (folder / ".lock").unlink()
                     folder.rmdir()
             raise
-
-
-def _lock(file: Any) -> bool:
-    """Lock the file for this process; False if another process holds it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
 
 
 def command_line(ranks: int, options: str) -> str:
@@ -274,7 +257,6 @@ def _about_here(world: World, recipe: Recipe) -> dict[str, Any]:
         "git": git_state(recipe.path.parent),
         "device": device_name(world.device),
         "ranks": world.ranks,
-        "parallel": world.parallel if world.ranks > 1 else None,
     }
 
 
@@ -283,21 +265,12 @@ def _about_here(world: World, recipe: Recipe) -> dict[str, Any]:
 Rows = list[tuple[str, str]]
 
 
-def _notes(
-    run: TrainingRun, given: Given, loaded: Loaded | None, stored: dict[str, Any] | None
-) -> Iterator[str]:
+def _notes(run: TrainingRun, given: Given, stored: dict[str, Any] | None) -> Iterator[str]:
     """Yield notes on settings that the user may not expect."""
-    from wholebatch.cli.provenance import changed_versions
-
-    for _, why in loaded.damaged if loaded is not None else ():
-        assert loaded is not None
-        yield f"{why}; going back to {loaded.path.name}"
     if stored is not None and stored.get("recipe_sha256") != run.recipe.digest:
         yield f"{run.recipe.path} has changed since this run began"
     if stored is not None and stored.get("data_sha256") != run.batches.fingerprint:
         yield "the data have changed since this run began"
-    if stored is not None and (changed := changed_versions(stored.get("versions") or {})):
-        yield f"{changed}: the run may go on with other bits"
     if stored is not None and run.config.updates != stored["schedule_updates"]:
         yield f"the learning-rate schedule stays that of {stored['schedule_updates']} updates"
     if stored is None and given.get("lr") is None and run.config.lr_rule == "none":
@@ -307,8 +280,6 @@ def _notes(
     micro_batches = 1 if size is None else -(-samples // size)
     if (seen := run.batchnorm_sees(samples, micro_batches)) is not None:
         yield batchnorm_warning(seen)
-    if given.get("parallel") == "fsdp2" and run.world.ranks == 1:
-        yield "--parallel fsdp2 has no effect in one process; start the run with torchrun"
 
 
 def _rate_notes(run: TrainingRun) -> Iterator[str]:
@@ -330,9 +301,9 @@ def head_rows(run: TrainingRun, loaded: Loaded | None, *, folder: Path, chosen: 
     """Return what will be done, with the arithmetic of the batch."""
     config, world, batches = run.config, run.world, run.batches
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    over = "" if world.ranks == 1 else f", {'sharded' if world.is_sharded else 'copied'} on ranks"
+    over = "" if world.ranks == 1 else ", copied on ranks"
     length = batches.length
-    data = "a stream" if length is None else f"{length:,} samples"
+    data = "a DataLoader" if length is None else f"{length:,} samples"
     if length is not None:
         data += f", {batches.in_an_epoch:,} batches an epoch"
     clip = f", clipped to norm {config.clip_norm:g}" if config.clip_norm else ""
@@ -394,9 +365,8 @@ def _updates_made(run: TrainingRun, loop: TrainingLoop) -> str:
     if loop.batchnorm_saw:
         return not_whole(loop.batchnorm_saw)
     return whole(
-        run.norms,
         recipe=run.recipe.name if run.recipe.is_embedded else path_from_here(run.recipe.path),
-        policy=run.config.batchnorm,
+        is_frozen=run.config.batchnorm == "freeze" and run.has_batchnorm,
         is_split=loop.most_micro_batches > 1 or run.world.ranks > 1,
         is_tested=run.recipe.audit,
     )

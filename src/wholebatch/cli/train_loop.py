@@ -79,7 +79,6 @@ class TrainingLoop:
         run, began = self.run, time.perf_counter()
         batch = run.batches.take()
         epoch = run.batches.position.epoch  # the next batch may begin another one
-        loading = time.perf_counter() - began
         rates = [float(group["lr"]) for group in run.optimizer.param_groups]
         try:
             step = self._step(batch)
@@ -119,7 +118,7 @@ class TrainingLoop:
         done, total = run.train.updates, run.config.updates
         left = median(self._recent) * (total - done) if self._recent else None
         self.terminal.update(updates=done, loss=step.loss, units_per_second=speed, left=left)
-        for note in self.watch.notes(step, loading=loading, seconds=seconds):
+        for note in self.watch.notes(step):
             self.terminal.note(f"warning: {note}")
         return step
 

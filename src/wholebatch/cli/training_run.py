@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from wholebatch import WholeBatch
 from wholebatch.batch import split, to_device
 from wholebatch.cli.batch_scaling import lr_factor
-from wholebatch.cli.checkpoints import Loaded, fill_shards
+from wholebatch.cli.checkpoints import Loaded
 from wholebatch.cli.parallel_ranks import World, copied
 from wholebatch.cli.recipes.recipe import Recipe
 from wholebatch.cli.recipes.recipe_batches import Batches, EmptyShare, seed_generators
 from wholebatch.cli.run_settings import Config
-from wholebatch.cli.sharded_start import build_sharded
-from wholebatch.cli.updates_made import Norms, samples_seen
+from wholebatch.cli.updates_made import samples_seen
 from wholebatch.coupled.normalisation_layers import (
     batchnorms,
     evaluation_mode,
     needs_whole_batch,
-    tracked_instance_norms,
     uses_batch_statistics,
 )
-from wholebatch.errors import OptionError, RecipeError, StateError, UnsupportedError
+from wholebatch.errors import OptionError, StateError, UnsupportedError
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.memory.activation_checkpointing import with_checkpoints
 from wholebatch.options import Memory
@@ -46,8 +42,6 @@ class TrainingRun:
     optimizer: torch.optim.Optimizer
     train: WholeBatch
     batches: Batches
-    initialise: Callable[[], None] | None
-    """Gives a sharded model its first values; None if the model has them."""
 
     @property
     def windows(self) -> int:
@@ -67,10 +61,9 @@ class TrainingRun:
         return self.train.choose(batch.like if isinstance(batch, EmptyShare) else batch)
 
     @property
-    def norms(self) -> Norms:
-        """The layers whose results depend on how the batch is split."""
-        used = any(uses_batch_statistics(norm) for _, norm in batchnorms(self.model))
-        return Norms(used, bool(tracked_instance_norms(self.model)))
+    def has_batchnorm(self) -> bool:
+        """True if a BatchNorm of the model normalises by the batch."""
+        return any(uses_batch_statistics(norm) for _, norm in batchnorms(self.model))
 
     def batchnorm_sees(self, samples: int, micro_batches: int) -> int | None:
         """Return the samples that a BatchNorm sees at a time; None if it sees the whole batch.
@@ -78,7 +71,7 @@ class TrainingRun:
         `samples` are those of this rank's batch.
         """
         parts = micro_batches > 1 or self.world.ranks > 1
-        if self.config.batchnorm != "allow" or not parts or not self.norms.batchnorm:
+        if self.config.batchnorm != "allow" or not parts or not self.has_batchnorm:
             return None
         size = self.train.micro_batch_size
         return samples_seen(samples, micro_batches=micro_batches, micro_batch=size)
@@ -104,23 +97,12 @@ class TrainingRun:
         missing = {"model", "optimizer", "data", "ranks"} - state.keys()
         if missing:
             raise StateError(f"{path} is damaged: it has no {', '.join(sorted(missing))}")
-        own = self.model.state_dict()
-        trained: list[Tensor] = [p for g in self.optimizer.param_groups for p in g["params"]]
-
-        def like(place: tuple[Any, ...]) -> Tensor | None:
-            if place[0] == "model":
-                return own.get(place[-1])
-            index = place[2] if len(place) > 2 else None
-            return trained[index] if isinstance(index, int) and index < len(trained) else None
-
-        both = {name: state[name] for name in ("model", "optimizer")}
-        both = fill_shards(both, path, like)
-        check_model(own, both["model"], where=str(path))
-        try:
-            self.model.load_state_dict(both["model"])
-            self.optimizer.load_state_dict(both["optimizer"])
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise StateError(f"{path} does not fit this recipe's optimizer: {error}") from error
+        for part, name in ((self.model, "model"), (self.optimizer, "optimizer")):
+            try:
+                part.load_state_dict(state[name])
+            except (ValueError, KeyError, RuntimeError) as error:
+                why = " ".join(str(error).split())
+                raise StateError(f"{path} does not fit this recipe's {name}: {why}") from error
         _check_optimizer(self.optimizer, where=str(path))
         self.batches.load_state_dict(state["data"])
         self._restore_progress(state["ranks"])
@@ -159,17 +141,12 @@ class TrainingRun:
             while (batch := batches.peek()) is not None and batches.position.epoch == 0:
                 is_empty = isinstance(batch, EmptyShare)
                 micros = split(batch.like if is_empty else batch, size)
-                count = len(micros)
-                if world.is_sharded:  # ranks gather the parameters in every forward
-                    count = max(world.gathered(count))
-                for place in range(count):
-                    counts = place < len(micros) and not is_empty
-                    micro = to_device(micros[place if counts else 0], world.device)
+                for micro in micros:
                     with casts.forward():
-                        loss = as_loss(self.recipe.loss(self.model, micro))
+                        loss = as_loss(self.recipe.loss(self.model, to_device(micro, world.device)))
                     for name, part in terms_of(loss).items():
                         total, units, _ = sums.get(name, (0.0, 0.0, 1.0))
-                        if counts:
+                        if not is_empty:
                             total, units = total + float(part.total), units + float(part.units)
                         sums[name] = total, units, part.weight
                 batches.take()
@@ -195,7 +172,6 @@ def build_run(
         seed=config.seed,
         rank=world.rank,
         ranks=world.ranks,
-        workers=config.workers,
         times=config.steps_at,
     )
     config = fitted_to(config, batches)
@@ -204,14 +180,8 @@ def build_run(
             f"--validate {config.validate}: {recipe.path} has no validation(); define it to return "
             "the held-out samples, as data() returns the training samples"
         )
-    build, initialise = partial(_built, recipe, config), None
-    if world.is_sharded:
-        model, initialise = build_sharded(
-            build, seed=config.seed, device=world.device, ranks=world.ranks
-        )
-    else:
-        model = moved(build(), world.device)
-    spread = model if world.is_sharded else copied(model)
+    model = _built(recipe, config).to(world.device)
+    spread = copied(model)
     optimizer = recipe.build_optimizer(model, lr=config.lr)
     for group in optimizer.param_groups:
         group["lr"] *= rate_factor(recipe, config, 0)
@@ -236,7 +206,7 @@ def build_run(
     )
     if world.rank:  # dropout of its own on every rank
         seed_generators(config.seed + world.rank)
-    return TrainingRun(recipe, config, world, model, optimizer, train, batches, initialise)
+    return TrainingRun(recipe, config, world, model, optimizer, train, batches)
 
 
 def _scheduler(
@@ -279,14 +249,6 @@ def _built(recipe: Recipe, config: Config) -> nn.Module:
     return model
 
 
-def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model to its device, or say why that cannot be."""
-    try:
-        return model.to(device)
-    except (RuntimeError, NotImplementedError) as error:
-        raise RecipeError(f"the recipe's model cannot be moved to {device}: {error}") from error
-
-
 def micro_batch_of(recipe: Recipe, config: Config) -> Any:
     """Return the split of a batch: a number of samples, a budget of tokens, or "auto"."""
     return config.micro_batch if config.tokens is None else recipe.build_tokens(config.tokens)
@@ -316,29 +278,6 @@ def fitted_to(config: Config, batches: Batches) -> Config:
             'give at most that, or "auto"'
         )
     return config
-
-
-def check_model(here: dict[str, Any], there: dict[str, Any], *, where: str) -> None:
-    """Refuse the state of another model, naming the first tensors that differ."""
-    differences = [f"{name} is only in the checkpoint" for name in there if name not in here]
-    for name, tensor in here.items():
-        saved = there.get(name)
-        if not isinstance(tensor, Tensor):
-            continue
-        if not isinstance(saved, Tensor):
-            differences.append(f"{name} is only in this model")
-        elif (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
-            differences.append(f"{name} is {_kind(saved)} there and {_kind(tensor)} here")
-    if differences:
-        shown = "; ".join(differences[:3])
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise StateError(f"{where} is of another model: {shown}{more}")
-
-
-def _kind(tensor: Tensor) -> str:
-    """Return the shape and dtype of a tensor, such as 8×5 float32."""
-    shape = "×".join(map(str, tensor.shape)) or "()"
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *, where: str) -> None:

@@ -29,7 +29,6 @@ from wholebatch.cli.report.terminal_output import (
 )
 from wholebatch.cli.run_settings import (
     AUTOCAST,
-    device_option,
     like_train,
     precision_of,
     resolve,
@@ -114,7 +113,6 @@ class TuneOptions:
         typed=str | None,
         check=lambda value, label: (_rates(value, label),),
     )
-    device: str = device_option()
     as_json: bool = switch("Print the results as JSON.", flag="--json")
 
 
@@ -136,7 +134,7 @@ def tune(options: TuneOptions) -> None:
         from wholebatch.cli.parallel_ranks import process_group
         from wholebatch.cli.recipes.recipe import load_recipe
 
-        with process_group(options.device) as (rank, where):
+        with process_group() as (rank, where):
             recipe = load_recipe(options.recipe)
             typed = {"batch_size": options.batch_size, "micro_batch": "auto"}
             config = resolve(typed, recipe.defaults, stored=None)

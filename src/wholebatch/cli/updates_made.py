@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median_low
 
 _NOISY = 8
 """Samples below which the statistics of a BatchNorm are noisy."""
-
-
-@dataclass(frozen=True)
-class Norms:
-    """The layers of a model whose results depend on how the batch is split."""
-
-    batchnorm: bool
-    """True if it has BatchNorms that normalise by the batch."""
-    instance_norm: bool
-    """True if it has InstanceNorms with running statistics."""
 
 
 def samples_seen(samples: int, *, micro_batches: int, micro_batch: int | None) -> int:
@@ -54,18 +43,13 @@ def not_whole(seen: Sequence[int]) -> str:
     return f"not those of the whole batch: BatchNorm saw {_samples(usual)} at a time"
 
 
-def whole(norms: Norms, *, recipe: str, policy: str, is_split: bool, is_tested: bool) -> str:
+def whole(*, recipe: str, is_frozen: bool, is_split: bool, is_tested: bool) -> str:
     """Return how the updates of a run are those of the whole batch.
 
-    >>> whole(Norms(False, False), recipe="mine.py", policy="exact", is_split=True, is_tested=True)
+    >>> whole(recipe="mine.py", is_frozen=False, is_split=True, is_tested=True)
     'those of the whole batch; prove it: wholebatch verify mine.py'
     """
-    frozen = ", with BatchNorm frozen" if policy == "freeze" and norms.batchnorm else ""
-    if policy == "allow" and is_split and norms.instance_norm:
-        return (
-            "those of the whole batch, but for the running statistics of InstanceNorm, which are "
-            "of micro-batches"
-        )
+    frozen = ", with BatchNorm frozen" if is_frozen else ""
     if not is_split:
         return f"those of the whole batch, which was not split{frozen}"
     if not is_tested:

@@ -7,7 +7,6 @@ it has them (docs/verify.md, "Its model and data").
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import logging
 import os
@@ -27,16 +26,14 @@ from wholebatch.cli.command_options import (
     argument,
     command,
     flag_of,
-    one_of,
     option,
     switch,
     whole_number,
 )
 from wholebatch.cli.recipe_files import EMBEDDED
 from wholebatch.cli.report.terminal_output import Spinner, console_of, say
-from wholebatch.cli.run_settings import autocast_option, device_option, like_train, resolve
-from wholebatch.cli.split_proof import numbers, prove_splits
-from wholebatch.errors import OptionError, RecipeError, WholebatchError
+from wholebatch.cli.run_settings import autocast_option, like_train, resolve
+from wholebatch.errors import OptionError, RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -50,23 +47,21 @@ _BUILT_IN = (
     'each micro-batch is a dict with "x" (inputs) and "y" (labels, -100 where none counts), and '
     "the model returns logits of x with the classes in the last dimension"
 )
-_like_train = partial(like_train, panel=_BATCH)
-_like_recipes = partial(_like_train, of="model")
-_loop, _script = (partial(option, panel=_LOOP, of=kind) for kind in ("loop", "script"))
+_like_recipes = partial(like_train, panel=_BATCH, of="model")
+_script = partial(option, panel=_LOOP, of="script")
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
     """The options of `wholebatch verify`; those of a recipe do not go with a function."""
 
-    what: list[str] | None = argument(
+    what: str | None = argument(
         None,
         "WHAT",
-        "A recipe (a Python file with model(), data() and loss(model, micro), or an embedded one: "
-        "bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, optimizer, "
-        "micro_batches) that trains one window; or SCRIPT.py, a training script. If FILE.py has no "
-        f"model(), {_BUILT_IN}. A file that defines (not imports) model(), data() and loss() is a "
-        "recipe, every other one a script; the word model, loop or script before it decides.",
+        "A recipe (a Python file that defines model(), data() and loss(model, micro), or an "
+        "embedded one: bytes-gpt, the default, or digits-cnn); FILE.py:FUNCTION, a function(model, "
+        "optimizer, micro_batches) that trains one window; or SCRIPT.py, a training script. If "
+        f"FILE.py has no model(), {_BUILT_IN}.",
     )
     batch_size: int | None = _like_recipes("batch_size", "Samples per update.")
     micro_batch: str | None = _like_recipes(
@@ -77,39 +72,8 @@ class VerifyOptions:
     precision: str | None = autocast_option(_BATCH, of="model")
     clip_norm: float | None = _like_recipes("clip_norm", "Clip to this norm.")
     batchnorm: str = _like_recipes("batchnorm", "As WholeBatch(batchnorm=).", default="exact")
-    execute: str | None = _like_recipes("execute", "As WholeBatch(execute=).")
-    optimizer_state: str | None = _like_recipes(
-        "optimizer_state", "As WholeBatch(memory=wb.Memory(optimizer_state=))."
-    )
-    float64: bool = option(True, None, "Do not repeat the proof in float64.", _BATCH, of="model")
-    model: str = _loop(
-        "all",
-        "mlp|lm|all",
-        "Built-in models for a function, if FILE.py has no model().",
-        check=one_of("mlp", "lm", "all"),
-    )
-    steps: int | None = _loop(
-        None,
-        "N",
-        "Micro-batches in a full window of a function. Default: steps in FILE.py, else 4.",
-        check=whole_number(2, 10_000),
-    )
+    seed: int = like_train("seed", "Seed of weights and data.", _BATCH, default=0)
     equal: bool = switch("Test a function only with micro-batches of equal size.", _LOOP, of="loop")
-    splits: tuple[int, ...] | None = _loop(
-        None,
-        "N,N",
-        "Prove instead that a function(micro_batch), of any trainer, makes the same update however "
-        "its samples are cut: sizes of micro-batches, the first one all samples.",
-        check=numbers,
-        typed=str,
-    )
-    ranks: tuple[int, ...] | None = _loop(
-        None,
-        "N,N",
-        "With --splits: numbers of ranks, each of them a job of so many processes.",
-        check=numbers,
-        typed=str,
-    )
     windows: int | None = _script(
         None,
         "N",
@@ -120,19 +84,8 @@ class VerifyOptions:
     arguments: tuple[str, ...] = _script(
         (), "...", "Arguments of the script: all that follow.", flag="--", takes_rest=True
     )
-    in_place: bool = switch(
-        "Run a script in its own folder, where it may overwrite its files. Default: in a copy.",
-        _LOOP,
-        of="script",
-    )
-    ddp: bool = switch("Under torchrun: wrap the model in DistributedDataParallel.", _LOOP)
-    seed: int = _like_train("seed", "Seed of weights and data.", default=0)
-    device: str = device_option(_BATCH)
     as_json: bool = switch(
         "Print JSON and nothing else; what a script prints goes to stderr.", "Output", flag="--json"
-    )
-    quiet: bool = switch(
-        "Print the verdict's line and nothing else; what a script prints goes to stderr.", "Output"
     )
 
 
@@ -142,8 +95,6 @@ class VerifyOptions:
     "wholebatch verify my_recipe.py --micro-batch 8 --precision bf16",
     "wholebatch verify train.py:one_window",
     "wholebatch verify train.py -- --lr 3e-4",
-    "wholebatch verify script train.py",
-    "wholebatch verify train.py:one_update --splits 8,4,1 --ranks 1,2",
 )
 def verify(options: VerifyOptions) -> int:
     """Prove that a model or a loop makes the update of the whole batch.
@@ -151,16 +102,12 @@ def verify(options: VerifyOptions) -> int:
     If it does not, the causes are named. Exit status: 0 the same update, 1 another update, 2 wrong
     usage, 3 it could not be judged.
     """
-    kind, name = _target_of(options.what or [])
+    name = options.what
+    kind = _kind_of(name)
     _check_partners(options, kind)
-    if options.splits is not None:
-        path, function = _parsed(str(name))
-        ranks = options.ranks or (1,)
-        return prove_splits(path, function, options.splits, ranks, as_json=options.as_json)
     if kind == "script":
         return _watch_script(Path(str(name)), options)
-    console = Console(quiet=True) if options.quiet else console_of(stderr=options.as_json)
-    with Spinner(console) as doing:
+    with Spinner(console_of(stderr=options.as_json)) as doing:
         doing("importing torch")
         with _shown_parts(doing):
             return _verify(options, kind, name, doing)
@@ -189,25 +136,11 @@ def _shown_parts(doing: Spinner) -> Iterator[None]:
         log.level, log.propagate = before
 
 
-def _target_of(words: list[str]) -> tuple[str, str | None]:
-    """Return the kind and the name of `[model|loop|script] WHAT`; else the file tells the kind."""
-    if len(words) > 2 or (len(words) == 2 and words[0] not in _KINDS):
-        raise OptionError(
-            f"{' '.join(words)}: give one target, after one of the words {', '.join(_KINDS)}"
-        )
-    if words and words[0] in _KINDS:
-        kind, name = words[0], words[1] if len(words) == 2 else None
-        if name is None and kind != "model":
-            raise OptionError(f"{kind}: give a {'FILE.py:FUNCTION' if kind == 'loop' else 'file'}")
-        if kind == "script" and not Path(str(name)).is_file():
-            raise OptionError(f"{name}: there is no such file")
-        return kind, name
-    name = words[0] if words else None
-    return _kind_of(name), name
-
-
 def _kind_of(name: str | None) -> str:
-    """Return the kind of a target: a file that defines model(), data() and loss() is a recipe."""
+    """Return the kind of a target.
+
+    A file that defines model(), data() and loss(), and has no part to be run, is a recipe.
+    """
     if name is None or name.startswith("hf:"):
         return "model"
     if ".py:" in name:
@@ -223,7 +156,8 @@ def _kind_of(name: str | None) -> str:
     except SyntaxError as error:
         raise RecipeError(f"{name}:{error.lineno}: {error.msg}") from None
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return "model" if {"model", "data", "loss"} <= defined else "script"
+    is_run = any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in body)
+    return "model" if {"model", "data", "loss"} <= defined and not is_run else "script"
 
 
 def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner) -> int:
@@ -232,7 +166,7 @@ def _verify(options: VerifyOptions, kind: str, name: str | None, doing: Spinner)
     from wholebatch.cli.parallel_ranks import process_group
 
     verdict: Verdict | LoopVerdict
-    with process_group(options.device) as (rank, where):
+    with process_group() as (rank, where):
         doing(f"comparing {name or 'bytes-gpt'} with the undivided batch")
         about: dict[str, Any] = {}
         if kind == "model":
@@ -255,20 +189,14 @@ def _check_partners(options: VerifyOptions, kind: str) -> None:
         of = setting.metadata.get("of", kind)
         if of != kind and getattr(options, setting.name) != setting.default:
             raise OptionError(f"{flag_of(setting)}: belongs to {_KINDS[of]}, not to {_KINDS[kind]}")
-    if options.splits is None and options.ranks is not None:
-        raise OptionError("--ranks: belongs to --splits; give --splits 8,4,1 too")
-    if options.ddp and "WORLD_SIZE" not in os.environ:
-        raise OptionError("--ddp: belongs to torchrun; this is one process")
 
 
 def _verify_recipe(
     name: str | None, options: VerifyOptions, *, where: torch.device, rank: int
 ) -> tuple[Verdict, dict[str, Any]]:
     """Return the proof on the first batch of a recipe, and what `report` knows its runs by."""
-    from wholebatch.cli.parallel_ranks import copied
     from wholebatch.cli.recipes.recipe import load_recipe
     from wholebatch.cli.training_run import fitted_to, micro_batch_of
-    from wholebatch.options import Memory
     from wholebatch.verification import verify as prove
 
     recipe = load_recipe(name)
@@ -279,11 +207,6 @@ def _verify_recipe(
     batches = recipe.build_batches(config.batch_size, seed=config.seed + rank)
     if options.batch_size is not None:
         config = fitted_to(config, batches)
-    wrapped = copied(model) if options.ddp else model
-    more: dict[str, Any] = {"batchnorm": options.batchnorm, "float64": options.float64}
-    more |= {} if options.execute is None else {"execute": options.execute}
-    if options.optimizer_state is not None:
-        more["memory"] = Memory(optimizer_state=options.optimizer_state)  # type: ignore[arg-type]
     about = {
         "recipe": recipe.known_as,
         "recipe_sha256": recipe.digest,
@@ -291,7 +214,7 @@ def _verify_recipe(
         "precision": config.precision,
     }
     verdict = prove(
-        wrapped,
+        model,
         recipe.loss,
         batches.peek(),
         micro_batch=micro_batch_of(recipe, config),
@@ -299,7 +222,7 @@ def _verify_recipe(
         precision=config.autocast,  # type: ignore[arg-type]
         clip_norm=config.clip_norm,
         units=recipe.units,
-        **more,
+        batchnorm=options.batchnorm,  # type: ignore[arg-type]
     )
     return verdict, about
 
@@ -315,15 +238,8 @@ def _watch_script(script: Path, options: VerifyOptions) -> int:
     """
     from wholebatch.cli.watched_script import output_to_stderr, run_script
 
-    is_alone = options.as_json or options.quiet
-    with output_to_stderr() if is_alone else nullcontext():
-        done = run_script(
-            script,
-            options.arguments,
-            windows=options.windows,
-            in_place=options.in_place,
-            quiet=options.quiet,
-        )
+    with output_to_stderr() if options.as_json else nullcontext():
+        done = run_script(script, options.arguments, windows=options.windows)
     if done.interrupted:
         if done.verdict.judged:
             _show(done.verdict, options)
@@ -341,52 +257,26 @@ def _watch_script(script: Path, options: VerifyOptions) -> int:
 
 def _verify_loop(loop: str, options: VerifyOptions, device: torch.device) -> LoopVerdict:
     """Return the verdict on `FILE.py:function`."""
-    from wholebatch.cli.recipes.recipe import place_of, run_file
+    from wholebatch.cli.recipes.recipe import run_file
     from wholebatch.verification import verify_loop
 
     path, name = _parsed(loop)
     module = run_file(path)
     function = getattr(module, name, None)
     if not callable(function):
-        has = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
-        ]
         raise RecipeError(
-            f"{path} has no function {name}; it has {', '.join(has) or 'none'}. The function takes "
-            "(model, optimizer, micro_batches) and trains one window"
+            f"{path} has no function {name}(model, optimizer, micro_batches), which trains one "
+            "window"
         )
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError as error:
-        raise RecipeError(
-            f"{path}: {name}() does not take (model, optimizer, micro_batches), which trains one "
-            f"window: {error}"
-        ) from None
-    except ValueError:  # it has no signature that could be read: it is seen when it is called
-        pass
-    count = options.steps if options.steps is not None else int(getattr(module, "steps", 4))
-    try:
-        return verify_loop(
-            function,
-            case=_cases(module, path, options.model, options.seed),
-            steps=count,
-            optimizer=getattr(module, "optimizer", None),
-            uneven=not options.equal,
-            ddp=options.ddp,
-            device=device,
-            name=f"{path.name}:{name}",
-        )
-    except WholebatchError:
-        raise
-    except Exception as error:
-        place = place_of(error, path)
-        if place is None:
-            raise
-        line = (str(error).strip().splitlines() or [""])[0]
-        advice = "" if hasattr(module, "model") else f". {path.name} has no model(): {_BUILT_IN}"
-        raise RecipeError(f"{place}: {type(error).__name__}: {line}{advice}") from error
+    return verify_loop(
+        function,
+        case=_case_of(module, path, options.seed),
+        steps=int(getattr(module, "steps", 4)),
+        optimizer=getattr(module, "optimizer", None),
+        uneven=not options.equal,
+        device=device,
+        name=f"{path.name}:{name}",
+    )
 
 
 def _parsed(loop: str) -> tuple[Path, str]:
@@ -399,21 +289,17 @@ def _parsed(loop: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
-def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] | None:
+def _case_of(module: ModuleType, path: Path, seed: int) -> Case | None:
     """Return the model and data of a file that is a recipe too; None for all built-in ones."""
     import torch
 
     from wholebatch.batch import split
     from wholebatch.cli.recipes.recipe import recipe_of
-    from wholebatch.verification import ZOO, Case
+    from wholebatch.verification import Case
     from wholebatch.verification.example_models import thinned
 
     if not any(hasattr(module, name) for name in ("model", "loss", "data")):
-        if model != "all" and model not in ZOO:
-            raise OptionError(f"--model {model}: must be one of {', '.join(ZOO)} or all")
-        return None if model == "all" else [ZOO[model]]
-    if model != "all":
-        raise OptionError(f"--model {model}: {path.name} has a model of its own")
+        return None
     recipe = recipe_of(module, path)
 
     def build() -> torch.nn.Module:
@@ -425,7 +311,7 @@ def _cases(module: ModuleType, path: Path, model: str, seed: int) -> list[Case] 
         batch = recipe.build_batches(size * steps, seed=seed + rank).peek()
         return split(batch, size) if even else thinned(split(batch, size))
 
-    return [Case(path.stem, build, recipe.loss, window)]
+    return Case(path.stem, build, recipe.loss, window)
 
 
 # ------------------------------------------------------------------------------- on the screen
@@ -442,8 +328,7 @@ def _show(
     is_green = verdict.same and verdict.line.startswith("same update")  # else an error ended it
     colour = "green" if is_green else "red" if verdict.exit_status == 1 else "yellow"
     starts = {"note: ": "yellow", "instead: ": "green"}
-    lines = [verdict.line] if options.quiet else str(verdict).splitlines()
-    for number, line in enumerate(lines):
+    for number, line in enumerate(str(verdict).splitlines()):
         style = next((style_of for start, style_of in starts.items() if line.startswith(start)), "")
         style = f"bold {colour}" if number == 0 else style
         say(console, Text(line, style))

@@ -14,12 +14,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -45,28 +43,15 @@ class ScriptRun:
     interrupted: bool = False
 
 
-def run_script(
-    script: Path, arguments: Sequence[str], *, windows: int | None, in_place: bool, quiet: bool
-) -> ScriptRun:
+def run_script(script: Path, arguments: Sequence[str], *, windows: int | None) -> ScriptRun:
     """Run a script as `python script arguments` does, to the end of its first epoch."""
-    import torch
-
     from wholebatch.verification.watch_loop import Watch, WatchIsOver
 
-    states = {torch.optim.Optimizer: False, torch.nn.Module: False}
-
-    def why_nothing() -> str:
-        if states[torch.optim.Optimizer]:
-            return "nothing was trained: it resumed at its end. Run it without its checkpoint"
-        if states[torch.nn.Module]:
-            return "nothing was trained: it resumed at its end, or it only evaluates a saved model"
-        return ""
-
-    watched = Watch(name=script.name, windows=windows, logs=False, why_nothing=why_nothing)
+    watched = Watch(name=script.name, windows=windows, logs=False)
     failed = False
-    with _noting_loads(states), _folder_of(script, in_place=in_place) as copied:
-        if not quiet and os.environ.get("RANK", "0") == "0":
-            say(Console(stderr=True), _announcement(script, windows, in_place=in_place))
+    with _folder_of(script) as copied:
+        if os.environ.get("RANK", "0") == "0":
+            say(Console(stderr=True), _announcement(script, windows))
         before = sys.argv, sys.path[:]
         name = str(copied if script.is_absolute() else script)
         sys.argv, sys.path[0] = [name, *arguments], str(copied.parent)
@@ -89,28 +74,8 @@ def run_script(
     return ScriptRun(watched.verdict, failed)
 
 
-@contextmanager
-def _noting_loads(states: dict[Any, bool]) -> Iterator[None]:
-    """Note of which classes a saved state is loaded: a script that resumes does that."""
-
-    def noted(owner: Any) -> Any:
-        original = owner.load_state_dict
-
-        @wraps(original)
-        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-            states[owner] = True
-            return original(*args, **kwargs)
-
-        return patch.object(owner, "load_state_dict", load_state_dict)
-
-    with ExitStack() as patches:
-        for owner in states:
-            patches.enter_context(noted(owner))
-        yield
-
-
-def _announcement(script: Path, windows: int | None, *, in_place: bool) -> str:
-    where = "in its own folder" if in_place else "in a copy of its folder, which is thrown away"
+def _announcement(script: Path, windows: int | None) -> str:
+    where = "in a copy of its folder, which is thrown away"
     ends = {None: "after its first pass over the training data", 0: "where it ends itself"}
     end = ends.get(windows, f"after {windows} windows")
     return f"Running {script} for real, {where}. It stops {end}."
@@ -149,12 +114,9 @@ def output_to_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def _folder_of(script: Path, *, in_place: bool) -> Iterator[Path]:
+def _folder_of(script: Path) -> Iterator[Path]:
     """Make a copy of the working folder, and of the script's where that is outside; go there."""
     script, home = script.resolve(), Path.cwd()
-    if in_place:
-        yield script
-        return
     roots = [home, script.parent]
     roots = [
         folder for folder in roots if not any(r != folder and r in folder.parents for r in roots)
@@ -222,8 +184,7 @@ def _refuse_large(roots: Sequence[Path]) -> None:
                 raise OptionError(
                     f"{root}: the script runs in a copy of it, and it has more than "
                     f"{bytes_said(_MOST_BYTES)} or {_MOST_FILES:,} files: go to a smaller folder, "
-                    "replace its data by a link (ln -s), or give --in-place, where the script may "
-                    "overwrite its files"
+                    "or replace its data by a link (ln -s)"
                 )
 
 

@@ -31,21 +31,21 @@ from wholebatch.compile.execute_mode import CannotTrace, first_line
 from wholebatch.compile.fusion import expression_of
 from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.model_parts import ModelParts
-from wholebatch.compile.opaque_code import read_by, require_gradients
+from wholebatch.compile.opaque_code import is_opaque, require_gradients
 from wholebatch.compile.python_writes import written_by_code
 from wholebatch.compile.source_names import MICRO_BATCH, name_of, plain_name
 from wholebatch.losses.loss import as_loss, terms_of
 from wholebatch.window.replaced_attributes import emptied
 
-Place: TypeAlias = tuple[int, int] | str
-"""A dimension of a tensor of a micro-batch (index and dimension), or the name of a number."""
+Place: TypeAlias = tuple[int, int]
+"""A dimension of a tensor of a micro-batch: index and dimension."""
 OFFSET = -1
 """Stands for a tensor's offset in its storage, in the place of a dimension; less, for a stride."""
 
 
 def is_offset(place: Place) -> bool:
     """True for how a tensor lies in its storage: its offset, or one of its strides."""
-    return not isinstance(place, str) and place[1] <= OFFSET
+    return place[1] <= OFFSET
 
 
 _READS_VALUES = ("data-dependent", "data dependent", "Tensor.item()")
@@ -146,17 +146,13 @@ class Capture:
         parts: ModelParts,
         *,
         open_places: Sequence[Sequence[Place]] = (),
-        number_sources: dict[str, str] | None = None,
     ) -> None:
         """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something.
 
-        `open_places` become symbols; `number_sources` has Dynamo's names of the numbers among them.
+        `open_places` become symbols.
         """
         self._loss, self._model, self._inputs, self._parts = loss, model, inputs, parts
         self._open = [place for group in open_places for place in group]
-        self._sources = number_sources or {}
-        self.guards: list[Any] = []
-        """What Dynamo has guarded."""
         self.outside: list[tuple[str, Tensor]] = []
         """Tensors from outside that the code reads, and their names."""
         self.arrays: list[tuple[str, Any]] = []
@@ -179,7 +175,6 @@ class Capture:
     def _run(self, checked: Callable[[Any], bool], *, is_compiling: bool) -> tuple[Program, Any]:
         from torch._dynamo import eval_frame
 
-        self.guards.clear()
         self.outside.clear()
         self.arrays.clear()
         code = _call.__code__.replace()  # A new code object has no other guards.
@@ -190,7 +185,6 @@ class Capture:
         }
 
         def to_check(guards: Any) -> list[bool]:
-            self.guards.extend(guards)
             return [checked(guard) for guard in guards]
 
         this = weakref.ref(self)
@@ -207,12 +201,11 @@ class Capture:
             dynamic=False,
             options={"guard_filter_fn": to_check},
         )
-        numbers = [self._sources[place] for place in self._open if isinstance(place, str)]
         try:
             with (
                 _ONE_AT_A_TIME,
                 _disable_current_modes(),  # A mode that watches operations would stop it.
-                dynamo_settings(is_compiling=is_compiling, open_numbers=numbers),
+                dynamo_settings(is_compiling=is_compiling),
                 can_follow_more(),
                 self._dimensions_marked(),
                 _without_gradients(self._model),
@@ -240,10 +233,9 @@ class Capture:
     @contextmanager
     def _dimensions_marked(self) -> Iterator[None]:
         """Tell Dynamo which dimensions are open. It reads that from attributes of the tensors."""
-        places = [place for place in self._open if not isinstance(place, str)]
-        marked = [self._inputs.given[index] for index, _ in places]
+        marked = [self._inputs.given[index] for index, _ in self._open]
         try:
-            for index, dim in places:
+            for index, dim in self._open:
                 torch._dynamo.maybe_mark_dynamic(self._inputs.given[index], dim)
             yield
         finally:
@@ -296,7 +288,7 @@ class Capture:
         if written is not None:
             raise CannotTrace(f"it changes {written}, which a graph would do only once")
         for place in self._open:
-            if not isinstance(place, str) and place[0] in batch:
+            if place[0] in batch:
                 values.setdefault(place, batch[place[0]].shape[place[1]])
         sizes = _symbols({at: value for at, value in values.items() if not is_offset(at)})
         inputs = [_resolved(each, values, sizes) for each in inputs]
@@ -326,9 +318,6 @@ class Capture:
 
     def _place_of(self, source: Any, name: str) -> Place:
         """Return the place of an open size."""
-        for number, known in self._sources.items():
-            if name == known:
-                return number
         kind = getattr(getattr(source, "prop", None), "name", None)
         if kind not in ("SIZE", "STRIDE", "STORAGE_OFFSET"):
             raise CannotTrace(f"{plain_name(name, self._loss)} is an open number")
@@ -396,15 +385,12 @@ def _resolved(each: Input, values: dict[Place, Any], sizes: dict[Place, Any]) ->
 
 
 def _refuse_opaque(graph: fx.GraphModule) -> None:
-    """Raise CannotTrace for functions that Dynamo has not looked into, and that read values."""
+    """Raise CannotTrace for functions that Dynamo has not looked into."""
     for module in graph.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            name = read_by(node.target) if node.op == "call_function" else None
-            if name is not None:
-                raise CannotTrace(
-                    f"{getattr(node.target, '__name__', node.target)} reads {name}, where Dynamo "
-                    "does not look: give it as an argument"
-                )
+            if node.op == "call_function" and is_opaque(node.target):
+                name = getattr(node.target, "__name__", node.target)
+                raise CannotTrace(f"Dynamo does not look into {name}: what it reads is not known")
 
 
 @contextmanager

@@ -11,10 +11,9 @@ import importlib.metadata
 import inspect
 import logging
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +37,10 @@ class Unlisted(set[Any]):
 
 
 @contextmanager
-def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Iterator[None]:
+def dynamo_settings(*, is_compiling: bool) -> Iterator[None]:
     """Let Dynamo take numbers as constants, guard hooks too, and pass over what only tells.
 
-    `is_compiling` is what `torch.compiler.is_compiling()` answers. Numbers with the names
-    `open_numbers` become symbols.
+    `is_compiling` is what `torch.compiler.is_compiling()` answers.
     """
     from torch._dynamo import config, symbolic_convert
     from torch._dynamo.variables import ConstDictVariable, TensorVariable, UserDefinedClassVariable
@@ -52,8 +50,6 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
     tells |= {
         value for name, value in vars(logging.Logger).items() if name.startswith(_TELLING)
     } | {logging.Logger.isEnabledFor, logging.Logger.log}
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    tells |= {getattr(bars, name) for name in _SHOWS if bars is not None}
     wanted: dict[str, Any] = {
         "specialize_int": True,
         "specialize_float": True,
@@ -66,31 +62,19 @@ def dynamo_settings(*, is_compiling: bool, open_numbers: Sequence[str]) -> Itera
         "skip_tensor_guards_with_matching_dict_tags": False,
         # A thread may compile an older graph meanwhile, and the note of it is not the thread's own.
         "error_on_nested_fx_trace": False,
-        # Its name since torch 2.12; before, only methods of loggers were among them.
         "ignore_logging_functions": Unlisted(tells),
         "reorderable_logging_functions": Unlisted({print, warnings.warn}),
     }
-    if not hasattr(config, "ignore_logging_functions"):
-        wanted["ignore_logger_methods"] = Unlisted(tells)
-    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
-    look_up = getattr(ConstDictVariable, _LOOKUP, None)
-    lookups = {} if look_up is None else {_LOOKUP: _missing_keys_guarded(look_up)}
-    is_stdlib = getattr(symbolic_convert, "is_stdlib", None)
-    asked = (
-        {}
-        if is_stdlib is None
-        else {"is_stdlib": lambda module: module is not os and is_stdlib(module)}
-    )
+    lookups = {_LOOKUP: _missing_keys_guarded(getattr(ConstDictVariable, _LOOKUP))}
+    is_stdlib = symbolic_convert.is_stdlib
+    asked = {"is_stdlib": lambda module: module is not os and is_stdlib(module)}
     reads = {}
     if not hasattr(UserDefinedClassVariable, "resolve_cls_plain_attr"):  # before torch 2.13
         reads["var_getattr"] = _class_attributes_guarded(UserDefinedClassVariable.var_getattr)
     # Here Dynamo looks up what these functions answer; the dictionary is made once.
-    answers: dict[Any, Any] = getattr(functions_of_torch, "tracing_state_functions", dict)()
-    names = ",".join(map(re.escape, open_numbers))
-    open_sources: Any = torch.compiler.config
+    answers: dict[Any, Any] = functions_of_torch.tracing_state_functions()
     with (
-        config.patch(known),
-        open_sources.patch(dynamic_sources=names),
+        config.patch(wanted),
         _items_replaced(answers, {torch.compiler.is_compiling: is_compiling}),
         replaced_attributes(ConstDictVariable, **lookups),
         replaced_attributes(TensorVariable, method_storage_offset=_refuse_offset),
@@ -235,18 +219,6 @@ def _can_use_grouped(*arguments: Any) -> bool:
     return bool(_ORIGINALS["_can_use_grouped_mm"](*arguments))
 
 
-def _weight_of(module: Any) -> Any:
-    """Return the weight of a layer that DoRA of PEFT wraps, which is not quantised."""
-    if torch.compiler.is_dynamo_compiling():
-        return module.weight
-    return _ORIGINALS["dequantize_module_weight"](module)
-
-
-def _clear(layer: Any) -> Any:
-    """Clear no cache of DoRA's: it is empty in training."""
-    return None if torch.compiler.is_dynamo_compiling() else _ORIGINALS["_cache_clear"](layer)
-
-
 def _metadata(name: str) -> Any:
     return _METADATA(name)
 
@@ -259,16 +231,15 @@ _RAND: Any = torch.rand
 _APPLY = nn.Module._apply
 _CHECKS: Any = torch._check_tensor_all
 _CHECKS_WITH: Any = torch._check_tensor_all_with
-_GROUPED_MM: Any = getattr(functional, "grouped_mm", None)
+_GROUPED_MM: Any = functional.grouped_mm
 _METADATA, _VERSION = importlib.metadata.metadata, importlib.metadata.version
 _ORIGINALS: dict[str, Any] = {}
 _FUNCTIONS = (
     *(_rand, _apply, _check_all, _check_all_with, _grouped),
-    *(_can_use_grouped, _weight_of, _clear, _metadata, _version),
+    *(_can_use_grouped, _metadata, _version),
 )
 REPLACEMENTS = (*_FUNCTIONS, *(function.__code__ for function in _FUNCTIONS))
 """What stands in for functions of others during a capture: no guard may be about it."""
-_SHOWS = ("set_description", "set_description_str", "set_postfix", "set_postfix_str", "refresh")
 
 
 @contextmanager
@@ -280,32 +251,21 @@ def can_follow_more() -> Iterator[None]:
     - Grouped products of experts, which follow autocast as `linear` does.
     - Assertions on tensors.
     - Questions for installed packages: these stay the same.
-    - DoRA of PEFT, which asks by a module's name if a weight is quantised.
     """
     for constant in (_metadata, _version):  # Not as a decorator: that would import Dynamo.
         torch.compiler.assume_constant_result(constant)
     checks = {"_check_tensor_all": _check_all, "_check_tensor_all_with": _check_all_with}
     of_torch: dict[str, Any] = {"rand": _rand, **checks}
-    grouped = {} if _GROUPED_MM is None else {"grouped_mm": _grouped}
     experts: Any = sys.modules.get("transformers.integrations.moe")
     choices = {}
-    if grouped and hasattr(experts, "_can_use_grouped_mm"):
+    if hasattr(experts, "_can_use_grouped_mm"):
         _ORIGINALS["_can_use_grouped_mm"] = experts._can_use_grouped_mm
         choices = {"_can_use_grouped_mm": _can_use_grouped}
-    dora = sys.modules.get("peft.tuners.lora.dora")
-    layer = getattr(dora, "DoraLinearLayer", None)
-    weights, caches = {}, {}
-    if dora is not None and layer is not None:
-        _ORIGINALS["dequantize_module_weight"] = dora.dequantize_module_weight
-        _ORIGINALS["_cache_clear"] = layer._cache_clear
-        weights, caches = {"dequantize_module_weight": _weight_of}, {"_cache_clear": _clear}
     with (
         replaced_attributes(torch, **of_torch),
-        replaced_attributes(functional, **grouped),
+        replaced_attributes(functional, grouped_mm=_grouped),
         replaced_attributes(nn.Module, _apply=_apply),
         replaced_attributes(experts or _Uniform, **choices),
         replaced_attributes(importlib.metadata, metadata=_metadata, version=_version),
-        replaced_attributes(dora or _Uniform, **weights),
-        replaced_attributes(layer or _Uniform, **caches),
     ):
         yield

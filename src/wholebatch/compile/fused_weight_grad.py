@@ -14,33 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.compile.fusion import ANY_STRIDES, operation
+from wholebatch.compile.fusion import operation
 
 
 @cache
-def add_product(*, gaps: bool = False) -> Any:
+def add_product() -> Any:
     """Return the op `(buffer, left, right)`: `buffer += left @ right` in one kernel.
 
-    With `gaps`, it takes matrices of any strides from Inductor: the rows of a padded product.
+    Inductor may pad the product that made the rows of `left` or `right`: they have gaps then.
     """
-    name = "add_product_with_gaps" if gaps else "add_product"
 
     def run(buffer: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(buffer, left, right, out_dtype=torch.float32, out=buffer)
 
-    options = ANY_STRIDES if gaps else {}
-    return operation(name, run, lambda *_: None, ("buffer",), **options)
+    return operation("add_product", run, lambda *_: None, ("buffer",))
 
 
 @cache
 def can_add_products(device: torch.device) -> bool:
-    """True if this device and this torch have the kernel."""
+    """True if this device has the kernel."""
     if device.type != "cuda":
         return False
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     buffer = torch.zeros(16, 16, device=device)
     try:
         torch.addmm(buffer, ones, ones, out_dtype=torch.float32, out=buffer)
-    except (RuntimeError, TypeError):
+    except RuntimeError:
         return False
     return True

@@ -6,30 +6,16 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from inspect import signature
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-"""Operations that return a matrix in newly allocated memory."""
-_EXTERNAL = (*PRODUCTS, aten.baddbmm.default, aten.convolution.default)
-"""Operations that are kernels of a library: nothing is fused across them."""
-OURS = ("aten", "prims", "wholebatch")
-"""The namespaces of operations that are not the user's own."""
 _CHEAP = (aten._to_copy.default, aten._unsafe_view.default)
 """Operations without torch's tag for pointwise ones that compute each number from one number."""
-
-ANY_STRIDES: dict[str, Any] = (
-    {"tags": (torch.Tag.flexible_layout,)}
-    if "tags" in signature(torch.library.custom_op).parameters
-    else {}
-)
-"""The option of an operation that takes tensors of any strides: Inductor copies none for it."""
 
 
 def operation(
@@ -37,10 +23,15 @@ def operation(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     writes: tuple[str, ...] = (),
-    **options: Any,
 ) -> Any:
-    """Define an operation of this package; `fake` returns results that are not computed."""
-    operation = torch.library.custom_op(f"wholebatch::{name}", run, mutates_args=writes, **options)
+    """Define an operation of this package; `fake` returns results that are not computed.
+
+    It takes tensors of any strides: Inductor copies none for it.
+    """
+    any_strides = (torch.Tag.flexible_layout,)
+    operation = torch.library.custom_op(
+        f"wholebatch::{name}", run, mutates_args=writes, tags=any_strides
+    )
     operation.register_fake(fake)
     return getattr(torch.ops.wholebatch, name).default
 
@@ -66,9 +57,12 @@ def expression_of(size: Any) -> Any:
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
-def hint_of(size: Any) -> int:
-    """Return a size, or the value that a symbol was traced with. It adds no guard."""
-    return int(size.node.hint or 1) if isinstance(size, torch.SymInt) else size
+def fake_like(mode: Any, tensor: Tensor) -> Tensor:
+    """Return a fake tensor of this mode with the layout of a tensor."""
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
 
 
 def _by_target(about: Callable[[Any], bool]) -> Callable[[fx.Node], bool]:
@@ -93,19 +87,6 @@ def is_cheap(target: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return torch.Tag.pointwise in target.tags or target in _CHEAP or target.is_view
-
-
-@_by_target
-def is_external(target: Any) -> bool:
-    """True if it is a kernel of a library."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return (
-        target in _EXTERNAL
-        or target.namespace not in ("aten", "prims")
-        or "attention" in target.name()
-        or "convolution" in target.name()
-    )
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -1,13 +1,12 @@
 """Micro-batches as inputs of a graph: copied to the device, flattened, with a key by shape.
 
-A graph is valid for one shape, dtype and stride of every tensor, and one value of every whole
-number that has changed: its `Key`. What the code reads of the rest of a micro-batch is guarded
-(`guards.py`).
+A graph is valid for one shape, dtype and stride of every tensor: its `Key`. What the code reads of
+the rest of a micro-batch is guarded (`guards.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,58 +17,10 @@ from wholebatch.batch import to_device
 from wholebatch.batch.samples import Structure, flatten
 from wholebatch.compile.execute_mode import CannotTrace
 
-Key: TypeAlias = tuple[Hashable, ...]
-
-
-@dataclass(frozen=True)
-class Number:
-    """The place of a whole number in a micro-batch."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of one micro-batch, in order, and the structure to rebuild it."""
-
-    micro: Any
-    """The micro-batch as it was given."""
-    given: tuple[Tensor, ...]
-    """Its tensors."""
-    tensors: tuple[Tensor, ...]
-    """Its tensors for a graph: copies of those that have gaps in memory."""
-    key: Key
-    sizes: Mapping[str, int]
-    """The whole numbers that are sizes, by name: they may be symbols of a graph."""
-    numbers: Mapping[str, int]
-    """The other whole numbers, by name."""
-    _names: tuple[str, ...]
-    _values: tuple[Any, ...]
-    _structure: Structure
-
-    def rebuilt(self) -> Any:
-        """Return the micro-batch in new containers."""
-        return self._structure.build(list(self._values))
-
-    def places(self) -> Any:
-        """Return the micro-batch with a `Number` in the place of each whole number."""
-        pairs = zip(self._names, self._values, strict=True)
-        return self._structure.build([Number(n) if type(v) is int else v for n, v in pairs])
-
-    @property
-    def without_sizes(self) -> Key:
-        """The key of this kind, whatever the numbers among its sizes are."""
-        return without_sizes(self.key)
-
-
-def without_sizes(key: Key) -> Key:
-    """Return what kinds have in common that differ in whole numbers only."""
-    return tuple(part for part in key if not isinstance(part, NumberPart))
-
 
 @dataclass(frozen=True)
 class TensorPart:
-    """The part of a key that stands for a tensor."""
+    """What must agree for two tensors to run in one graph."""
 
     name: str
     shape: torch.Size
@@ -84,25 +35,34 @@ class TensorPart:
         return self.name, len(self.shape), self.has_gaps, self.dtype, self.device
 
 
+Key: TypeAlias = tuple[TensorPart, ...]
+
+
 @dataclass(frozen=True)
-class NumberPart:
-    """The part of a key that stands for a whole number."""
+class Inputs:
+    """The tensors of one micro-batch, in order, and the structure to rebuild it."""
 
-    name: str
-    value: int
+    micro: Any
+    """The micro-batch as it was given."""
+    given: tuple[Tensor, ...]
+    """Its tensors."""
+    tensors: tuple[Tensor, ...]
+    """Its tensors for a graph: copies of those that have gaps in memory."""
+    key: Key
+    _values: tuple[Any, ...]
+    _structure: Structure
+
+    def rebuilt(self) -> Any:
+        """Return the micro-batch in new containers."""
+        return self._structure.build(list(self._values))
 
 
-def take_apart(micro: Any, sizes: Collection[str] = ()) -> Inputs:
-    """Return the micro-batch's tensors and key; raise CannotTrace if a graph cannot take one.
-
-    Whole numbers with these names are `sizes`.
-    """
+def take_apart(micro: Any) -> Inputs:
+    """Return the micro-batch's tensors and key; raise CannotTrace if a graph cannot take one."""
     leaves, structure = flatten(micro)
-    parts: list[Hashable] = []
+    parts: list[TensorPart] = []
     given: list[Tensor] = []
     tensors: list[Tensor] = []
-    open_numbers: dict[str, int] = {}
-    numbers: dict[str, int] = {}
     for leaf in leaves:
         value = leaf.value
         if isinstance(value, Tensor):
@@ -122,26 +82,14 @@ def take_apart(micro: Any, sizes: Collection[str] = ()) -> Inputs:
             )
             given.append(value)
             tensors.append(value if dense else value.contiguous())
-        elif type(value) is int and leaf.name in sizes and 0 <= value < _LARGEST:
-            open_numbers[leaf.name] = value
-            parts.append(NumberPart(leaf.name, value))
-        elif type(value) is int:
-            numbers[leaf.name] = value
     return Inputs(
         micro,
         tuple(given),
         tuple(tensors),
         tuple(parts),
-        open_numbers,
-        numbers,
-        tuple(leaf.name for leaf in leaves),
         tuple(leaf.value for leaf in leaves),
         structure,
     )
-
-
-_LARGEST = 2**62
-"""No size may be larger."""
 
 
 def memory_order(tensor: Tensor) -> list[int]:

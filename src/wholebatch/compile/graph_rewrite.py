@@ -3,31 +3,31 @@
 None of these rewrites changes a number beyond the order of additions. Weights that are cast to 16
 or 8 bit become inputs, which are cast once per window. Each gradient is added into its buffer as
 soon as it is computed; products and rows of embeddings are added by the operation that computes
-them. `Fusions` names the others.
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from wholebatch.compile import fused_weight_grad as fused
-from wholebatch.compile.cross_entropy import bring_products_forward, fuse_entropy
 from wholebatch.compile.fusion import (
     base_of,
     cast_to,
     drop_unused,
     fixed,
     is_cheap,
+    is_view,
     same_shape,
     written_by,
 )
 from wholebatch.compile.gradient_buffers import Cast
-from wholebatch.compile.inductor import aligned
 from wholebatch.compile.shared_input import SharedInputs, Weight
 from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import SIXTEEN_BIT
@@ -38,20 +38,6 @@ _NEAR = 32
 _CROWDED = 512
 """Indices per row of an embedding from which its gradient is summed in several copies."""
 _COPIES = 256
-
-
-@dataclass(frozen=True)
-class Fusions:
-    """The fusions to apply; which of them pay depends on how the graph runs."""
-
-    products: bool = False
-    """Add 16-bit products into fp32 buffers in the matrix product itself (CUDA only)."""
-    products_in_full: bool = False
-    """Add products of the buffer's own dtype with `addmm_`; pays if nothing fuses with them."""
-    entropy: bool = False
-    """Compute a cross-entropy and its gradient in one kernel, in the logits' memory (CUDA only)."""
-    shared_inputs: bool = False
-    """Compute products of one input with several weights as one; pays with `products`."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +57,23 @@ class Rewritten:
 
 
 def rewrite(
-    traced: Traced, trained: int, buffer_dtypes: list[torch.dtype], options: Fusions
+    traced: Traced,
+    trained: int,
+    buffer_dtypes: list[torch.dtype],
+    *,
+    products: bool = False,
+    shares: bool = False,
 ) -> Rewritten:
     """Return the same micro-step with gradients added into buffers instead of returned.
 
     `buffer_dtypes` are the dtypes of the buffers of `traced.used`, in that order.
+    `products`: 16-bit products add themselves into fp32 buffers (CUDA only).
+    `shares`: products of one input with several weights become one; it pays with `products`.
     """
     graph = fx.Graph()
     results = _copied_into(graph, traced.graph.graph)
     sizes = 0 if traced.sizes is None else traced.sizes.merge(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"][sizes:]
-    counts = {"losses": fuse_entropy(graph, results) if options.entropy else 0}
     kept = len(results) - len(traced.used)
     gradients: list[Any] = results[kept:]
 
@@ -102,18 +94,17 @@ def rewrite(
             last = graph.placeholder(f"buffer_{index}")
         buffers.append(last)
 
-    adder = _Adder(graph, options)
+    adder = _Adder(graph, products=products)
     for buffer, gradient, dtype in zip(buffers, gradients, buffer_dtypes, strict=True):
         adder.add(buffer, gradient, dtype)
     graph.output(tuple(results[:kept]))
     drop_unused(graph)
-    if counts["losses"] > 1:
-        bring_products_forward(graph, [fused.add_product(), fused.add_product(gaps=True)])
     _merge_equal(graph, inputs[:trained])
+    _compute_losses_once(graph)
+    _concatenations_of_one(graph)
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
-    counts["shared"] = shared.join() if options.shared_inputs else 0
-    _concatenations_of_one(graph)
+    counts = {"shared": shared.join() if shares else 0}
     drop_unused(graph)
     _views_of_any_strides(graph)
     graph.lint()
@@ -208,8 +199,8 @@ def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
 
     Autocast casts the same input for each of several linear layers, and every layer makes the same
     attention mask. The compiler would store them all for the backward. Operations that lie far
-    apart are merged only if they depend on no trained parameter: checkpointing computes activations
-    twice in order not to store them.
+    apart are merged only if they are views or depend on no trained parameter: checkpointing
+    computes activations twice in order not to store them.
     """
     written = {base_of(target) for node in graph.nodes for target in written_by(node)}
     depends = set(trained)
@@ -221,31 +212,69 @@ def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
             continue
         if any(base_of(source) in written for source in node.all_input_nodes):
             continue
-        key = node.target, fixed(node.args), fixed(node.kwargs)
+        key = _key(node)
         before, same = first.get(key, (place, node))
-        if same is not node and (node not in depends or place - before <= _NEAR):
+        anywhere = node not in depends or is_view(node)
+        if same is not node and (anywhere or place - before <= _NEAR):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
         else:
             first[key] = place, node
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """True if it is cheap, or makes a constant."""
+def _compute_losses_once(graph: fx.Graph) -> None:
+    """Let what only the results of the graph need be computed where the backward computes it again.
+
+    Each slice of a loss is checkpointed: its backward makes the slice's logits again. No gradient
+    depends on the loss, so the loss can wait for these logits.
+    """
+    written = {base_of(target) for node in graph.nodes for target in written_by(node)}
+    output = graph.output_node()
+    for_results: set[fx.Node] = {output}
+    for node in reversed(graph.nodes):
+        reads_written = any(base_of(source) in written for source in node.all_input_nodes)
+        if _gives_the_same(node) and not reads_written and for_results.issuperset(node.users):
+            for_results.add(node)
+    again = {
+        _key(node): node
+        for node in graph.nodes
+        if node not in for_results and node.all_input_nodes and _gives_the_same(node)
+    }
+    for node in list(graph.nodes):
+        if node in for_results and node is not output:
+            same = again.get(_key(node))
+            if same is not None:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+            elif node < (last := max(node.all_input_nodes, default=node)):
+                last.append(node)
+
+
+def _key(node: fx.Node) -> Any:
+    return node.target, fixed(node.args), fixed(node.kwargs)
+
+
+def _gives_the_same(node: fx.Node) -> bool:
+    """True if it gives the same results whenever it is computed from the same inputs."""
     target = node.target
+    if target is getitem:
+        return True
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    if node.all_input_nodes:
-        return is_cheap(node)
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """True if it is cheap, or makes a constant."""
+    return is_cheap(node) if node.all_input_nodes else _gives_the_same(node)
 
 
 class _Adder:
     """Adds each gradient into its buffer right after it is computed."""
 
-    def __init__(self, graph: fx.Graph, options: Fusions) -> None:
+    def __init__(self, graph: fx.Graph, *, products: bool) -> None:
         self._graph = graph
-        self._options = options
+        self._products = products
         self.made = {"products": 0, "embeddings": 0}
 
     def add(self, buffer: fx.Node, gradient: fx.Node, dtype: torch.dtype) -> None:
@@ -257,26 +286,19 @@ class _Adder:
     def _product(
         self, buffer: fx.Node, part: fx.Node, parent: fx.Node | None, dtype: torch.dtype
     ) -> bool:
-        node, transposed = _product_behind(part, parent)
-        if node is None:
+        node, transposed = _product_behind(part, parent) if self._products else (None, False)
+        if node is None or dtype is not torch.float32:
+            return False
+        if node.meta["val"].dtype not in SIXTEEN_BIT:
             return False
         left, right = node.args
-        its = node.meta["val"].dtype
-        if its in SIXTEEN_BIT and dtype is torch.float32 and self._options.products:
-            # Inductor pads the product that made such rows.
-            gaps = not all(aligned(source.meta["val"]) for source in node.all_input_nodes)
-            target: Any = fused.add_product(gaps=True) if gaps else fused.add_product()
-        elif its is dtype and self._options.products_in_full:
-            target = aten.addmm_.default
-        else:
-            return False
         with self._graph.inserting_before(node):
             if transposed:  # (A B)ᵀ = Bᵀ Aᵀ
                 left, right = (
                     self._graph.call_function(aten.t.default, (right,)),
                     self._graph.call_function(aten.t.default, (left,)),
                 )
-            self._graph.call_function(target, (buffer, left, right))
+            self._graph.call_function(fused.add_product(), (buffer, left, right))
         self.made["products"] += 1
         return True
 

@@ -8,7 +8,7 @@ graph runs only while its guards hold; they are checked at every micro-step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from wholebatch.compile.capture import Capture, Place
 from wholebatch.compile.dynamo_settings import REPLACEMENTS
 from wholebatch.compile.execute_mode import CannotTrace
-from wholebatch.compile.graph_inputs import Inputs, Number
+from wholebatch.compile.graph_inputs import Inputs
 from wholebatch.compile.model_parts import ModelParts
 from wholebatch.compile.source_names import value_and_line
 from wholebatch.window.autograd_graph import version_of
@@ -38,28 +38,12 @@ class GuardSet:
         inputs: Inputs,
         *,
         open_places: Sequence[Sequence[Place]] = (),
-        number_sources: Mapping[str, str] | None = None,
     ) -> None:
         """Capture it; raise CannotTrace if Dynamo cannot, or if the code writes something."""
         self._loss = loss
         self._parts = ModelParts(model)
-        names = {"function": loss, "args": (model, inputs.places())}
-        self._names = {"L": names, **names}
-        self.numbers: dict[str, int] = {}
-        """The whole numbers in the micro-batch that the code reads and that are guarded."""
-        self.number_sources: dict[str, str] = {}
-        """Dynamo's names of these."""
-        capture = Capture(
-            loss,
-            model,
-            inputs,
-            self._parts,
-            open_places=open_places,
-            number_sources=dict(number_sources or {}),
-        )
+        capture = Capture(loss, model, inputs, self._parts, open_places=open_places)
         self.program, self._manager = capture.run(self._is_checked)
-        for guard in capture.guards:
-            self._note_number(guard)
         self._outside = {id(tensor): name for name, tensor in capture.outside}
         self._arrays = []
         for name, shared in capture.arrays:
@@ -119,22 +103,6 @@ class GuardSet:
         if guard.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT":
             return not self._parts.include(guard.value)
         return not any(guard.value is replacement for replacement in REPLACEMENTS)
-
-    def _note_number(self, guard: Any) -> None:
-        """Note the guard of a whole number of the micro-batch."""
-        if type(guard.value) is not int:
-            return
-        try:
-            place = eval(str(guard.name), dict(self._names))  # Dynamo's names are Python.
-        except Exception:
-            return
-        if isinstance(place, Number):
-            self.numbers[place.name] = guard.value
-            name = str(guard.name)  # `args[1]`, where a source says `L['args'][1]`.
-            is_local = name.startswith("args")
-            self.number_sources[place.name] = name.replace(
-                "args", "L['args']", 1 if is_local else 0
-            )
 
 
 def _written(tensor: Tensor) -> tuple[int, int]:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from wholebatch.compile.fusion import hint_of
 from wholebatch.window.replaced_attributes import replaced_attributes
 
 OPTIONS: dict[str, object] = {
     # It does nothing here, but is part of Inductor's cache key: it tells code that was compiled
     # with our choices from code that was not.
-    "aot_inductor.metadata": {"wholebatch": "products padded by rule"},
+    "aot_inductor.metadata": {"wholebatch": "parts written in place"},
 }
 _MIXED_ORDER = "triton.mix_order_reduction"
 """Inductor computes the gradients of a norm's weights, as partial sums, with that of its input.
@@ -36,11 +35,10 @@ def compiled_by_inductor(graph: Any, arguments: list[Any]) -> Callable[..., Any]
     from torch._inductor import compile, config  # slow to import: paid only when compiling
 
     options = {**OPTIONS, **({_MIXED_ORDER: False} if _normalises_with_bias(graph) else {})}
-    known = {name: value for name, value in options.items() if name in config.get_config_copy()}
     with ExitStack() as stack:
         stack.enter_context(_ONE_AT_A_TIME)
-        choices = _parts_written_in_place(), _products_padded_by_rule(), _in_this_thread()
-        for context in (torch.no_grad(), config.patch(known), *choices):
+        choices = _parts_written_in_place(), _in_this_thread()
+        for context in (torch.no_grad(), config.patch(options), *choices):
             stack.enter_context(context)
         compiled: Callable[..., Any] = compile(graph, arguments)
         return compiled
@@ -62,20 +60,6 @@ def _in_this_thread() -> Iterator[None]:
         _OURS.compiles = False
 
 
-def _products_padded_by_rule() -> AbstractContextManager[None]:
-    """Within this context, Inductor decides by the shapes which products it pads.
-
-    By itself it measures both ways, which takes time, and can give another answer in another
-    process. It must not pad a product whose memory is read by strides (`reads_memory`).
-    """
-    from torch._inductor.fx_passes import pad_mm
-
-    def decide(match: Any, first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> bool:
-        return pads(first, second) and not reads_memory(match.output_node().graph)
-
-    return _replaced_if_there(pad_mm, "_should_pad", decide)
-
-
 def _replaced_if_there(
     owner: Any, name: str, ours: Callable[..., Any]
 ) -> AbstractContextManager[None]:
@@ -86,45 +70,6 @@ def _replaced_if_there(
         return (ours if getattr(_OURS, "compiles", False) else by_itself)(*args, **kwargs)
 
     return replaced_attributes(owner, **({name: function} if by_itself is not None else {}))
-
-
-_INTENSITY = 100
-"""A product that does fewer operations per number is bound by memory: padding it costs more."""
-_BOUNDARY = 16
-"""Matrix units are fast where every row of a matrix begins at a multiple of so many bytes."""
-
-
-def pads(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if the product of these matrices is probably faster after padding."""
-    (rows, inner), columns = first.shape[-2:], second.shape[-1]
-    sizes = [hint_of(size) for size in (rows, inner, columns)]
-    if 0 in sizes or 1 / sum(1 / size for size in sizes) < _INTENSITY:
-        return False
-    is_aligned = sizes[2] * first.element_size() % _BOUNDARY == 0
-    return not (is_aligned and aligned(first) and aligned(second))
-
-
-def aligned(matrix: torch.Tensor) -> bool:
-    """True if every row of this matrix, or every column, begins at such a boundary."""
-    step = hint_of(max(matrix.stride()[-2:], key=hint_of))
-    return step * matrix.element_size() % _BOUNDARY == 0
-
-
-def reads_memory(graph: torch.fx.Graph) -> bool:
-    """True if an operation reads the memory behind a result by strides, as if it had no gaps.
-
-    Inductor does so for an operation that changes a view of another shape. After padding, it would
-    read other numbers.
-    """
-    views = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
-    sources = [node.args[0] for node in views]
-    changes = torch.ops.higher_order.auto_functionalized_v2
-    for node in graph.find_nodes(op="call_function", target=changes):
-        names = [name.removesuffix("_stride") for name in node.kwargs if name.endswith("_stride")]
-        places = [node.kwargs.get(f"{name}_base_index") for name in names]
-        bases: Any = node.kwargs["_all_bases"]
-        sources += [bases[place] for place in places if isinstance(place, int)]
-    return any(source.op != "placeholder" for source in sources)
 
 
 def _parts_written_in_place() -> AbstractContextManager[None]:

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from wholebatch.compile.cross_entropy import can_fuse_entropy
 from wholebatch.compile.cuda_graph import Results, Runnable
-from wholebatch.compile.fake_results import like
 from wholebatch.compile.fused_weight_grad import can_add_products
-from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one, is_nearly_full
+from wholebatch.compile.fusion import fake_like
+from wholebatch.compile.gradient_buffers import Casts, Gradients, as_one
 from wholebatch.compile.graph_inputs import Inputs
-from wholebatch.compile.graph_rewrite import Fusions, Rewritten, rewrite
+from wholebatch.compile.graph_rewrite import Rewritten, rewrite
 from wholebatch.compile.inductor import compiled_by_inductor
-from wholebatch.compile.repeated_blocks import Blocks, calls_other_graphs
 from wholebatch.compile.trace import Form, Traced
 
 
@@ -34,9 +32,6 @@ class JointStep:
     It adds the gradients, times the seeds, into the buffers of `used`.
     `compiled`: it is rewritten for a compiler, and `compile()` must run before its first call.
     """
-
-    blocks: ClassVar[bool] = True
-    """Compile layers that are alike once; measurements switch it off."""
 
     def __init__(
         self,
@@ -58,50 +53,31 @@ class JointStep:
         self.runs = 1
         """The number of runs, replays included; the trial run counts."""
         device = traced.trained[0].device
-        rewritten, self._tail = _rewritten(traced, gradients, casts, self._possible_fusions(device))
+        rewritten, self._tail = _rewritten(
+            traced, gradients, casts, products=can_add_products(device)
+        )
         self.fused = rewritten.fused
         self._constants = _constants(rewritten.graph)
         self.operations = sum(node.op == "call_function" for node in rewritten.graph.graph.nodes)
         self._run: Callable[..., Any] = rewritten.graph
+        self._examples: list[Any] = []
+        if compiled:
+            self._examples = self._arguments_like(example)
+
+    def _arguments_like(self, inputs: Inputs) -> list[Any]:
+        """Return arguments to compile for: fake ones where sizes are open."""
         if self.sizes is None:
+            device = self.traced.trained[0].device
             seeds = [torch.ones((), dtype=dtype, device=device) for dtype in self.form.dtypes]
-            self._examples = self._arguments(example, seeds)
-        else:
-            places = traced.graph.graph.find_nodes(op="placeholder")
-            mode = traced.mode
-            tail = [like(mode, tensor) for tensor in self._tail]
-            self._examples = [*(node.meta["val"] for node in places), *tail]
-        self._blocks: Blocks | None = None
-        self.to_compile = self.operations
-        """The number of operations that a compiler has to compile: layers that are alike once."""
-        if not calls_other_graphs(rewritten.graph):
-            blocks = Blocks(rewritten.graph, self._examples, repeats=self.blocks)
-            self.to_compile = blocks.operations
-            self._blocks = blocks if compiled else None
-        if not compiled:
-            self._examples = []
+            return self._arguments(inputs, seeds)
+        places = self.traced.graph.graph.find_nodes(op="placeholder")
+        tail = [fake_like(self.traced.mode, tensor) for tensor in self._tail]
+        return [*(node.meta["val"] for node in places), *tail]
 
     def compile(self) -> None:
         """Compile it by Inductor, here or in a thread of its own."""
-        if self._blocks is None:
-            self._run = compiled_by_inductor(self._run, self._examples)
-        else:
-            device = self.traced.trained[0].device
-            tunes = not self.random and device.type == "cuda" and self.sizes is None
-            # Kernels that a thread tunes must not take the memory that the micro-steps need.
-            tunes = tunes and not is_nearly_full(device, share=1 / 4)
-            self._run = self._blocks.compiled(compiled_by_inductor, tunes=tunes)
-        self._blocks, self._examples = None, []
-
-    def _possible_fusions(self, device: torch.device) -> Fusions:
-        """Return the fusions that this device has and that pay for this way of running."""
-        products = can_add_products(device)
-        return Fusions(
-            products=products,
-            products_in_full=not self.compiled,
-            entropy=can_fuse_entropy(device),
-            shared_inputs=products,
-        )
+        self._run = compiled_by_inductor(self._run, self._examples)
+        self._examples = []
 
     def __call__(self, inputs: Inputs, seeds: Sequence[Tensor]) -> Results:
         with torch.no_grad():
@@ -128,17 +104,17 @@ def _constants(graph: fx.GraphModule) -> list[Tensor]:
 
 
 def _rewritten(
-    traced: Traced, gradients: Gradients, casts: Casts, fusions: Fusions
+    traced: Traced, gradients: Gradients, casts: Casts, *, products: bool, shares: bool = True
 ) -> tuple[Rewritten, list[Tensor]]:
     """Return the rewritten graph, and its inputs behind the seeds: casts, buffers, joined ones."""
     dtypes = [buffer.dtype for buffer in gradients.of(traced.used)]
-    rewritten = rewrite(traced, len(traced.trained), dtypes, fusions)
+    count, shares = len(traced.trained), products and shares
+    rewritten = rewrite(traced, count, dtypes, products=products, shares=shares)
     tail = [*casts.of(rewritten.casts), *gradients.of(traced.used)]
     for places in rewritten.joined:
         whole = as_one([tail[place] for place in places])
         if whole is None:  # Another graph has had some of them put elsewhere before.
-            fusions = replace(fusions, shared_inputs=False)
-            return _rewritten(traced, gradients, casts, fusions)
+            return _rewritten(traced, gradients, casts, products=products, shares=False)
         tail.append(whole)
     return rewritten, tail
 

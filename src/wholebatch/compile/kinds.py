@@ -12,7 +12,7 @@ admits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +24,7 @@ from torch import nn
 from wholebatch.compile.capture import Place
 from wholebatch.compile.decide import Eager, Ready, Situation
 from wholebatch.compile.execute_mode import CannotTrace, Notes, reason_of
-from wholebatch.compile.graph_inputs import Inputs, Key, without_sizes
+from wholebatch.compile.graph_inputs import Inputs, Key
 from wholebatch.compile.guards import GuardSet, TorchFunctions
 from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.opaque_code import refuse_hooks
@@ -38,8 +38,6 @@ _STATES = 4
 """The most states of what its code reads for which one kind of micro-batch keeps a graph."""
 _FORGETS = 0.05
 """More than one change in 20 windows is too many: a new graph each time would not pay."""
-_NUMBERS = 4
-"""The most numbers in the batch that become sizes at once."""
 _TRIES = 8
 """The most entries of open sizes per pattern.
 
@@ -69,19 +67,11 @@ class CacheEntry:
     """The joint steps; the key is True for the compiled one."""
     proven: set[bool] = field(default_factory=set)
     """The keys of the joint steps whose results matched eager code."""
-    checked: set[Key] = field(default_factory=set)
-    """The kinds, without their numbers, for which they did."""
 
     @property
     def is_shared(self) -> bool:
         """True if it serves more than one kind."""
         return self.traced.sizes is not None
-
-    @property
-    def numbers(self) -> list[str]:
-        """The names of the micro-batch's numbers for which it stays open."""
-        sizes = self.traced.sizes
-        return [] if sizes is None else sizes.numbers_of_batch(are_open=True)
 
     def admits(self, inputs: Inputs) -> bool:
         """True if what was asked about its sizes has the same answers for this micro-batch."""
@@ -144,12 +134,10 @@ class Kinds:
     def clear(self) -> None:
         """Drop every graph."""
         self.by_key: dict[Key, Kind] = {}
-        self.sizes: set[str] = set()
-        """The names of numbers in the batch that have changed, and are sizes since."""
-        self._sources: dict[str, str] = {}  # Dynamo's names of these
-        self._constants: set[str] = set()  # such numbers that cannot be symbols of a graph
-        self._shared: dict[Key, list[CacheEntry]] = {}  # by the pattern of micro-batches
-        self._failed: dict[Key, list[set[tuple[Place, ...]]]] = {}
+        self._shared: dict[
+            tuple[Hashable, ...], list[CacheEntry]
+        ] = {}  # by the pattern of micro-batches
+        self._failed: dict[tuple[Hashable, ...], list[set[tuple[Place, ...]]]] = {}
         self._functions: TorchFunctions | None = None
 
     def of(self, key: Key) -> Kind:
@@ -164,13 +152,6 @@ class Kinds:
             )
             del self.by_key[next(unused, first)]
         return kind
-
-    def with_other_numbers(self, inputs: Inputs) -> int:
-        """Return how many kinds differ from this one in the numbers of the batch only."""
-        if not inputs.sizes:
-            return 0
-        alike = inputs.without_sizes
-        return sum(without_sizes(key) == alike for key in self.by_key) - 1
 
     def slots(self) -> list[Slot]:
         return [slot for kind in self.by_key.values() for slot in kind.slots]
@@ -209,8 +190,6 @@ class Kinds:
             if kind.is_eager:
                 return Eager()
             if fresh is None and kind.slots:
-                if self._frees_numbers(kind, inputs):
-                    return Eager()
                 reason = self._changes_often(kind, inputs)
                 if reason is not None:
                     return Eager(reason)
@@ -234,12 +213,12 @@ class Kinds:
         ready = None
         if slot.ready is not None:
             joint = slot.ready.joint
-            ready = Ready(joint.compiled, joint.beside, joint.to_compile, joint.runs)
+            ready = Ready(joint.compiled, joint.beside, joint.operations, joint.runs)
         return Situation(
             ready=ready,
             is_open=is_open,
             first=first,
-            times=slot.times + self.with_other_numbers(inputs),
+            times=slot.times,
             is_another_slot=len(kind.slots) > 1 or slot.entry is not None,
             is_shared=is_shared,
             shared_is_compiled=is_shared and slot.entry is not None and True in slot.entry.joints,
@@ -248,25 +227,6 @@ class Kinds:
             compiled=self.compiled(),
             compiling=self.compiling(),
         )
-
-    def _frees_numbers(self, kind: Kind, inputs: Inputs) -> bool:
-        """Make sizes of the numbers that were others in the last slot; True if there are any."""
-        last = kind.slots[0].entry
-        assert last is not None
-        known, now = last.guards.numbers, inputs.numbers
-        changed = {name for name in known.keys() & now.keys() if known[name] != now[name]}
-        changed -= self._constants
-        if not 0 < len(changed) <= _NUMBERS:
-            return False
-        self.changes += 1
-        self.sizes |= changed
-        self._sources.update(last.guards.number_sources)
-        return True
-
-    def _fix(self, names: Iterable[str]) -> None:
-        """Make these numbers no more sizes: no graph can leave them open."""
-        self._constants.update(names)
-        self.sizes.difference_update(names)
 
     def _changes_often(self, kind: Kind, inputs: Inputs) -> str | None:
         """Count a change of what the code reads; return the reason if it changes too often."""
@@ -304,11 +264,11 @@ class Kinds:
     ) -> CacheEntry:
         """Capture the code for this micro-batch, for other sizes too if that pays.
 
-        It pays if another kind of the same pattern is prepared, or a number has changed.
+        It pays if another kind of the same pattern is prepared.
         """
         of = pattern(inputs.key)
         prepared = (key for key, kind in self.by_key.items() if any(kind.ready()))
-        if inputs.sizes or any(pattern(key) == of for key in prepared):
+        if any(pattern(key) == of for key in prepared):
             others = [key for key in self.by_key if key != inputs.key and pattern(key) == of]
             entry = self._shared_entry(inputs, form, differing(inputs, others), trace)
             if entry is not None:
@@ -345,14 +305,11 @@ class Kinds:
             entry = None
             self._tell(problem)
             failed.append(wanted)
-        opened = {place for group in places for place in group if isinstance(place, str)}
-        self._fix(opened if entry is None else opened.difference(entry.numbers))
         return entry
 
     def drop(self, entry: CacheEntry, problem: Exception) -> None:
         """Use this entry no more: its results are not those of eager code, or nothing compiles."""
         self._tell(problem)
-        self._fix(entry.numbers)
         for of, entries in self._shared.items():
             if entry in entries:
                 entries.remove(entry)
@@ -369,13 +326,7 @@ class Kinds:
         """Capture what the code does and reads for this micro-batch."""
         refuse_hooks(self._model)
         with self.as_traced():
-            guards = GuardSet(
-                self.reads,
-                self._model,
-                inputs,
-                open_places=places,
-                number_sources=self._sources,
-            )
+            guards = GuardSet(self.reads, self._model, inputs, open_places=places)
             if not guards.hold(self._model, inputs.micro):
                 value = guards.broken_by(self._model, inputs.micro)
                 raise CannotTrace(f"{value} changes at every look")

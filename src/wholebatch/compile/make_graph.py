@@ -36,9 +36,6 @@ from wholebatch.compile.joint_graph import JointStep, Prepared
 from wholebatch.compile.kinds import CacheEntry, Kinds, Slot
 from wholebatch.compile.trace import Traced, trace
 
-_STAYS = 64
-"""The micro-batches after which a number in the batch is taken for one that stays as it is."""
-
 
 class GraphMaker:
     """Traces, compiles, compares and captures the graphs of one run."""
@@ -96,14 +93,6 @@ class GraphMaker:
         except Exception as problem:  # An operation may refuse what its fake version admitted.
             raise CannotTrace(f"it fails as a graph ({reason_of(problem)})") from problem
 
-    def with_other_numbers(self, slot: Slot, inputs: Inputs) -> Prepared | None:
-        """Return the graph of a kind that differs from a checked one only in numbers; or None."""
-        entry = slot.entry if inputs.sizes else None
-        if entry is None or inputs.without_sizes not in entry.checked or not entry.proven:
-            return None
-        joint = entry.joints[max(entry.proven)]
-        return Prepared(joint, joint, entry.traced.form_for(inputs), joint.addresses())
-
     def compile_beside(self, joint: JointStep, inputs: Inputs) -> None:
         """Compile the same step in a thread, while this one runs as traced."""
         self._notes.tell("compiling in a thread beside the run")
@@ -111,14 +100,7 @@ class GraphMaker:
         joint.beside = in_a_thread(make, self._device)
 
     def captures(self, slot: Slot) -> bool:
-        """True if a shared graph, which runs this kind as it is, is to be captured for it.
-
-        A number of the batch is fixed in what is captured: it must stay for many micro-batches.
-        """
-        sizes = None if slot.ready is None else slot.ready.joint.sizes
-        has_numbers = sizes is not None and bool(sizes.numbers_of_batch(are_open=True))
-        if has_numbers and slot.times < _STAYS:
-            return False
+        """True if a shared graph, which runs this kind as it is, is to be captured for it."""
         return self._plan.records(sum(graph.captured for graph in self._kinds.ready()), slot.times)
 
     def captured(self, prepared: Prepared, inputs: Inputs, seeds: list[Tensor]) -> Prepared:
@@ -205,7 +187,6 @@ class GraphMaker:
         if stays and is_too_slow(check.seconds, done.seconds):
             raise CannotTrace("as traced it is slower than eager code, and it cannot be compiled")
         entry.proven.add(joint.compiled)
-        entry.checked.add(done.inputs.without_sizes)
         return Prepared(joint, run, done.form, joint.addresses())
 
     def _captured(self, joint: JointStep, inputs: Inputs, seeds: list[Tensor]) -> Runnable:

@@ -74,7 +74,6 @@ class Executor:
         self._plan = ExecutePlan.of(execute, device)
         self._begun: Any = None  # the window that has begun
         self._failures = 0  # kinds that could not be one graph
-        self._changes_told = 0  # when `changed` was asked
         self._too_large: Stage | None = None  # of the graph that was made when memory ran out
         self.kinds = Kinds(self._model, getattr(loss, "reads", loss), precision, self.notes)
         self.kinds.as_read = getattr(loss, "as_read", nullcontext)
@@ -142,7 +141,7 @@ class Executor:
 
     def _graph_step(self, micro: Any, eager: Eager) -> Added | None:
         """Run this micro-batch in a graph if possible; return None if eager code must run it."""
-        inputs = take_apart(micro, self.kinds.sizes)
+        inputs = take_apart(micro)
         is_open = self._window.open_early()
         self._begin_window()
         self._plan.micro_batches += 1
@@ -154,8 +153,6 @@ class Executor:
         if slot.ready is None or not slot.ready.captured:
             slot.times += 1
         slot.entry = slot.entry or self.kinds.known_entry(inputs)
-        if slot.ready is None and is_open:
-            slot.ready = self._maker.with_other_numbers(slot, inputs)
         situation = self.kinds.situation(
             kind, slot, inputs, is_open=is_open, first=not self._window.micro_batches
         )
@@ -209,11 +206,6 @@ class Executor:
             for name, dtype, weight in zip(form.names, form.dtypes, form.weights, strict=True)
         ]
 
-    def changed(self) -> bool:
-        """True if a graph has noticed another value that the code reads, since this was asked."""
-        before, self._changes_told = self._changes_told, self.kinds.changes
-        return self.kinds.changes > before
-
     def _begin_window(self) -> None:
         """At the start of a window, cast the weights and check that the graphs are still valid."""
         window = self._window
@@ -256,7 +248,7 @@ class Executor:
         """Run this micro-batch eagerly, make its graph, and compare the two."""
         # Eager code may take something out of the micro-batch: keep one as it was.
         try:
-            inputs = take_apart(inputs.rebuilt(), self.kinds.sizes)
+            inputs = take_apart(inputs.rebuilt())
         except Exception as problem:  # The user's classes may raise anything.
             reason = f"a micro-batch cannot be built again ({reason_of(problem)})"
             raise CannotTrace(reason) from problem

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +11,8 @@ from torch import nn
 from wholebatch.compile.execute_mode import CannotTrace
 
 _COMPILED = ("OptimizedModule", "RecursiveScriptModule", "TopLevelTracedModule")
+_KNOWN = ("torch", "wholebatch", "einops")
+"""The packages whose functions read nothing that changes."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -60,48 +60,17 @@ def refuse_hooks(model: nn.Module) -> None:
                 )
 
 
-def read_by(target: Any) -> str | None:
-    """Return the name of a value that a function reads where Dynamo does not look, or None.
+def is_opaque(target: Any) -> bool:
+    """True for a Python function of the user's that Dynamo does not look into.
 
     Such functions are marked with `torch.compiler.allow_in_graph`, or are the backward of a custom
     operation. What they read would be a constant of the graph.
     """
-    functions = [target] if isinstance(target, types.FunctionType) else _backward_of(target)
-    return next((name for function in functions for name in _values_read(function)), None)
-
-
-def _backward_of(target: Any) -> list[types.FunctionType]:
-    """Return the Python functions of a custom operation's backward."""
     from torch._library.custom_ops import OPDEFS
 
+    if isinstance(target, types.FunctionType):
+        return (target.__module__ or "").partition(".")[0] not in _KNOWN
     operation = target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
     if not isinstance(operation, torch._ops.OpOverload):
-        return []
-    definition = OPDEFS.get(operation._schema.name)
-    functions = (getattr(definition, name, None) for name in ("_backward_fn", "_setup_context_fn"))
-    return [function for function in functions if isinstance(function, types.FunctionType)]
-
-
-def _values_read(function: types.FunctionType, depth: int = 4) -> Iterator[str]:
-    """Yield the names of globals and free variables that are values, not functions or modules."""
-    if depth == 0 or (function.__module__ or "").partition(".")[0] in ("torch", "wholebatch"):
-        return
-    held = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        held[name] = cell.cell_contents
-    for name in _names_in(function.__code__):
-        if name in function.__globals__:
-            held[name] = function.__globals__[name]
-    for name, value in held.items():
-        if isinstance(value, types.FunctionType):
-            yield from _values_read(value, depth - 1)
-        elif isinstance(value, types.ModuleType):
-            if value.__name__.partition(".")[0] not in ("torch", "math", "operator", "typing"):
-                yield name
-        elif not (isinstance(value, type) or callable(value) or hasattr(builtins, name)):
-            yield name
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+        return False
+    return getattr(OPDEFS.get(operation._schema.name), "_backward_fn", None) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from wholebatch.compile.source_names import MICRO_BATCH, name_of, plain_name
 
@@ -17,8 +17,8 @@ def written_by_code(effects: Any, loss: Any) -> str | None:
             continue  # The code has made it itself.
         source = getattr(variable, "source", None)
         path = "" if source is None else name_of(source)
-        if path.startswith(MICRO_BATCH) and _only_removes(variable):
-            continue  # `micro.pop("labels")`: the next one has its own.
+        if _ends_as_it_was(variable, may_lack=path.startswith(MICRO_BATCH)):
+            continue
         name = plain_name(path, loss) if path else "a variable"
         changed = effects.store_attr_mutations.get(variable, {})
         if not changed:
@@ -30,13 +30,25 @@ def written_by_code(effects: Any, loss: Any) -> str | None:
     return None
 
 
-def _only_removes(variable: Any) -> bool:
-    """True if nothing is left in this dictionary but what was in it."""
+def _ends_as_it_was(variable: Any, *, may_lack: bool) -> bool:
+    """True if this dictionary holds what was in it, or (`may_lack`) a part of that.
+
+    `micro.pop("labels")` changes nothing: the next micro-batch has its own.
+    """
     items, before = (getattr(variable, name, None) for name in ("items", "original_items"))
     if not isinstance(items, dict) or not isinstance(before, dict):
         return False
-    kept = [(before.get(getattr(key, "vt", key)), value) for key, value in items.items()]
-    return all(was is not None and was.unwrap() is value.unwrap() for was, value in kept)
+    if not may_lack and len(items) < len(before):
+        return False
+    held = [(before.get(getattr(key, "vt", key)), value) for key, value in items.items()]
+    return all(was is not None and _is_same(was.unwrap(), value.unwrap()) for was, value in held)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """True for one variable of Dynamo's, and for two that stand for one module."""
+    module = getattr(before, "value", None)
+    is_module = isinstance(module, nn.Module) and module is getattr(now, "value", None)
+    return before is now or is_module
 
 
 _MISSING = object()

@@ -8,7 +8,6 @@ drew, in order, and the recomputation begins at its own place in that order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +15,17 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from wholebatch.compile.constant_values import draws
-from wholebatch.compile.execute_mode import CannotTrace
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class _Draw:
-    kind: tuple[Any, ...]
-    results: Any
-    """Copies: code may change what it drew in place."""
 
 
 class RepeatedDraws:
     """Keeps what is drawn, and gives it again after the generator was set back."""
 
     def __init__(self) -> None:
-        self._draws: list[_Draw] = []
+        self._draws: list[Any] = []
+        """Copies of the results: code may change in place what it drew."""
         self._place = 0
-
-    @property
-    def number(self) -> int:
-        """The number of draws that the graph makes."""
-        return len(self._draws)
 
     def drawing_again(self, body: Callable[..., Any]) -> Callable[..., Any]:
         """Return the body of a checkpoint: when it runs again, it draws what it drew before."""
@@ -62,15 +49,12 @@ class RepeatedDraws:
         """Draw, or return what was drawn before; NotImplemented if nothing is drawn."""
         if not draws(func, args, kwargs):
             return NotImplemented
-        kind = func, map_aggregate((args, kwargs), _shape)
         place, self._place = self._place, self._place + 1
-        if place == len(self._draws):
-            results = func(*args, **kwargs)
-            self._draws.append(_Draw(kind, _copied(results)))
-            return results
-        if self._draws[place].kind != kind:
-            raise CannotTrace("a checkpointed part of it draws other random numbers when run again")
-        return _again(func, args, self._draws[place].results)
+        if place < len(self._draws):
+            return _again(func, args, self._draws[place])
+        results = func(*args, **kwargs)
+        self._draws.append(_copied(results))
+        return results
 
 
 def _again(func: Any, args: Any, results: Any) -> Any:
@@ -89,7 +73,3 @@ def _copied(results: Any) -> Any:
     return map_aggregate(
         results, lambda value: value.clone() if isinstance(value, Tensor) else value
     )
-
-
-def _shape(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

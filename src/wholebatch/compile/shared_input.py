@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholebatch.compile.fake_results import fill, result_of
 from wholebatch.compile.fused_weight_grad import add_product
-from wholebatch.compile.fusion import VIEWS, cast_to, is_view, readers_of, same_shape
+from wholebatch.compile.fusion import VIEWS, cast_to, readers_of, same_shape
 from wholebatch.compile.gradient_buffers import ALIGNED
 
 aten = torch.ops.aten
@@ -64,7 +63,6 @@ class SharedInputs:
         groups = self._groups()
         if not groups:
             return 0
-        self._mode = groups[0][0].weight.cast.meta["val"].fake_mode
         self._last_input = self._graph.find_nodes(op="placeholder")[-1]
         additions = self._graph.find_nodes(op="call_function", target=add_product())
         self._backward = (*additions, self._graph.output_node())[0]  # Here it begins.
@@ -99,8 +97,6 @@ class SharedInputs:
             with self._graph.inserting_after(self._last_input):
                 joined = self._graph.placeholder("_and_".join(part.name for part in parts))
             self._last_input = joined
-            if "val" in parts[0].meta:  # Buffers get theirs later.
-                joined.meta["val"] = result_of(self._mode, aten.cat.default, ([*parts],))
             self.joined[key] = joined
         return self.joined[key]
 
@@ -121,8 +117,8 @@ class SharedInputs:
                 part = self._call(aten.slice.Tensor, product, 1, start, end)
                 if is_kept and not all(kept):  # As a view, it would hold the others' memory too.
                     part = self._call(aten.clone.default, part)
+                part.meta.update(layer.product.meta)
                 layer.product.replace_all_uses_with(part)
-                self._refresh_views(part)
         for layer in run:
             self._graph.erase_node(layer.product)
 
@@ -148,6 +144,7 @@ class SharedInputs:
             if sums:
                 weight = self._all_in_one([layer.weight.cast for layer in run])
                 product = self._call(aten.mm.default, gradient, weight)
+                product.meta.update(max(products).meta)
                 max(products).replace_all_uses_with(product)
         for node in additions:
             self._graph.erase_node(node)
@@ -169,16 +166,7 @@ class SharedInputs:
         return True
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
-        node = self._graph.call_function(target, args)
-        fill(self._mode, node)
-        return node
-
-    def _refresh_views(self, node: fx.Node) -> None:
-        """Compute the values of the views of a node again, since its strides have changed."""
-        for user in node.users:
-            if is_view(user):
-                fill(self._mode, user)
-                self._refresh_views(user)
+        return self._graph.call_function(target, args)
 
 
 def _can_adjoin(part: fx.Node) -> bool:

@@ -10,7 +10,7 @@ or compiled again. Kinds whose sizes cannot be left open get graphs of their own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,12 @@ from torch import fx
 
 from wholebatch.compile.capture import OFFSET, Place, Program, is_offset
 from wholebatch.compile.fusion import expression_of
-from wholebatch.compile.graph_inputs import Inputs, Key, TensorPart
+from wholebatch.compile.graph_inputs import Inputs, Key
 
 
-def pattern(key: Key) -> Key:
+def pattern(key: Key) -> tuple[Hashable, ...]:
     """Return the key without sizes and strides; kinds with one pattern may share a graph."""
-    return tuple(
-        part.pattern if isinstance(part, TensorPart) else part.name for part in _parts(key)
-    )
-
-
-def _parts(key: Key) -> Iterable[Any]:
-    return key
+    return tuple(part.pattern for part in key)
 
 
 def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...], ...]:
@@ -41,28 +35,25 @@ def differing(inputs: Inputs, others: Sequence[Key]) -> tuple[tuple[Place, ...],
     The rows are the first dimension of most tensors. A batch is split by rows: even if they have
     not differed so far, they will in a short last micro-batch.
     Sizes of 1 and 0 stay fixed: 1 broadcasts, 0 is empty, and both take other code paths.
-    Numbers of the batch have a symbol each.
     """
     kinds = [_shapes(key) for key in (inputs.key, *others)]
-    numbers = [(name,) for name, number in inputs.sizes.items() if number > 1]
     columns: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for which, shape in enumerate(kinds[0]):
         for dim in range(len(shape)):
             column = tuple(kind[which][dim] for kind in kinds)
             columns.setdefault(column, []).append((which, dim))
     if all(len(set(column)) == 1 for column in columns):
-        return tuple(numbers)
+        return ()
     rows = max(columns, key=lambda column: sum(dim == 0 for _, dim in columns[column]))
-    groups = (
+    return tuple(
         tuple(place for place in places if len(set(column)) > 1 or place[1] == 0)
         for column, places in columns.items()
         if column[0] > 1 and (len(set(column)) > 1 or column == rows)
     )
-    return (*groups, *numbers)
 
 
 def _shapes(key: Key) -> list[tuple[int, ...]]:
-    return [tuple(part.shape) for part in _parts(key) if isinstance(part, TensorPart)]
+    return [tuple(part.shape) for part in key]
 
 
 @dataclass
@@ -96,14 +87,6 @@ class Sizes:
     @property
     def all_open(self) -> bool:
         return all(is_open(symbol) for place, symbol in self._every.items() if not is_offset(place))
-
-    def numbers_of_batch(self, *, are_open: bool) -> list[str]:
-        """Return the names of the batch's numbers that are symbols still, or no longer."""
-        return [
-            place
-            for place, symbol in self._every.items()
-            if isinstance(place, str) and is_open(symbol) == are_open
-        ]
 
     def value(self, size: Any, inputs: Inputs) -> Any:
         """Return the number, or the value of a symbolic expression for this micro-batch."""
@@ -147,8 +130,6 @@ class Sizes:
 
 
 def _number(place: Place, inputs: Inputs) -> int:
-    if isinstance(place, str):
-        return inputs.sizes[place]
     index, dim = place
     given = inputs.given[index]
     if dim == OFFSET:

@@ -42,8 +42,8 @@ class Form:
     dtypes: tuple[torch.dtype, ...]
     units: tuple[int | float | None, ...]
     """Units that are numbers; None for a tensor, which is an output of the graph."""
-    extras: tuple[str, ...] = ()
-    """The names of the tensors to hand back beside the loss, which are outputs too."""
+    extras: tuple[tuple[str, torch.dtype], ...] = ()
+    """The tensors to hand back beside the loss, which are outputs too."""
 
     @staticmethod
     def of(loss: Loss | Terms) -> Form:
@@ -56,7 +56,7 @@ class Form:
             units=tuple(
                 None if isinstance(term.units, Tensor) else term.units for term in terms.values()
             ),
-            extras=tuple(extras_of(loss)),
+            extras=tuple((name, extra.dtype) for name, extra in extras_of(loss).items()),
         )
 
     def read(self, totals: Sequence[Tensor], rest: Sequence[Tensor]) -> Added:
@@ -66,7 +66,7 @@ class Form:
         terms = map(Term, totals, units, self.weights)
         return Added(
             terms=dict(zip(self.names, terms, strict=True)),
-            extras=dict(zip(self.extras, outputs, strict=True)),
+            extras=dict(zip(dict(self.extras), outputs, strict=True)),
         )
 
 
@@ -146,8 +146,6 @@ class _MicroStep:
     used: tuple[int, ...] = ()
     """The parameters that got a gradient."""
     form: Form | None = None
-    draws_again: bool = False
-    """True if the backward draws random numbers of its own."""
     repeated: RepeatedDraws = field(default_factory=RepeatedDraws)
 
     def __call__(self, *flat: Any) -> list[Tensor]:
@@ -172,10 +170,10 @@ class _MicroStep:
         names = self.program.names, self.program.weights
         dtypes = tuple(total.dtype for total in totals)
         numbers = tuple(None if isinstance(u, Tensor) else u for u in units)
-        self.form = Form(*names, dtypes, numbers, self.program.extras)
-        drawn = self.repeated.number
+        kinds = (extra.dtype for extra in extras)
+        handed_back = tuple(zip(self.program.extras, kinds, strict=True))
+        self.form = Form(*names, dtypes, numbers, handed_back)
         gradients = torch.autograd.grad(totals, leaves, seeds, allow_unused=True)
-        self.draws_again = self.repeated.number != drawn
         self.used = tuple(i for i, g in enumerate(gradients) if g is not None)
         return [
             *(total.detach() for total in totals),
@@ -185,17 +183,13 @@ class _MicroStep:
             *(gradient for gradient in gradients if gradient is not None),
         ]
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what the trace records in place of this operation, or NotImplemented."""
-        return self.repeated.answer(func, args, kwargs)
-
 
 class _EveryOperation(TorchDispatchMode):
     """Sees every operation that runs on fake tensors."""
 
-    def __init__(self, step: _MicroStep) -> None:
+    def __init__(self, repeated: RepeatedDraws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._step = step
+        self._repeated = repeated
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -205,7 +199,7 @@ class _EveryOperation(TorchDispatchMode):
         if func is _DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
             return device  # Two of three calls: autograd asks for the device of every tensor.
         kwargs = kwargs or {}
-        answer = self._step.answer(func, args, kwargs)
+        answer = self._repeated.answer(func, args, kwargs)
         return func(*args, **kwargs) if answer is NotImplemented else answer
 
 
@@ -245,11 +239,6 @@ def trace(
     graph = _written_down(step, [*program.sizes.values(), *tensors, *micro, *seeds])
     if sizes is not None and not sizes.any_open:
         raise CannotTrace("its code reads the sizes as numbers")
-    if step.draws_again:
-        raise CannotTrace(
-            "its backward draws random numbers that are not those of the forward (activation "
-            "checkpointing with preserve_rng_state=False)"
-        )
     names: dict[int, str | None] = {**dict.fromkeys(map(id, trained), "a parameter")}
     names.update(program.outside)
     names.update(dict.fromkeys(map(id, model.buffers())))  # These it may change.
@@ -260,6 +249,8 @@ def trace(
     drawing = [node for node in graph.graph.nodes if draws(node.target, node.args, node.kwargs)]
     assert step.form is not None
     units, form = step.form.units, step.form
+    if sizes is None and any(isinstance(u, (torch.SymInt, torch.SymFloat)) for u in units):
+        raise CannotTrace("its units depend on the values of a tensor: give them as a tensor")
     if sizes is not None:
         form = replace(form, units=tuple(sizes.value(number, inputs) for number in units))
     return Traced(
@@ -334,10 +325,9 @@ def _checkpointed(
     repeated: RepeatedDraws,
     body: Callable[..., Any],
     *args: Any,
-    preserve_rng_state: bool = True,
     **options: Any,
 ) -> Any:
-    run = repeated.drawing_again(body) if preserve_rng_state else body
+    run = repeated.drawing_again(body)
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -362,7 +352,7 @@ def _written_down(step: _MicroStep, flat: list[Any]) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def watched(*flat: Any) -> list[Tensor]:
-        with _EveryOperation(step):
+        with _EveryOperation(step.repeated):
             return step(*flat)
 
     try:
@@ -371,7 +361,6 @@ def _written_down(step: _MicroStep, flat: list[Any]) -> fx.GraphModule:
                 watched,
                 tracing_mode="fake",
                 _allow_non_fake_inputs=True,
-                _disable_torch_fn_metadata_mode=True,  # Nodes need not know their functions.
             )(*flat)
     except (CannotTrace, torch.OutOfMemoryError):
         raise

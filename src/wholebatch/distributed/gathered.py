@@ -46,7 +46,7 @@ def why_not(model: nn.Module) -> str | None:
     """Return why the parameters of a `fully_shard` model cannot be gathered; None if they can."""
     shards = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not hasattr(nn.Parameter, "grad_dtype"):
-        return f"it needs torch 2.11 or newer, and this is {torch.__version__}"
+        return "it needs torch 2.11 or newer"
     if len({p.device_mesh for p in shards}) != 1:
         return "its parameters are on several meshes"
     if shards[0].device_mesh.ndim > 2:  # Gradients are reduced over one dimension of replicas.

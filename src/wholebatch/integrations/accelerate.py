@@ -30,9 +30,14 @@ from torch import nn
 
 from wholebatch.compile import Execute
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
-from wholebatch.integrations.handed_over import HandedOver, refuse_shared_batches
+from wholebatch.integrations.handed_over import (
+    HandedOver,
+    refuse_shared_batches,
+    samples_of_last_batches,
+)
 from wholebatch.optional_packages import require
 from wholebatch.options import Close
+from wholebatch.warn_user import warn_user
 
 require("accelerate", at_least="1.13", extra="accelerate", purpose="wholebatch in Accelerate")
 
@@ -87,6 +92,7 @@ class AccelerateAccumulator(HandedOver):
         _check(accelerator)
         self._accelerator = accelerator
         self._micro_step = accelerator.step  # what accumulate() counts up
+        self._warns_of_repeats = True
         super().__init__(
             model,
             _torch_optimizers(optimizer),
@@ -103,6 +109,12 @@ class AccelerateAccumulator(HandedOver):
         self._refuse_loop_without_accumulate()
         if self._ledger.open is None:
             self.steps = self._accelerator.gradient_accumulation_steps
+        if self._warns_of_repeats and samples_of_last_batches(self._accelerator) is not None:
+            self._warns_of_repeats = False
+            warn_user(
+                "Accelerate repeats samples at the end of an epoch to make the ranks equal, and "
+                "they count twice in its last window: give the DataLoader drop_last=True"
+            )
         return bool(self._accelerator.sync_gradients)
 
     def _refuse_loop_without_accumulate(self) -> None:

@@ -150,3 +150,21 @@ def refuse_shared_batches(accelerator: Any, host: str) -> None:
                 f"{host} with {name}_size={getattr(parallel, f'{name}_size')}: units would be "
                 "counted more than once over ranks that share a batch; use data parallelism alone"
             )
+
+
+def samples_of_last_batches(accelerator: Any) -> tuple[int, int] | None:
+    """Return a rank's batch size, and the samples of all ranks' last batches that are not repeats.
+
+    None where Accelerate repeats no samples to make the ranks equal.
+    """
+    if accelerator.num_processes == 1:
+        return None
+    batches: Any = getattr(accelerator.gradient_state.active_dataloader, "batch_sampler", None)
+    while hasattr(batches, "skip_batches"):  # of a resumed epoch
+        batches = batches.batch_sampler
+    if not getattr(batches, "even_batches", False) or batches.drop_last or not batches.batch_size:
+        return None
+    ranks = batches.num_processes
+    size = batches.batch_size // ranks if batches.split_batches else batches.batch_size
+    left = len(batches.batch_sampler.sampler) % (size * ranks)
+    return (size, left) if left else None

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from wholebatch.audit.own_loop import OF_A_LOSS, OwnLoop
 from wholebatch.compile import Execute
@@ -31,6 +32,7 @@ from wholebatch.integrations.handed_over import HandedOver, handed_over_close
 from wholebatch.losses.loss import Loss, Units, mean_loss
 from wholebatch.optional_packages import require
 from wholebatch.options import Close, close_options
+from wholebatch.warn_user import warn_user
 from wholebatch.window.replaced_attributes import replaced_attributes
 from wholebatch.window.window import Step
 
@@ -201,6 +203,7 @@ class ExactAccumulation(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _check(trainer, pl_module)
+        _warn_of_repeats(trainer)
         self._windows = TrainerAccumulator(trainer, **self._options)
         self._windows._ledger.count_from(self._saved_updates)
         self._step = step = TrainingStep(trainer, pl_module, self._windows, self._units_of)
@@ -467,6 +470,20 @@ class UnusableIndex:
 
 
 _INDEX = UnusableIndex()
+
+
+def _warn_of_repeats(trainer: Trainer) -> None:
+    """Warn of samples that a DistributedSampler repeats to make the ranks equal."""
+    sampler = getattr(trainer.train_dataloader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return
+    repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+    if repeated:
+        warn_user(
+            f"DistributedSampler repeats {repeated} samples in each epoch to make the ranks equal, "
+            "and they count twice in a window: pass Trainer(use_distributed_sampler=False) and a "
+            "DataLoader(sampler=DistributedSampler(data, drop_last=True))"
+        )
 
 
 def _check(trainer: Trainer, module: LightningModule) -> None:

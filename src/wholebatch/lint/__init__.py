@@ -17,16 +17,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .check_files import Finding, check_source, lint_files
-from .lint_settings import Settings, load_settings
+from .lint_settings import Settings
 from .rules import RULES, Rule
 from .source_files import Source, collect
 
-__all__ = ["RULES", "Finding", "Rule", "Settings", "lint_paths", "lint_source", "load_settings"]
+__all__ = ["RULES", "Finding", "Rule", "Settings", "lint_paths", "lint_source"]
 
 
 def lint_paths(paths: Iterable[str], *, settings: Settings | None = None) -> list[Finding]:
     """Return the findings of all scripts and notebooks under the paths."""
-    chosen = settings if settings is not None else load_settings(Path.cwd())
+    chosen = settings if settings is not None else Settings()
     named = [str(Path(path)) for path in paths]
     return lint_files(collect(named, chosen), chosen, named=named)
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .lint_settings import Settings
-from .rules import RULES, not_pytorch, not_understood
+from .rules import RULES, not_understood
 from .rules.rule_base import ERROR, NOTE, Report
 from .source_files import Source, read_source
 from .windows import read
@@ -17,12 +17,8 @@ from .windows import read
 _SYNTAX = "WB001"
 _UNREAD = "WB002"
 _NOT_UNDERSTOOD = "WB003"
-_NOT_PYTORCH = "WB004"
 UNREAD = "unread"
 """The level of a file that could not be checked, beside those of the rules: error and note."""
-
-# Notes that are not about the update: it is slower, or not of PyTorch.
-_NO_UPDATE = {"WB111", _NOT_PYTORCH}
 
 # A file without a backward, a step function or a trainer cannot accumulate. In a folder, it is not
 # parsed; a file that is named is, so that its syntax errors are found.
@@ -109,14 +105,10 @@ def _parse_and_check(source: Source, settings: Settings) -> list[Finding]:
                 if finding is not None and (finding.line, finding.column) not in places:
                     places.add((finding.line, finding.column))
                     findings.append(finding)
-    notes = (
-        (_NOT_UNDERSTOOD, "loop not understood", not_understood(file)),
-        (_NOT_PYTORCH, "not PyTorch", not_pytorch(file)),
-    )
-    for code, name, note in notes if not findings else ():
-        if note is not None and settings.wants(code):
-            noted = _finding(note, code, name, source, lines)
-            findings += [] if noted is None else [noted]
+    note = None if findings or not settings.wants(_NOT_UNDERSTOOD) else not_understood(file)
+    if note is not None:
+        finding = _finding(note, _NOT_UNDERSTOOD, "loop not understood", source, lines)
+        findings += [] if finding is None else [finding]
     return findings
 
 
@@ -128,13 +120,13 @@ def _finding(
     if _is_silenced(lines, line, end, code):
         return None
     cell, inside = source.place(line)
-    tells = report.level == NOTE and code not in _NO_UPDATE
+    tells = f"; `wholebatch verify {source.path}` tells" if report.level == NOTE else ""
     return Finding(
         source.path,
         inside,
         column,
         code,
-        report.message + (f"; `wholebatch verify {source.path}` tells" if tells else ""),
+        report.message + tells,
         report.level,
         name,
         cell,

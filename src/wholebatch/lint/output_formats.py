@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import textwrap
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 from .check_files import Finding
 
 _GITHUB_LEVELS = {"error": "error", "unread": "error", "note": "notice"}
-_COLOURS = {"error": "31", "unread": "31", "note": "36"}
 
 
-def as_text(findings: Sequence[Finding], stream: TextIO | None = None) -> str:
-    """Return each finding with its source line; coloured and wrapped if it is for a terminal."""
-    on_terminal = stream is not None and stream.isatty()
-    coloured = on_terminal and os.environ.get("TERM") != "dumb"
-    if "NO_COLOR" in os.environ or "FORCE_COLOR" in os.environ:
-        coloured = "NO_COLOR" not in os.environ and stream is not None
-    width = shutil.get_terminal_size().columns if on_terminal else 0
-    return "\n".join(_shown(finding, width, coloured=coloured) for finding in findings)
+def as_text(findings: Sequence[Finding]) -> str:
+    """Return each finding with its source line."""
+    return "\n".join(map(_shown, findings))
 
 
-def _shown(finding: Finding, width: int, *, coloured: bool) -> str:
+def _shown(finding: Finding) -> str:
     level = "note: " if finding.level == "note" else ""
-    line = f"{finding.place} {finding.code} {level}{finding.message}"
-    if width:
-        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False)
-    if coloured:
-        code = f"\033[{_COLOURS[finding.level]}m{finding.code}\033[0m"
-        line = line.replace(finding.place, f"\033[1m{finding.place}\033[0m", 1)
-        line = line.replace(finding.code, code, 1)
-    return line + _excerpt(finding)
+    return f"{finding.place} {finding.code} {level}{finding.message}{_excerpt(finding)}"
 
 
 def _excerpt(finding: Finding) -> str:

@@ -57,17 +57,13 @@ class Source:
         return cell, inside
 
 
-def collect(paths: Iterable[str], settings: Settings, *, force_exclude: bool = False) -> list[str]:
-    """Return the scripts and notebooks under the paths, sorted.
-
-    Files that are named are read although they are excluded, unless `force_exclude`.
-    """
+def collect(paths: Iterable[str], settings: Settings) -> list[str]:
+    """Return the scripts and notebooks under the paths, sorted, and the files that are named."""
     files: dict[str, None] = {}
     for named in paths:
         path = Path(named)
         if not path.is_dir():
-            if not (force_exclude and settings.excludes(str(path))):
-                files[str(path)] = None  # A missing one is reported where it is read.
+            files[str(path)] = None  # A missing one is reported where it is read.
             continue
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(f for f in folders if f not in _SKIPPED)

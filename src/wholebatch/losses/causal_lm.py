@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ _log = logging.getLogger("wholebatch")
 
 _bends_logits: WeakSet[Any] = WeakSet()
 """The models that do something to the logits of their output layer."""
+_HEADS: dict[int, str] = {}
+"""The names of the output layers of models that do not, as eager code has seen, by model."""
 
 
 def causal_lm(model: Any, micro: Any) -> Loss:
@@ -65,31 +67,63 @@ def logits_of(
     just that, the loss applies the layer in slices. If it scales or bends the logits, it is called
     once more, and from then on it makes its logits itself.
     """
-    head = None if model in _bends_logits else _output_layer(model, labels)
-    if head is None:
+    if torch.compiler.is_dynamo_compiling():
+        path = _HEADS.get(id(model))
+        head: Any = model if path is None else model.get_submodule(path)
+        if path is None or labels.numel() <= slices.rows_at_once(head.out_features):
+            return _logits(model(*args, **kwargs)), None
+        owner, name = _owner_of(model, path)
+        setattr(owner, name, _HANDS_ON)
+        rows = _logits(model(*args, **kwargs))
+        setattr(owner, name, head)
+        return rows, head
+    path = None if model in _bends_logits else _output_layer(model, labels)
+    if path is None:
         return _logits(model(*args, **kwargs)), None
+    owner, name = _owner_of(model, path)
     given: list[Tensor] = []
-
-    def hand_on(hidden: Tensor) -> Tensor:
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):  # here, and not where the loss is computed
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
-        given.append(hidden)
-        return hidden
-
-    vars(head)["forward"] = hand_on
+    head = getattr(owner, name)
+    setattr(owner, name, _HandsOn(given))
     try:
         logits = _logits(model(*args, **kwargs))
         if len(given) == 1 and _is_itself(logits, given[0]):
+            if id(model) not in _HEADS:
+                finalize(model, _HEADS.pop, id(model), None)
+            _HEADS[id(model)] = path
             return given[0], head
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # something needs numbers of the vocabulary
         _log.debug("%s makes its logits itself: %r", type(model).__name__, error)
     finally:
-        del vars(head)["forward"]
+        setattr(owner, name, head)
     _bends_logits.add(model)
+    _HEADS.pop(id(model), None)
     return _logits(model(*args, **kwargs)), None
+
+
+class _HandsOn(nn.Module):
+    """Stands for an output layer: returns what it is given, and appends it to `given`."""
+
+    def __init__(self, given: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self._given = given
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):  # here, and not where the loss is computed
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        if self._given is not None:
+            self._given.append(hidden)
+        return hidden
+
+
+_HANDS_ON = _HandsOn()
+
+
+def _owner_of(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, name = path.rpartition(".")
+    return model.get_submodule(owner), name
 
 
 def _is_itself(logits: Tensor, hidden: Tensor) -> bool:
@@ -134,21 +168,20 @@ def _arguments(model: Any, micro: Mapping[str, Any]) -> tuple[list[Any], dict[st
     return [tokens], {k: v for k, v in inputs.items() if takes_all or k in parameters}
 
 
-def _output_layer(model: Any, labels: Tensor) -> nn.Linear | None:
-    """Return the linear layer that makes the logits; None if they are few, or it has hooks.
+def _output_layer(model: Any, labels: Tensor) -> str | None:
+    """Return the name of the linear layer that makes the logits; None if they are few.
 
-    Engines that shard a model do so in hooks. Dynamo, which allocates nothing, follows the model as
-    it is: torch 2.11 does not follow a `forward` that is put back.
+    And where it has hooks: engines that shard a model do so in hooks.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return None
     find = getattr(model, "get_output_embeddings", None)  # PEFT hands it on from the model inside.
     head = find() if callable(find) else None
     if type(head) is not nn.Linear or "forward" in vars(head):
         return None
     if any(m._forward_hooks or m._forward_pre_hooks for m in (model, head)):
         return None
-    return head if labels.numel() > slices.rows_at_once(head.out_features) else None
+    if labels.numel() <= slices.rows_at_once(head.out_features):
+        return None
+    return next((path for path, module in model.named_modules() if module is head), None)
 
 
 def _logits(output: Any) -> Tensor:

@@ -55,8 +55,8 @@ def linear_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Los
 def sliced_cross_entropy(hidden: Tensor, head: nn.Linear, labels: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of `head(hidden)` with `labels`; -100 is ignored.
 
-    Each slice is checkpointed: its backward computes the logits again. In a graph each slice makes
-    its gradients as soon as it has logits, since the backward's scale is known from the start.
+    Each slice is checkpointed: its backward computes the logits again. In a graph they are computed
+    in the backward only, since no gradient depends on the loss.
     """
     [total] = sums_in_slices(hidden, head, labels, _cross_entropy)
     return total
@@ -72,21 +72,12 @@ def sums_in_slices(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    rows, recomputes = rows_at_once(head.weight.shape[0]), not joins_graph(hidden)
+    rows = rows_at_once(head.weight.shape[0])
     sums = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
         slice_of = (h, head.weight, head.bias, y, of_rows)
-        if recomputes:
-            parts = checkpoint(_slice, *slice_of, use_reentrant=False, preserve_rng_state=False)
-        else:
-            parts = _slice(*slice_of)
-        sums.append(parts)
+        sums.append(checkpoint(_slice, *slice_of, use_reentrant=False, preserve_rng_state=False))
     return [torch.stack(parts).sum() for parts in zip(*sums, strict=True)]
-
-
-def joins_graph(hidden: Tensor) -> bool:
-    """True while a micro-step is captured for a device whose graphs have the fused operation."""
-    return torch.compiler.is_dynamo_compiling() and hidden.device.type == "cuda"
 
 
 def _slice(

@@ -33,7 +33,7 @@ class PlainWindow:
         device = next(self.model.parameters()).device
         self._casts = precisions.choose(self.precision, device.type)
         self._window = ExitStack()
-        self._sixteen_bit = precisions.SixteenBit([self.optimizer] if self.optimizer else [])
+        self._sixteen_bit = precisions.SixteenBit()
 
     def run(self, micros: Sequence[Any]) -> None:
         self.begin()
@@ -44,7 +44,8 @@ class PlainWindow:
         self.clear()
 
     def begin(self) -> None:
-        self._sixteen_bit.begin()
+        groups = self.optimizer.param_groups if self.optimizer else []
+        self._sixteen_bit.begin([p for group in groups for p in group["params"]])
         self._window.close()  # of a run that has failed
         self._window.enter_context(self._casts.window())
 

@@ -63,8 +63,6 @@ class Plan:
     checkpointing: bool = False
     undivided: int | None = None
     """The bytes that a device must have for its share of the batch in one piece."""
-    operations: int | None = None
-    """The floating-point operations of one sample, forward and backward."""
     modes: tuple[Mode, ...] = ()
     """The ways of a sharded model, with the recommended micro-batch, or with one sample."""
 
@@ -88,8 +86,7 @@ def make_plan(
     """Plan updates of `batch_size` samples over `ranks` devices with `budget` bytes each.
 
     `sharding` spreads the model over them by FSDP2, block by block. Otherwise each device holds the
-    whole model. With `beside_undivided`, the share of a device in one piece and the operations of a
-    sample are counted, too.
+    whole model. With `beside_undivided`, the share of a device in one piece is predicted, too.
     """
     _check_sizes(batch_size, ranks, budget)
     device = target_device(model, device)
@@ -118,7 +115,6 @@ def make_plan(
         if choice is not None:
             peak(even)
         undivided = peak(most) if beside_undivided else None
-        operations = simulation.operations(shapes) if beside_undivided else None
     points = []
     for size, whole in sorted(by_size.items()):
         found, needed = whole.sharded(model, sharding), peak(size)
@@ -143,7 +139,6 @@ def make_plan(
         sync=None if sharding is None else sharding.sync,
         checkpointing=checkpoints,
         undivided=undivided,
-        operations=operations,
         modes=tuple(modes),
     )
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from wholebatch.batch.samples import layout_of, tensors_of
+from wholebatch.batch.samples import tensors_of
 from wholebatch.distributed.fsdp import check_dtypes
 from wholebatch.errors import OptionError, UnsupportedError
 from wholebatch.memory.activation_checkpointing import blocks_to_checkpoint, checkpointed
@@ -39,7 +39,6 @@ from wholebatch.memory.fake_tensors import (
 )
 from wholebatch.memory.fsdp_sharding import Sharding, of_one_rank
 from wholebatch.memory.meter import MemoryMeter
-from wholebatch.memory.operations import operation_counter
 from wholebatch.memory.plain_window import PlainWindow
 from wholebatch.window.replaced_attributes import replaced_attributes
 
@@ -237,14 +236,6 @@ class Simulation:
                     "indexing by a mask), and a prediction knows shapes only; use torch.where or "
                     "masks of fixed shape, or give the micro-batch size as a number"
                 ) from error
-
-    def operations(self, batch: Any) -> int:
-        """Return the floating-point operations of one sample, forward and backward."""
-        micro = fake_batch(self._mode, batch, self._run_on)
-        with self._mode, operation_counter() as counter:
-            PlainWindow(self._model, self._loss).add(micro, is_last=True)
-        self._model.zero_grad(set_to_none=True)
-        return int(counter.get_total_flops()) // layout_of(batch).size
 
     def _run(self, window: PlainWindow, micro: Any, *, is_single: bool) -> Prediction:
         """Run a window, and return what was counted.

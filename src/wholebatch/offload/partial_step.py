@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from wholebatch.distributed.ddp import in_buckets
 from wholebatch.errors import UnsupportedError
 from wholebatch.offload.streamed_state import StreamedState
-from wholebatch.window.close import user_code_in_step
 
 BUCKET_BYTES = 64 * 2**20
 """The largest bucket, in bytes of its parameters in float32."""
@@ -107,3 +107,22 @@ def _trained(optimizer: torch.optim.Optimizer, streamed: bool) -> list[Tensor]:
         else:
             trial.step()
     return [parameter.detach() for parameter in parameters]
+
+
+def user_code_in_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """Name what the user has added to the optimizer's step, or None.
+
+    torch's schedulers replace the step of an optimizer by code of torch's own.
+    """
+    for where, hooks in (
+        ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
+        ("a step pre-hook for all optimizers", _global_optimizer_pre_hooks),
+    ):
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
+                return where
+    replaced = vars(optimizer).get("step")
+    home = getattr(replaced, "__globals__", {}).get("__name__", "")
+    if replaced is not None and not str(home).startswith("torch."):
+        return "a step() that was replaced"
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from wholebatch.errors import WindowError
 from wholebatch.offload.partial_step import buckets_of, post_hooks_once, refuse_pre_hooks
@@ -21,8 +21,6 @@ OPTION = 'optimizer_state="host"'
 
 class HostStateStore(Store):
     """Gradients in `.grad`; the optimizer's state in pinned host memory between steps."""
-
-    steps_at_once = False
 
     def __init__(self, *run: Any, **options: Any) -> None:
         super().__init__(*run, **options)
@@ -39,7 +37,7 @@ class HostStateStore(Store):
             self._state.move_to_host(optimizer)
         super().begin(parameters)
 
-    def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with post_hooks_once(optimizer):
             self._state.step(optimizer, buckets_of(parameters))

@@ -132,10 +132,7 @@ def _cleared(ranks: Ranks) -> Findings:
 
 
 def _clipped_early(ranks: Ranks) -> Findings:
-    """Find clips before the last backward.
-
-    A single one that has changed nothing counts in a proof, which is about other data, too.
-    """
+    """Find clips before the last backward; one that changed nothing counts in `verify_loop`."""
     for window in ranks:
         count = len(window.backwards)
         clips = [clip for clip in window.clips if clip.counts]
@@ -143,7 +140,7 @@ def _clipped_early(ranks: Ranks) -> Findings:
         last = any(clip.number == count for clip in clips)
         is_each = len(early) > 1 or (count == 2 and last)
         does_cut = any(clip.cuts for clip in clips if clip.number < count)
-        if early and (is_each or does_cut or window.known is not None):
+        if early and (is_each or does_cut or window.units):
             key = "clipped-per-micro-batch" if is_each else "clipped-too-early"
             variant = f"after micro-batch {', '.join(map(str, sorted(early)))} of {count}"
             yield Finding(key, variant + ("" if does_cut else ", which clipped nothing here"))
@@ -195,8 +192,6 @@ def _scheduled(ranks: Ranks) -> Findings:
             changed = next(column for column in zip(*rates, strict=True) if len(set(column)) > 1)
             variant = f"from {changed[0]:.3g} to {changed[-1]:.3g}"
             yield Finding("scheduled-per-micro-batch", variant)
-        elif window.ledger is not None and window.ledger.schedule_moved:
-            yield Finding("scheduled-per-micro-batch", "the rate changed within the window")
 
 
 def _averaged(ranks: Ranks) -> Findings:
@@ -207,21 +202,14 @@ def _averaged(ranks: Ranks) -> Findings:
 
 def _coupled(ranks: Ranks) -> Findings:
     for window in ranks:
-        micros, proof = window.backwards, window.known
+        micros = window.backwards
         if len(micros) > 1 and micros[0].batchnorms:
             yield Finding("coupled", f"BatchNorm: {', '.join(micros[0].batchnorms[:3])}")
         curved = [t.node for m in micros for t in m.terms if t.kind == "curved"]
-        if len(micros) > 1 and curved and proof is None:
+        if len(micros) > 1 and curved:
             variant = f"the loss: it is a function of a mean over its samples ({curved[0]})"
             yield Finding("coupled", variant)
-        if proof is not None and proof.is_coupled:
-            yield Finding("coupled", "a layer mixes samples")
 
 
-def _mean_as_sum(ranks: Ranks) -> Findings:
-    if any(window.ledger is not None and window.ledger.has_means for window in ranks):
-        yield Finding("mean-as-sum", "every total of the window")
-
-
-BESIDE = (_moved, _scheduled, _averaged, _coupled, _clipped_early, _mean_as_sum)
+BESIDE = (_moved, _scheduled, _averaged, _coupled, _clipped_early)
 """Mistakes beside the weights, which are reported together with them."""

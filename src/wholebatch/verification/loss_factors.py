@@ -2,18 +2,17 @@
 
     loss = F.mse_loss(out, y) * 0.5 / 4      measured 0.125: 1/4 is the loop's, 0.5 the loss's own
 
-The loop has three roles for a number: the micro-batches, the ranks, and a loss scale; of a sum, the
-units, too. Each role takes one factor, and what remains is the loss's own. Where a role may take
-one of several factors, all readings are given: a window that is right by one of them is right.
+A factor that every micro-batch has may be the loss's own, but for a division by what the loop
+counts: micro-batches, ranks, units. Where a factor may be either (4 of `4 * mse / 4`), all readings
+are given: a window that is right by one of them is right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from itertools import combinations
 
 from wholebatch.verification.evidence import Counts
 from wholebatch.verification.loss_ends import Scale
@@ -21,6 +20,7 @@ from wholebatch.verification.loss_terms import LossTerm, close, product
 
 LOSS_SCALE = 64
 """A power of two from here on may be a loss scale."""
+_MOST_FACTORS = 6
 
 
 class Unreadable(Exception):
@@ -29,10 +29,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a term: the weight and the units of each micro-batch.
-
-    In a proof, `means` are the gradients of the micro-batches' means, and `target` what they make.
-    """
+    """One way to read a term: the weight and the units of each micro-batch."""
 
     weights: tuple[float, ...]
     units: tuple[float, ...]
@@ -42,8 +39,6 @@ class Reading:
     """The whole number of 3 or more that the loss is divided by, if it is not the micro-batches."""
     is_mean_of_losses: bool = False
     """True if it is the mean of one of torch's losses."""
-    means: Tensor | None = None
-    target: Tensor | None = None
 
     @property
     def off(self) -> float:
@@ -53,10 +48,6 @@ class Reading:
 
     def apart(self, weights: Sequence[float]) -> float:
         """Return how far these weights are from others; a micro-batch without units has none."""
-        if self.means is not None and self.target is not None:
-            wanted = self.means.new_tensor(weights) @ self.means
-            size = float(wanted.norm())
-            return float((self.target - wanted).norm()) / size if size else math.inf
         rows = zip(self.weights, weights, self.units, strict=True)
         pairs = [(ours, other) for ours, other, units in rows if units]
         size = math.hypot(*(other for _, other in pairs))
@@ -83,11 +74,15 @@ def is_loss_scale(factor: float) -> bool:
 
 
 def read_terms(
-    micro_batches: Sequence[Sequence[LossTerm]], counts: Counts, factors: Sequence[float]
+    micro_batches: Sequence[Sequence[LossTerm]],
+    counts: Counts,
+    factors: Sequence[float],
+    given: Sequence[float] = (),
 ) -> list[list[Reading]]:
     """Return for each term of a loss the ways to read it, with what the loop did to its gradients.
 
-    Raises `Unreadable` where a term is not a plain mean or sum.
+    `given` are the units of a loss with one term, where they are known. Raises `Unreadable` where a
+    term is not a plain mean or sum.
     """
     rows = [[t for t in terms if t.kind not in ("penalty", "zero")] for terms in micro_batches]
     for term in (term for row in rows for term in row):
@@ -98,12 +93,12 @@ def read_terms(
     kinds = [[(term.node, term.kind) for term in row] for row in rows]
     if any(kind != kinds[0] for kind in kinds):
         raise Unreadable("the micro-batches' losses are made in different ways")
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    constants = [in_all([term.scales for term in column]) for column in columns]
-    shared = in_all(constants)
+    columns = list(zip(*rows, strict=True))
+    units = [[list(given)] if given and len(columns) == 1 else _units(c) for c in columns]
+    loop = _numbers_of_loop(counts, [row for rows in units for row in rows])
     return [
-        list(_readings(column, own, shared, counts, factors, columns))
-        for column, own in zip(columns, constants, strict=True)
+        list(_readings(column, of_term, loop, counts, factors, len(columns)))
+        for column, of_term in zip(columns, units, strict=True)
     ]
 
 
@@ -116,96 +111,84 @@ _NOT_READ = {
 
 def _readings(
     terms: Sequence[LossTerm],
-    constants: Sequence[Scale],
-    shared: Sequence[Scale],
+    units_of_term: Sequence[Sequence[float]],
+    loop: Collection[float],
     counts: Counts,
     factors: Sequence[float],
-    columns: Sequence[Sequence[LossTerm]],
+    columns: int,
 ) -> Iterator[Reading]:
     """Yield the ways to read one term over the micro-batches, the likeliest first."""
     is_mean = terms[0].kind == "mean"
     sign = math.copysign(1.0, terms[0].weight)
     measured = [sign * term.weight * by for term, by in zip(terms, factors, strict=True)]
-    of_others = [[term.count for term in column] for column in columns]
-    varying = [product(term.scales) / product(constants) for term in terms]
-    for units in _units(terms):
+    constants = in_all([term.scales for term in terms])
+    ways = list(_own(constants, loop, counts, columns))
+    for units in units_of_term:
         weights = measured if is_mean else [w * u for w, u in zip(measured, units, strict=True)]
-        weighs = not all(close(value, varying[0]) for value in varying)
-        known = [units, *of_others, *[varying] * weighs]
-        roles = _roles(counts, known, factors, len(columns))
-        kept = _uncancelled(constants)
-        ways = dict.fromkeys(
-            way
-            for rows in (constants, kept)
-            for way in _own(rows, shared, roles, counts, len(columns))
-        )
-        for own, divisor in dict.fromkeys([*ways, (1.0, 0)]):
+        for own, divisor in ways:
             own_weights = tuple(weight / own for weight in weights)
             yield Reading(own_weights, tuple(units), own, divisor, is_mean and terms[0].is_loss)
 
 
 def _units(terms: Sequence[LossTerm]) -> list[list[float]]:
-    """Return what the units may be; of a sum: elements, their weights, rows, other labels.
+    """Return what the units may be; of a sum: elements, their weights, or rows.
 
     What each sum is divided by is the likeliest: those are its units, and it is a mean.
     """
-    found = [[term.count for term in terms]]
-    weighed = [term.weighed for term in terms]
+    rows = [[term.count for term in terms]]
     if terms[0].kind == "mean":
-        return found
-    if all(weighed):
-        found.append([weight or 0.0 for weight in weighed])
+        return rows
+    if all(term.weighed for term in terms):
+        rows.append([term.weighed or 0.0 for term in terms])
         if all(term.is_loss for term in terms):  # class weights: torch's mean is over them
-            return found[1:]
+            return rows[1:]
     # Of torch's losses of labels, and of sums over them, the labels that count are known.
     is_of_labels = terms[0].is_loss and terms[0].node.startswith(("NllLoss", "SumBackward"))
     if not is_of_labels and all(len(term.sizes) > 1 for term in terms):
-        found.append([float(term.sizes[0]) for term in terms])
+        rows.append([float(term.sizes[0]) for term in terms])
 
     def divides(units: Sequence[float]) -> bool:
         pairs = list(zip(terms, units, strict=True))
         return all(any(_divides(s, {u, max(u, 1.0)}) for s in t.scales) for t, u in pairs if u > 1)
 
-    return sorted(found, key=divides, reverse=True)
+    return sorted(rows, key=divides, reverse=True)
 
 
-@dataclass(frozen=True)
-class _Role:
-    """A role of the loop that may take one factor."""
-
-    fits: Callable[[Scale], bool]
-    may_pass: Callable[[Scale], bool] = lambda scale: False
-    """True for a factor that may be the loss's own as well, so both readings are given."""
-    divides: bool = False
-    """True for the units and the micro-batches."""
-    is_of_one_term: bool = False
-    """True if each term of the loss may have its own: units."""
-
-
-def _roles(
-    counts: Counts, units: Sequence[Sequence[float]], factors: Sequence[float], columns: int
-) -> list[_Role]:
-    """Return what a loop may multiply or divide by: its units, micro-batches, scale and ranks."""
-    count, ranks = counts.micro_batches, counts.ranks
-    totals = {sum(row) / over for row in units for over in (1, ranks)}
+def _numbers_of_loop(counts: Counts, units: Sequence[Sequence[float]]) -> set[float]:
+    """Return what a loop counts: micro-batches, ranks, and units of a window or a micro-batch."""
+    steps = {float(n) for n in (counts.micro_batches, counts.usual, counts.first)}
     each = {row[0] for row in units if all(close(unit, row[0]) for unit in row)}
-    steps = {n * over for n in (count, counts.usual, counts.first) for over in (1, ranks)}
-    after = abs(factors[0]) * ranks  # between the last backward and the step
+    of_rank = steps | {sum(row) / counts.ranks for row in units}
+    return each | of_rank | {n * counts.ranks for n in of_rank} | {float(counts.ranks)}
 
-    def is_product(scale: Scale) -> bool:
-        return count > 1 and scale.operation == "multiplied"
 
-    def is_a_weight(scale: Scale) -> bool:
-        return is_product(scale) or (count > 1 and columns > 1 and close(scale.by, columns))
+def _own(
+    constants: Sequence[Scale], loop: Collection[float], counts: Counts, columns: int
+) -> Iterator[tuple[float, int]]:
+    """Yield what may be the loss's own part of its weight, each with a divisor of the loop's."""
+    divisors = [s for s in constants if _is_divisor(s, counts) and not close(s.by, columns)]
+    divisors = [s for s in divisors if not _divides(s, loop)]
+    divisor = round(divisors[0].by) if divisors else 0
+    may_be_own = [
+        scale
+        for scale in constants
+        if not is_loss_scale(scale.by)
+        and (scale.operation == "multiplied" or not _divides(scale, loop) or scale.by == columns)
+    ][:_MOST_FACTORS]
+    likely = [s for s in may_be_own if s not in divisors and not _is_one_of(s.by, loop)]
+    yield product(likely), divisor
+    if counts.micro_batches == 1:  # nothing else tells a divisor from the loss's own
+        may_be_own = [s for s in may_be_own if s not in divisors]
+    for size in range(len(may_be_own), -1, -1):
+        for factors in combinations(may_be_own, size):
+            yield product(factors), divisor if not set(divisors) & set(factors) else 0
 
-    return [
-        _Role(lambda scale: _divides(scale, totals), is_product, divides=True, is_of_one_term=True),
-        _Role(lambda scale: _is_one_of(scale.by, each), is_product, is_of_one_term=True),
-        _Role(lambda scale: _is_one_of(scale.by, steps), is_a_weight, divides=True),
-        _Role(lambda scale: is_loss_scale(scale.by)),
-        _Role(lambda scale: _is_one_of(scale.by, {after}), is_product),
-        _Role(lambda scale: _is_one_of(scale.by, {ranks}), is_product),
-    ]
+
+def _is_divisor(scale: Scale, counts: Counts) -> bool:
+    """True for a whole number that a loop may take for its micro-batches."""
+    by = scale.by
+    is_whole = by > 2.5 and close(by, round(by))
+    return scale.operation == "divided" and is_whole and by <= 2 * max(counts.micro_batches, 4)
 
 
 def _is_one_of(value: float, numbers: Collection[float]) -> bool:
@@ -219,81 +202,18 @@ def _divides(scale: Scale, numbers: Collection[float]) -> bool:
     return any(close(by, number) for number in numbers if number > 1)
 
 
-def _own(
-    constants: Sequence[Scale],
-    shared: Sequence[Scale],
-    roles: Sequence[_Role],
-    counts: Counts,
-    columns: int,
-) -> Iterator[tuple[float, int]]:
-    """Yield what may be the loss's own part of its weight, each with a divisor of the loop's."""
-    for rest, is_divided in _rests(list(constants), list(shared), roles):
-        divisors = [s for s in rest if _is_divisor(s, counts) and not close(s.by, columns)]
-        divisors = [] if is_divided else divisors
-        own = [s for s in rest if s not in divisors]
-        yield product(own), round(divisors[0].by) if divisors else 0
-        if counts.micro_batches > 1:
-            yield product(rest), 0
-
-
-def _is_divisor(scale: Scale, counts: Counts) -> bool:
-    """True for a whole number that a loop may take for its micro-batches."""
-    by = scale.by
-    is_whole = by > 2.5 and close(by, round(by))
-    return scale.operation == "divided" and is_whole and by <= 2 * max(counts.micro_batches, 4)
-
-
-def _rests(
-    constants: list[Scale], shared: list[Scale], roles: Sequence[_Role]
-) -> Iterator[tuple[list[Scale], bool]]:
-    """Yield the factors that no role takes, and if the units or micro-batches took one.
-
-    A second division by the same number belongs to the loop, too: it divides twice.
-    """
-    if not roles:
-        yield constants, False
-        return
-    role, among = roles[0], constants if roles[0].is_of_one_term else shared
-    fitting = [s for s in constants if role.fits(s) and any(_are_same(s, other) for other in among)]
-    for place, taken in enumerate(fitting):
-        if any(_are_same(taken, other) for other in fitting[:place]):
-            continue
-        rest, others = _without(constants, taken), _without(shared, taken)
-        if taken.operation == "divided":
-            rest = [s for s in rest if not _are_same(s, taken)]
-        for inner, is_divided in _rests(rest, others, roles[1:]):
-            yield inner, is_divided or role.divides
-    if all(map(role.may_pass, fitting)):
-        yield from _rests(constants, shared, roles[1:])
-
-
-# ------------------------------------------------------------------- factors over the micro-batches
-
-
 def in_all(lists: Sequence[Sequence[Scale]]) -> list[Scale]:
     """Return the factors that all lists have."""
-    found, rest = [], [list(scales) for scales in lists[1:]]
+    shared: list[Scale] = []
+    rest = [list(scales) for scales in lists[1:]]
     for scale in lists[0]:
-        if scale.by != 1 and all(any(_are_same(scale, s) for s in row) for row in rest):
-            found.append(scale)
-            rest = [_without(row, scale) for row in rest]
-    return found
+        same = [[s for s in row if _are_same(s, scale)][:1] for row in rest]
+        if scale.by != 1 and all(same):
+            shared.append(scale)
+            for row, (other,) in zip(rest, same, strict=True):
+                row.remove(other)
+    return shared
 
 
-def _uncancelled(scales: Sequence[Scale]) -> list[Scale]:
-    """Return the factors but for pairs that make 1 together: `loss / n * n`."""
-    kept: list[Scale] = []
-    for scale in scales:
-        pair = [s for s in kept if s.operation != scale.operation and close(s.by, scale.by)]
-        kept = _without(kept, pair[0]) if pair else [*kept, scale]
-    return kept
-
-
-def _without(scales: Sequence[Scale], one: Scale) -> list[Scale]:
-    """Return the factors without one that is the same, if there is one."""
-    place = next((i for i, scale in enumerate(scales) if _are_same(scale, one)), len(scales))
-    return [*scales[:place], *scales[place + 1 :]]
-
-
-def _are_same(one: Scale, other: Scale) -> bool:
-    return one.operation == other.operation and close(one.by, other.by)
+def _are_same(scale: Scale, other: Scale) -> bool:
+    return scale.operation == other.operation and close(scale.by, other.by)

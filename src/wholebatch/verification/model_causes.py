@@ -1,64 +1,30 @@
-"""Why accumulation differs from the undivided batch: evidence, then weights, then explanations.
+"""Why accumulation differs from the undivided batch.
 
-`ModelEvidence` is what a proof has measured. The weights are those that the undivided batch gives
-to the totals of its micro-batches, by the loss function itself. `_EXPLANATIONS` is the table: the
-first that finds a cause ends the search, since each excludes what comes after it.
+`ModelEvidence` is what a proof has measured. `_EXPLANATIONS` is the table: the first that finds a
+cause ends the search, since each excludes what comes after it. The test of the entry points, which
+refuses a loss that does not add up, is asked last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from wholebatch.audit.adds_up import check_adds_up
 from wholebatch.audit.finding import UNTESTED, AuditFinding
 from wholebatch.audit.layers import layers_by_type
 from wholebatch.batch import to_device
 from wholebatch.batch.samples import readable_layout
-from wholebatch.coupled.normalisation_layers import batchnorms, uses_batch_statistics
 from wholebatch.readable_sizes import percent
 from wholebatch.verification.coupled_layers import layers_that_couple
-from wholebatch.verification.distances import TIMES_THE_FLOOR, Comparison, fit_of
-from wholebatch.verification.divided_batch import DividedBatch, counts_of, other_counts
-from wholebatch.verification.evidence import Counts
+from wholebatch.verification.distances import Comparison
+from wholebatch.verification.divided_batch import DividedBatch
 from wholebatch.verification.findings import Finding
-from wholebatch.verification.known_terms import gradient_rows
-from wholebatch.verification.loss_factors import Reading
 from wholebatch.verification.model_runs import ModelRuns
-from wholebatch.verification.parameter_rows import ParameterRows
-from wholebatch.verification.weights import SAME_WEIGHT, Weights
-from wholebatch.verification.wrong_weights import explain
-
-_MOST_PARTS = 64
-"""Micro-batches whose weights are fitted."""
-
-
-@dataclass(frozen=True, eq=False)
-class TotalWeights:
-    """The weights that the undivided batch gives to its micro-batches' totals, in least squares."""
-
-    values: tuple[float, ...]
-    left: float
-    """The share of the undivided batch's gradient that no weights explain."""
-    units: tuple[float, ...]
-    units_of_all: float
-    counts: Counts
-
-    def wrong(self) -> list[Finding]:
-        """Return what explains that units of the loss are not the weights, by the loop's tables."""
-        true = [
-            w * unit / self.units_of_all for w, unit in zip(self.values, self.units, strict=True)
-        ]
-        by_units = tuple(unit / self.units_of_all for unit in self.units)
-        reading = Reading(by_units, tuple(true))
-        sizes = (len(self.units),)
-        weights = Weights(((reading,),), sizes, reading.off, SAME_WEIGHT, 0.0, "gradients")
-        return explain(weights, self.counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,40 +71,6 @@ class ModelEvidence:
         finally:
             runs.begin()
 
-    @cached_property
-    def weights(self) -> TotalWeights | None:
-        """The weights of the micro-batches; BatchNorms, which couple samples, are frozen for it."""
-        runs = self.runs
-        runs.begin()
-        _freeze_norms(runs.model)
-        norms = [module for _, module in batchnorms(runs.model)]
-        if not self.may_run_alone or any(map(uses_batch_statistics, norms)):
-            return None
-        rows = ParameterRows()
-        rows.adopt(runs.model)
-        micros = self.batch.micro_batches()[:_MOST_PARTS]
-        runs.silences.append(_freeze_norms)
-        try:
-            parts = [gradient_rows(runs, rows, (), part) for part in (*micros, self.batch.whole)]
-        finally:
-            runs.silences.pop()
-        *added, whole = [_added([row for row, _ in terms.values()]) for terms in parts]
-        *units, of_all = [next(iter(terms.values()))[1] for terms in parts]
-        values, left = fit_of(added, whole)
-        counts = Counts(
-            len(micros), len(micros), others=other_counts([[counts_of(micro) for micro in micros]])
-        )
-        return TotalWeights(tuple(values), left, tuple(units), of_all, counts)
-
-
-def _added(rows: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*rows]).sum(0)
-
-
-def _freeze_norms(model: nn.Module) -> None:
-    for _, module in batchnorms(model):
-        module.training = False
-
 
 def causes(evidence: ModelEvidence) -> list[Finding]:
     """Return the causes of a difference, the one to begin with first."""
@@ -178,10 +110,9 @@ def _order(evidence: ModelEvidence) -> Iterator[Finding]:
         yield from _audited(evidence)
 
 
-_OF_THE_LOSS = ("loss", "gradient")
 _KEYS = {
-    **dict.fromkeys(("mean", "sum", "units", "added"), "mean-of-means"),
-    **dict.fromkeys(_OF_THE_LOSS, "not-decomposed"),
+    **dict.fromkeys(("mean", "sum", "units"), "mean-of-means"),
+    **dict.fromkeys(("loss", "gradient", "added"), "not-decomposed"),
     **dict.fromkeys(("state", "outside", "spectral", "running"), "stateful-module"),
     "custom": "batchnorm",
 }
@@ -189,20 +120,13 @@ _KEYS = {
 
 
 def _audited(evidence: ModelEvidence) -> Iterator[Finding]:
-    """Find layers that couple samples, state that moves, and means that are given as sums.
-
-    The weights tell more of a loss that does not add up, so they come first.
-    """
+    """Find layers that couple samples, state that moves, and losses that do not add up."""
     policy = evidence.runs.batchnorm
     norms = [f.name for f in evidence.audited if f.kind in ("batchnorm", "custom", "sync")]
     if norms and policy == "allow":
         yield Finding("batchnorm", f'batchnorm="{policy}" lets it', tuple(norms))
-    others = {"batchnorm", "sync", *_OF_THE_LOSS} | (set() if policy == "exact" else {"custom"})
+    others = {"batchnorm", "sync"} | (set() if policy == "exact" else {"custom"})
     yield from _named([finding for finding in evidence.audited if finding.kind not in others])
-
-
-def _audited_loss(evidence: ModelEvidence) -> Iterator[Finding]:
-    yield from _named([finding for finding in evidence.audited if finding.kind in _OF_THE_LOSS])
 
 
 def _named(audited: Sequence[AuditFinding]) -> Iterator[Finding]:
@@ -212,46 +136,10 @@ def _named(audited: Sequence[AuditFinding]) -> Iterator[Finding]:
     for key, same in by_key.items():
         names = [finding.name for finding in same]
         where = tuple(name for name in names if " " not in name)  # "the loss" is no module
-        yield Finding(key, "", where, advice=same[0].advice)
-
-
-_RETURN_UNITS = (
-    "return the sum and its units, wb.Loss(total, units), or a mean through wb.mean_loss(mean, "
-    "units). If it does, the units may count something else than the mean is over: "
-    "units=(labels != -100).sum(), or return wb.cross_entropy(logits, labels)"
-)
-
-
-def _weighed(evidence: ModelEvidence) -> Iterator[Finding]:
-    weights = evidence.weights
-    if weights is None:
-        return
-    total = sum(weights.units)
-    # A fit of few rows to many numbers leaves nothing only where it is the truth.
-    limit = max(1e3 * evidence.runs.scale.unit, TIMES_THE_FLOOR * evidence.gradient.tolerance)
-    if weights.left > limit:
-        yield Finding(
-            "not-decomposed",
-            "no weighting of the micro-batches' gradients gives the undivided batch's: "
-            f"{percent(weights.left)} of it remains",
-        )
-    elif abs(total - weights.units_of_all) > 1e-6 * max(total, 1.0):
-        variant = (
-            f"the micro-batches have {total:g} units together, the undivided batch "
-            f"{weights.units_of_all:g}: the loss does not return a sum and its units"
-        )
-        yield Finding("mean-of-means", variant, advice=_RETURN_UNITS)
-    elif max(abs(weight - 1.0) for weight in weights.values) > SAME_WEIGHT:
-        shown = ", ".join(f"{weight:.3g}" for weight in weights.values[:6])
-        shown += ", ..." * (len(weights.values) > 6)
-        variant = (
-            f"the undivided batch weighs its micro-batches' totals by {shown}, and sums would all "
-            "have weight 1"
-        )
-        known = weights.wrong()[:1] or [Finding("mean-of-means", "")]
-        for finding in known:
-            words = ": ".join(filter(None, (finding.variant, variant)))
-            yield replace(finding, variant=words, advice=_RETURN_UNITS)
+        if key == "not-decomposed":  # the numbers; its cures lead here
+            yield Finding(key, same[0].advice.partition(":\n")[0], where)
+        else:
+            yield Finding(key, "", where, advice=same[0].advice)
 
 
 def _unexplained(evidence: ModelEvidence) -> Iterator[Finding]:
@@ -260,5 +148,5 @@ def _unexplained(evidence: ModelEvidence) -> Iterator[Finding]:
 
 _EXPLANATIONS: tuple[Callable[[ModelEvidence], Iterator[Finding]], ...] = (
     *(_randomness, _repeats, _rounding, _order),
-    *(_audited, _weighed, _audited_loss, _unexplained),
+    *(_audited, _unexplained),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -82,11 +82,6 @@ class ParameterRows:
     def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return whole tensors of the parameters as they are kept."""
         return self._row([None if tensor is None else self._part(tensor) for tensor in tensors])
-
-    def sample_named(self, named: Mapping[str, Tensor | None], indices: Sequence[int]) -> Tensor:
-        """Return whole tensors by parameter, as gradients of a step on `indices` are kept."""
-        row = self.sample([named.get(name) for name in self.names])
-        return self.selected(row, indices) if indices else row
 
     def gradients(self) -> Tensor:
         return self.sample([parameter.grad for parameter in self.parameters])

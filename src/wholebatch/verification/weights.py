@@ -2,8 +2,8 @@
 
 Every loop adds `weight × mean over its units` of each micro-batch, however it is written: a mean
 divided by the steps, a sum divided by the units of the window, a mean times its share. Right is
-`weight = units / units of the window`, for every term of a loss. The units come from one of three
-places: the reference that a proof has run, the ledger of wholebatch, or the graph of the loss.
+`weight = units / units of the window`, for every term of a loss. The units come from the loss's
+graph, from the case of `verify_loop`, or from the ledger of wholebatch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ class Unknown:
 class Weights:
     """The weights of a window: for each term of the loss the ways to read it, the likeliest first.
 
-    `off` is how far they are from the right ones: of the gradient, in a proof.
+    `off` is how far they are from the right ones.
     """
 
     terms: tuple[tuple[Reading, ...], ...]
     sizes: tuple[int, ...]
     """The micro-batches of each rank."""
     off: float
-    tolerance: float
-    floor: float
     source: str = "weights"
 
     @property
     def is_right(self) -> bool:
-        return self.off <= self.tolerance
+        return self.off <= SAME_WEIGHT
 
     @property
     def units(self) -> tuple[float, ...]:
@@ -68,7 +66,7 @@ class Weights:
 
     def best(self, readings: Sequence[Reading]) -> Reading:
         """Return the way to read a term in which it is right, else the likeliest."""
-        is_right = (way for way in readings if way.off <= max(self.tolerance, SAME_WEIGHT))
+        is_right = (way for way in readings if way.off <= SAME_WEIGHT)
         return next(is_right, readings[0])
 
 
@@ -88,25 +86,22 @@ def weights_of(
     of the loss have of their own, where another window has told them. `part` are the backwards of
     one loss, where a window has several.
     """
-    if ranks[0].known is not None:
-        return _fitted(ranks)
     if ranks[0].ledger is not None:
         return _of_the_ledger(ranks)
     known = factors_of(ranks)
     if isinstance(known, Unknown):
         return known
-    every, floor = known
     part = part or [range(len(window.backwards)) for window in ranks]
-    factors_left = iter(every)
+    factors_left = iter(known)
     factors = []
     for window, places in zip(ranks, part, strict=True):
         row = [next(factors_left) for _ in window.backwards]
         factors += [row[place] for place in places]
-    micro_batches = [
-        window.backwards[i].terms for window, row in zip(ranks, part, strict=True) for i in row
-    ]
+    places_of = [(window, i) for window, row in zip(ranks, part, strict=True) for i in row]
+    micro_batches = [window.backwards[i].terms for window, i in places_of]
+    given = [window.units[i] for window, i in places_of if window.units]
     try:
-        terms = read_terms(micro_batches, counts, factors)
+        terms = read_terms(micro_batches, counts, factors, given)
     except Unreadable as unread:
         return Unknown(
             f"the weight of the loss cannot be read: {unread}. Use wb.verify, which runs the "
@@ -116,51 +111,7 @@ def weights_of(
         terms = [[way.with_own(o) for way in ways] for ways, o in zip(terms, own, strict=True)]
     off = max(min(reading.off for reading in readings) for readings in terms)
     sizes = tuple(map(len, part))
-    return Weights(tuple(map(tuple, terms)), sizes, off, SAME_WEIGHT, floor)
-
-
-# ------------------------------------------------------------------- from the reference of a proof
-
-
-def _fitted(ranks: Sequence[WindowEvidence]) -> Weights | Unknown:
-    """Return the weights that the means of the reference have in the step, by least squares."""
-    known = [window.known for window in ranks if window.known is not None]
-    if ranks[0].gradient is None:
-        return Unknown("the gradients of the step are not in `.grad`: use wb.verify")
-    floor = max(rank.floor for rank in known)
-    tolerance = TIMES_THE_FLOOR * floor
-    means = {name: torch.cat([rank.means[name] for rank in known]) for name in known[0].means}
-    units = {name: tuple(chain(*(rank.units[name] for rank in known))) for name in means}
-    parts = {name: _shares(units[name]) @ rows for name, rows in means.items()}
-    right = torch.stack(list(parts.values())).sum(0)
-    gradient = before_clip(ranks[0])
-    if ranks[0].backwards and apart(gradient, right) > tolerance:
-        added = ranks[0].backwards[-1].after
-        if apart(added, right) <= tolerance and parallel(gradient, right, tolerance):
-            gradient = added  # the loop itself shrinks a right gradient: it clips
-    every = torch.cat(list(means.values()))
-    fitted, _ = fit_of([*every], gradient)
-    split = torch.tensor(fitted, dtype=torch.float64).split([*map(len, means.values())])
-    by_term = dict(zip(means, split, strict=True))
-    others = {
-        name: gradient - sum(by_term[n] @ means[n] for n in means if n != name) for name in means
-    }
-    terms = [
-        (
-            Reading(
-                tuple(by_term[name].tolist()), units[name], means=means[name], target=others[name]
-            ),
-        )
-        for name in means
-    ]
-    sizes = tuple(len(next(iter(rank.units.values()))) for rank in known)
-    off = apart(gradient, right)
-    return Weights(tuple(terms), sizes, off, tolerance, floor, source="gradients")
-
-
-def _shares(units: Sequence[float]) -> Tensor:
-    row = torch.tensor(units, dtype=torch.float64)
-    return row / (row.sum() if float(row.sum()) else 1.0)
+    return Weights(tuple(map(tuple, terms)), sizes, off)
 
 
 # ------------------------------------------------------------------- from the ledger of wholebatch
@@ -175,29 +126,29 @@ def _of_the_ledger(ranks: Sequence[WindowEvidence]) -> Weights:
     are_given = any(ledger.are_units_given for ledger in ledgers)
     sizes = tuple(len(ledger.units) for ledger in ledgers)
     source = "ledger, with units as given" if are_given else "ledger"
-    return Weights(((reading,),), sizes, 0.0, SAME_WEIGHT, 0.0, source)
+    return Weights(((reading,),), sizes, 0.0, source)
 
 
 # ------------------------------------------------------------------- on the way to the step
 
 
-def factors_of(ranks: Sequence[WindowEvidence]) -> tuple[Sequence[float], float] | Unknown:
-    """Return the factor that each backward's gradient has in the step, and the rounding floor."""
+def factors_of(ranks: Sequence[WindowEvidence]) -> Sequence[float] | Unknown:
+    """Return the factor that each backward's gradient has in the step."""
     window, count = ranks[0], len(ranks)
     brought = [micro.contribution for rank in ranks for micro in rank.backwards]
     floor = max(rank.eps for rank in ranks)
     if any(rank.gradient is None for rank in ranks):
-        return (1 / count,) * len(brought), floor
+        return (1 / count,) * len(brought)
     gradient = before_clip(window)
     flow = torch.stack(brought).sum(0) / count
     floor = floor_of(brought, flow * count, floor)
     tolerance = window.eps if window.is_half else TIMES_THE_FLOOR * floor
     if parallel(gradient, flow, tolerance):
         factor = float(gradient @ flow / (flow @ flow))
-        return (factor / count,) * len(brought), floor
+        return (factor / count,) * len(brought)
     factors, left = fit_of(brought, gradient)
     if left <= max(1e-4, tolerance) and len(brought) <= 64:
-        return factors, floor
+        return factors
     if count == 1 and apart(window.backwards[-1].after, flow) <= tolerance:
         return Unknown(
             f"the loop itself changes the gradient by {percent(apart(gradient, flow))} after the "

@@ -9,9 +9,8 @@ scale (with the loss scale in it). The gradient that the optimizer must see is
     clip      = min(1, clip_norm / norm)
     factor    = normalise × clip
 
-All of them are scalars on the device, and the gradients are multiplied once. A fused Adam or SGD
-takes from a tensor (`found_inf`) whether to step at all, so it steps before the host has read it.
-Any other optimizer steps after the host has read that the gradient is finite.
+All of them are scalars on the device, and the gradients are multiplied once. The optimizers step
+after the host has read that the gradient is finite.
 
 `Store` holds the gradients of the open window and steps from them; `wholebatch.offload` steps from
 another place.
@@ -27,17 +26,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from wholebatch.distributed import Sync
 from wholebatch.errors import LossError, OptionError, WindowError
 from wholebatch.window.close_options import ClipNorm, CloseOptions
-from wholebatch.window.model_and_optimizer import Target, needs_closure
-from wholebatch.window.replaced_attributes import replaced_attributes
+from wholebatch.window.model_and_optimizer import Target
+from wholebatch.window.precision import SIXTEEN_BIT
 
 
 class Holder(Protocol):
@@ -82,13 +80,11 @@ def close_gradients(
     hooks: DeferredHooks,
     *,
     total_norm: Callable[[Sequence[Tensor]], Tensor],
-    waits: bool,
 ) -> Closed:
     """Normalise and clip the gradients of a window for the optimizer.
 
     Norm, clip and factor stay on the device, and the gradients are multiplied once. A gradient that
-    is not valid stays as it is. With `waits` the norm is computed again in float64 if it has
-    overflowed; otherwise nothing waits for the device.
+    is not valid stays as it is.
 
     The hooks on parameters and then `on_gradient` see complete, normalised gradients, as they would
     for the undivided batch. `on_gradient` is called for a valid gradient only: it could hide that
@@ -104,12 +100,12 @@ def close_gradients(
         hooks.run()
         gradients = [dense_gradients(group) for group in groups]
     if hooks.calls:
-        norm = torch.linalg.vector_norm(_norms(gradients, options.clip_norm, total_norm, waits))
+        norm = torch.linalg.vector_norm(_norms(gradients, options.clip_norm, total_norm))
         if not bool(is_valid & norm.isfinite().to(is_valid.device)):
             return Closed(norm, torch.ones_like(norm), torch.zeros_like(is_valid))
         hooks.call()
         gradients = [dense_gradients(group) for group in groups]
-    norms = _norms(gradients, options.clip_norm, total_norm, waits).to(normalise.device)
+    norms = _norms(gradients, options.clip_norm, total_norm).to(normalise.device)
     norms = norms * normalise
     norm = torch.linalg.vector_norm(norms)
     is_valid = is_valid & norm.isfinite()
@@ -246,17 +242,10 @@ def _norms(
     gradients: Sequence[Sequence[Tensor]],
     clip_norm: ClipNorm,
     norm_of: Callable[[Sequence[Tensor]], Tensor],
-    waits: bool,
 ) -> Tensor:
     """Return one norm over all, or one per group where groups are clipped separately."""
     sets = gradients if isinstance(clip_norm, Sequence) else [_flat(gradients)]
-    as_computed = [norm_of(group) for group in sets]
-    norms = torch.stack([norm.double() for norm in as_computed])
-    if not waits or as_computed[0].dtype is torch.float64 or bool(norms.isfinite().all()):
-        return norms
-    # Finite fp32 gradients above 1e19 overflow when squared.
-    in_float64 = [[norm_of([g.double()]) for g in group] or [norms[0] * 0] for group in sets]
-    return torch.stack([torch.linalg.vector_norm(torch.stack(group)) for group in in_float64])
+    return torch.stack([norm_of(group).double() for group in sets])
 
 
 OnGradient: TypeAlias = Callable[[list[tuple[str, nn.Parameter]]], None]
@@ -307,15 +296,6 @@ class DeferredHooks:
                 parameter._backward_hooks = None
                 self._taken.append((parameter, hooks))
 
-    def refuse_added(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse a hook that was added to a parameter of the open window."""
-        if any(parameter._backward_hooks for parameter in parameters):
-            raise WindowError(
-                "a hook was added to a parameter in the middle of the window, and has seen the "
-                "gradients of single micro-batches: call register_hook() between windows, where "
-                "backward() has returned a Step"
-            )
-
     def run(self) -> None:
         """Call each hook in its order on the whole, normalised gradient, as autograd would."""
         for parameter, hooks in self._taken:
@@ -355,8 +335,6 @@ class Handover:
 class Store:
     """The gradients of an open window in `.grad`, and the update from them."""
 
-    steps_at_once: bool = True
-    """True if one step of the optimizer updates all parameters."""
     opened: Callable[[], None] | None = None
     """Called when a window opens, before there is a gradient."""
 
@@ -372,8 +350,6 @@ class Store:
         self.options = options
         self.sync = sync
         self.parameters: list[nn.Parameter] = []
-        self._spoiled: list[tuple[nn.Parameter, int]] = []
-        """Parameters of a window that failed in its update, with their versions."""
 
     # Open window
 
@@ -391,15 +367,10 @@ class Store:
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
         """Begin a window; no parameter may hold a gradient."""
-        if any(parameter._version == version for parameter, version in self._spoiled):
-            raise WindowError(
-                "an earlier window failed when some of its parameters may have been updated: load "
-                "the model and the optimizer from the last checkpoint before going on"
-            )
-        self._spoiled = []
         self.parameters = parameters
-        if self.target.sixteen_bit.parameters:
-            self.target.sixteen_bit.begin()
+        stepped = [p for p in self.sync.stepped(parameters) if p.dtype in SIXTEEN_BIT]
+        if stepped and not self.sync.owns_step:  # the engine keeps sums of its own
+            self.target.sixteen_bit.begin(stepped)
         if self.opened is not None:
             self.opened()
 
@@ -415,26 +386,6 @@ class Store:
             )
 
     # Close
-
-    def can_step_unread(self, hooks: DeferredHooks) -> bool:
-        """True if the optimizers read from a tensor (`found_inf`) whether to step."""
-        return (
-            self.steps_at_once
-            and self.sync.has_whole_gradient
-            and not hooks
-            and not self.target.sixteen_bit.parameters
-            and self.target.device.type in _DEVICES_TO_WAIT_FOR
-            and not _global_optimizer_pre_hooks
-            and not _global_optimizer_post_hooks
-            and all(map(_steps_by_found_inf, self.target.optimizers))
-        )
-
-    def close(self, groups: Groups, sums: Sums, hooks: DeferredHooks, *, waits: bool) -> Closed:
-        """Normalise and clip the gradients for the optimizer (see `close_gradients`)."""
-        holders, total_norm = self.sync.holders(groups), self.sync.norm
-        return close_gradients(
-            holders, sums, self.options, hooks, total_norm=total_norm, waits=waits
-        )
 
     def check_hand_over(self) -> None:
         """Refuse to leave the gradients to the user if a step of theirs could not use them."""
@@ -458,40 +409,23 @@ class Store:
 
     # Update
 
-    def update(self, found_inf: Tensor | None = None) -> None:
-        """Step the optimizers; if memory runs out, raise an error that says what to do.
-
-        Optimizers that read `found_inf` on the device change nothing if it is 1.
-        """
+    def update(self) -> None:
+        """Step the optimizers."""
         try:
             if self.target.sixteen_bit.parameters:
                 self.target.sixteen_bit.round_once()
             for optimizer in self.target.optimizers:
-                self.step(optimizer, found_inf)
-            return
+                self.step(optimizer)
         except torch.OutOfMemoryError as error:
-            failure = str(error)  # the text only: a traceback keeps what was allocated alive
-        self._spoil(failure)
+            raise torch.OutOfMemoryError(
+                f"the optimizer's step ran out of memory ({error}), and may have changed "
+                "parameters or optimizer state already: load the model and the optimizer from the "
+                'last checkpoint. wb.Memory(optimizer_state="host") keeps the state in host memory'
+            ) from None
 
-    def step(self, optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step an optimizer once."""
-        if found_inf is None:
-            _step_without_closure(optimizer)
-            return
-        with replaced_attributes(optimizer, found_inf=found_inf):
-            optimizer.step()
-
-    def _spoil(self, failure: str) -> NoReturn:
-        """Mark the parameters as half updated, and say so."""
-        self._spoiled = [(parameter, parameter._version) for parameter in self.parameters]
-        reason = failure.strip().partition("\n")[0] or "no reason given"
-        raise torch.OutOfMemoryError(
-            f"the optimizer's step ran out of memory ({reason}), and may have changed parameters "
-            "or optimizer state already: load the model and the optimizer from the last "
-            "checkpoint before going on. fused=True makes no copies of the gradients, "
-            'wb.Memory(optimizer_state="host") keeps the state in host memory, and a smaller '
-            "micro-batch leaves more free memory"
-        )
+        optimizer.step()
 
     def discard(self) -> None:
         """End the window and release its gradients."""
@@ -500,58 +434,3 @@ class Store:
         self.parameters = []
         if self.target.sixteen_bit.parameters:
             self.target.sixteen_bit.end()
-
-
-def _step_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Step an optimizer; say what to do with one that needs a closure, such as SAM."""
-    try:
-        optimizer.step()
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        text = str(error)
-        if "closure" in text or "'NoneType' object is not callable" in text:
-            raise needs_closure(optimizer) from error
-        raise
-
-
-_DEVICES_TO_WAIT_FOR = ("cuda",)
-
-
-def _steps_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """True for a fused Adam or SGD: where `found_inf` is 1, it leaves all as it is.
-
-    The first step of an SGD with momentum would leave its new buffers without a value.
-    """
-    return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-        and type(optimizer.param_groups[0]["params"][0].data) is Tensor  # not a shard
-        and all(group.get("fused") for group in optimizer.param_groups)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and user_code_in_step(optimizer) is None
-        and all(
-            optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
-            for group in optimizer.param_groups
-            if group.get("momentum")
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
-    )
-
-
-def user_code_in_step(optimizer: torch.optim.Optimizer) -> str | None:
-    """Name what the user has added to the optimizer's step, or None.
-
-    torch's schedulers replace the step of an optimizer by code of torch's own.
-    """
-    for where, hooks in (
-        ("a step pre-hook", optimizer._optimizer_step_pre_hooks),
-        ("a step pre-hook for all optimizers", _global_optimizer_pre_hooks),
-    ):
-        for hook in hooks.values():
-            if not str(getattr(hook, "__module__", "")).startswith("wholebatch."):
-                return where
-    replaced = vars(optimizer).get("step")
-    home = getattr(replaced, "__globals__", {}).get("__name__", "")
-    if replaced is not None and not str(home).startswith("torch."):
-        return "a step() that was replaced"
-    return None

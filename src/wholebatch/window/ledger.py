@@ -148,14 +148,12 @@ class Ledger:
         units: Units = 1,
         *,
         known: Mapping[str, float] | None = None,
-        terms: Mapping[str, Term] | None = None,
     ) -> Window:
         """Open a window.
 
         Args:
             units: Those of its first micro-batch, for the seed of the first window.
             known: All units by term, counted over the window and all ranks.
-            terms: The terms of its first loss, if they are the same on all ranks.
         """
         if self.open is not None:
             raise WindowError("begin() on an open window: close or discard it first")
@@ -174,7 +172,6 @@ class Ledger:
         scale = self.target.scale
         scaling = 1.0 if scale is None else scale.value()
         self.target.refuse_hooks(stepped)
-        self.target.refuse_cast(stepped)
         if not self._agreed:  # before gradients are added up
             digest, parameters = self.target.digest(self.options), self.target.all_parameters()
             self.sync.refuse_other_ranks(digest, parameters.values())
@@ -190,8 +187,6 @@ class Ledger:
             scaling=scaling,  # a scaler's own scale may move before the close
             loss_scale=scaling if scale is not None and scale.is_undone_at_close else 1.0,
         )
-        if terms is not None and window.has_terms:
-            window = window.rounded_least(terms)
         self.open, self._last_seed = window, None
         for observer in observers:
             observer.window_began(self)
@@ -290,8 +285,6 @@ class Ledger:
         terms, window = terms_of(loss), self.open
         if isinstance(loss, Terms):
             check_terms(self.known, terms)
-            if self.current.has_terms and not self.has_losses and self.sync.ranks == 1:
-                self.open, self._last_seed = self.current.rounded_least(terms), None
         elif window is None:
             self.begin(loss.units)
         elif window.has_terms:
@@ -407,7 +400,8 @@ class Ledger:
         self.leaves_gradients = not steps
         window, micro_batches, training = self.current, self.all_micro_batches, self._training
         try:
-            self._refuse_changed(window)
+            self.refuse_broken()
+            self.schedules.refuse_moved(in_window=True)
             self.observer.window_closes()
             for observer in observers:
                 observer.window_closes(self)
@@ -421,7 +415,6 @@ class Ledger:
                 training,
                 sums,
                 number=self.updates + 1,
-                steps=steps,
                 while_waiting=while_waiting,
             )
             apply(decision, training, steps=steps)
@@ -435,15 +428,6 @@ class Ledger:
             self.discard()
             # An autocast around the whole loop would go on with casts of the old weights.
             torch.clear_autocast_cache()
-
-    def _refuse_changed(self, window: Window) -> None:
-        """Refuse to close what is not whole, or no longer what the window began with."""
-        self.refuse_broken()
-        self.schedules.refuse_moved(in_window=True)
-        self.target.refuse_cast(self.sync.stepped(window.inputs))
-        self.target.refuse_other_parameters(window.inputs)
-        if not self.sync.owns_hooks:
-            self.hooks.refuse_added(window.inputs)
 
     def join(self, known: Mapping[str, float] | None = None) -> Step:
         """Take part in a window of the other ranks, without a micro-batch."""

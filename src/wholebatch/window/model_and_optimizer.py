@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,7 @@ from torch import Tensor, nn
 from wholebatch.distributed import Local, Sync
 from wholebatch.errors import OptionError, UnsupportedError, WindowError
 from wholebatch.window.close_options import CloseOptions
-from wholebatch.window.precision import SIXTEEN_BIT, LossScale, SixteenBit
-
-UNTESTED_DEVICE = "WHOLEBATCH_UNTESTED_DEVICE"
-"""The environment variable that allows devices on which no test of ours has run."""
-_TESTED_DEVICES = ("cpu", "cuda")
+from wholebatch.window.precision import LossScale, SixteenBit
 
 
 class Scheduler(Protocol):
@@ -108,32 +103,6 @@ class Target:
     def name_of(self, parameter: nn.Parameter) -> str:
         return name_of(parameter, self.models)
 
-    def refuse_cast(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse parameters that were cast to 16 bits since: their sums would be rounded."""
-        if self.sync.owns_step:  # the engine keeps sums of its own
-            return
-        known = set(map(id, self.sixteen_bit.parameters))
-        for parameter in parameters:
-            if parameter.dtype in SIXTEEN_BIT and id(parameter) not in known:
-                raise WindowError(
-                    f"{self.name_of(parameter)} was cast to {parameter.dtype} after the window's "
-                    "object was made (by model.half(), or by a forward), so the sums of its "
-                    "gradients would be rounded: cast the model before, or use precision="
-                )
-
-    def refuse_other_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse to close a window that trained `parameters`, if others are trained by now."""
-        if self.sync.owns_step:
-            return
-        before = {id(parameter): parameter for parameter in parameters}
-        new = [parameter for parameter in self.trained() if before.pop(id(parameter), None) is None]
-        for parameter in (*new, *before.values()):
-            raise WindowError(
-                f"{self.name_of(parameter)} was {'unfrozen or added' if new else 'frozen'} in the "
-                "middle of the window, so its gradient is that of a part of the micro-batches. "
-                "Change what is trained between windows, where backward() has returned a Step"
-            )
-
     def refuse_hooks(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse hooks that would run after every micro-batch, on a part of the gradient."""
         for parameter in () if self.sync.owns_hooks else parameters:
@@ -197,15 +166,18 @@ def build_target(
         clips=options.clip_norm is not None or options.clip_value is not None,
     )
     device = parameters[0].device
-    for parameter in parameters:
-        check_device(parameter.device)
+    if any(parameter.is_meta for parameter in parameters):
+        raise UnsupportedError(
+            "parameters on the meta device have no values: call model.to_empty(device=...) and "
+            "load or initialise the weights first"
+        )
     target = Target(
         models=models,
         optimizers=optimizers,
         schedulers=schedulers,
         ema=ema,
         scale=_loss_scale(precision, scaler, device),
-        sixteen_bit=SixteenBit(() if sync.owns_step else optimizers),
+        sixteen_bit=SixteenBit(),
         steps=optimizer is not None,
         averaged=averaged,
         sync=sync,
@@ -297,21 +269,6 @@ def _position_of(scheduler: Any) -> Any:
 def _is_loaded(before: Any, after: Any) -> bool:
     """True if the scheduler moved back, or by more than the one step that a loop may have left."""
     return isinstance(before, Real) and isinstance(after, Real) and after != before + 1
-
-
-def check_device(device: torch.device) -> None:
-    """Refuse devices on which no test of ours has ever run."""
-    if device.type == "meta":
-        raise UnsupportedError(
-            "parameters on the meta device have no values: call model.to_empty(device=...) and "
-            "load or initialise the weights first"
-        )
-    if device.type not in _TESTED_DEVICES and os.environ.get(UNTESTED_DEVICE) != "1":
-        raise UnsupportedError(
-            f"parameters on device {device.type!r}: wholebatch is tested on "
-            f"{' and '.join(_TESTED_DEVICES)} only; move the model, or set {UNTESTED_DEVICE}=1 and "
-            "verify the update on your model"
-        )
 
 
 def _as_list(value: Any, kind: type, name: str, wanted: str) -> list[Any]:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from wholebatch.errors import OptionError, UnsupportedError
-from wholebatch.readable_sizes import precision_meant
 from wholebatch.window.autocast import Autocast, Full, OwnAutocast, Precision
 
 PrecisionName: TypeAlias = Literal["full", "fp32", "bf16", "fp16"]
@@ -37,7 +36,7 @@ def choose(precision: str, device_type: str, *, keeps: bool = True) -> Precision
         return OwnAutocast(device_type, torch.bfloat16, keeps=keeps)
     raise OptionError(
         f"precision={precision!r}: must be 'full' (the parameters' own dtype; 'fp32' is the same), "
-        "or 'bf16' or 'fp16' (autocast)" + precision_meant(precision, ("full", "bf16", "fp16"))
+        "or 'bf16' or 'fp16' (autocast)"
     )
 
 
@@ -88,29 +87,25 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class SixteenBit:
-    """fp32 accumulation for the 16-bit parameters of the optimizers.
+    """fp32 accumulation for the 16-bit parameters of a window.
 
     The optimizer gets each gradient rounded once to the parameter's dtype, as the gradient of the
     undivided batch would be.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        every = [parameter for group in groups for parameter in group["params"]]
-        self.parameters: list[nn.Parameter] = [p for p in every if p.dtype in SIXTEEN_BIT]
-        """The 16-bit parameters of the optimizers."""
-        if self.parameters and not hasattr(self.parameters[0], "grad_dtype"):
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
+        self.parameters = [p for p in parameters if p.dtype in SIXTEEN_BIT]
+        if self.parameters and not hasattr(nn.Parameter, "grad_dtype"):
             raise UnsupportedError(
                 f"16-bit parameters with torch {torch.__version__}: adding their gradients in "
-                "fp32 needs torch 2.11 or newer; keep float32 parameters, and use "
-                'precision="bf16"'
+                'fp32 needs torch 2.11; keep float32 parameters, and use precision="bf16"'
             )
-
-    def begin(self) -> None:
-        """Make autograd add in fp32. Called when a window opens, before there is a gradient."""
         for parameter in self.parameters:
-            if parameter.grad_dtype is not torch.float32:
-                parameter.grad_dtype = torch.float32
+            parameter.grad_dtype = torch.float32
 
     def round_once(self) -> None:
         """Round the gradients to the parameters' dtype, before the step."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -35,13 +35,14 @@ from wholebatch.errors import (
     NonFiniteError,
     RankError,
 )
-from wholebatch.losses.loss import SINGLE, Term
+from wholebatch.losses.loss import SINGLE
 from wholebatch.window.close import (
     DeferredHooks,
     Reading,
     Store,
     Sums,
     check_counts,
+    close_gradients,
     column,
 )
 from wholebatch.window.close_options import CloseOptions
@@ -119,21 +120,6 @@ class Window:
             seed = seed / units if units else 0.0
         return seed * (self.averaged_by * self.scaling)
 
-    def rounded_least(self, terms: Mapping[str, Term]) -> Window:
-        """Return the window with the seed that rounds these terms least, for totals in 16 bits.
-
-        Each term has another weight / units, which 16 bits round; the close can undo one factor
-        only. So the factor is the one by which the seeds of all terms are rounded least.
-        """
-        assert self.known is not None
-        factors = 1 + torch.arange(4096, dtype=torch.float64) / 4096
-        gaps = [torch.zeros_like(factors)]
-        for name, term in terms.items():
-            if self.known[name] and term.weight:
-                seeds = factors * term.weight / self.known[name]
-                gaps.append((seeds.to(torch.bfloat16) / seeds - 1).abs())
-        return replace(self, seed=float(factors[torch.stack(gaps).amax(0).argmin()]))
-
 
 def is_tested_window(number: int) -> bool:
     """Return True for windows 1, 2, 4, 8, ...; the first window of a run has number 1.
@@ -172,8 +158,6 @@ class Decision:
     """The mean of each term; None if the loss has one term only."""
     skipped: str | None = None
     """The reason for making no update; None if it is to be made."""
-    has_stepped: bool = False
-    """True if the optimizers have stepped by themselves, before the norm was read."""
 
 
 # ---------------------------------------------------------------------------- add up
@@ -259,7 +243,6 @@ def decide(
     sums: Sums,
     *,
     number: int,
-    steps: bool,
     while_waiting: Callable[[], object] | None = None,
 ) -> Decision:
     """Normalise and clip the gradients, read the numbers, and say what is to become of the window.
@@ -267,18 +250,12 @@ def decide(
     `number` is that of the update. `while_waiting()` is called where the host waits for the device.
     """
     store, hooks, sync = training.store, training.hooks, training.sync
-    unread = steps and bool(micro_batches) and store.can_step_unread(hooks)
-    closed = store.close(window.groups, sums, hooks, waits=not unread)
+    holders = sync.holders(window.groups)
+    closed = close_gradients(holders, sums, training.options, hooks, total_norm=sync.norm)
     reading = Reading(*closed, sums.totals, sums.units, *sums.own_totals, *sums.own_units)
-    if unread:
-        store.update(closed.is_valid.logical_not().float())
     if while_waiting is not None:
         while_waiting()
     (norm,), (clip,), (is_valid,), sum_of, units_of, *columns = reading.wait()
-    if unread and not is_valid:  # the device has left all as it was
-        unread = False
-        closed = store.close(window.groups, sums, hooks, waits=True)
-        (norm,), (clip,), (is_valid,) = Reading(*closed).wait()
     names = list(sums.weights)
     totals_of_each, units_of_each = columns[: len(names)], columns[len(names) :]
     for name, units_of_term in zip(names, units_of_each, strict=True):
@@ -313,7 +290,6 @@ def decide(
         clip=clip if is_valid else 1.0,
         terms=means if names != [SINGLE] else None,
         skipped=skipped,
-        has_stepped=unread,
     )
 
 
@@ -388,8 +364,7 @@ def apply(decision: Decision, training: Training, *, steps: bool) -> None:
     if is_valid and not steps:
         training.store.hand_over()
     elif is_valid:
-        if not decision.has_stepped:
-            training.store.update()
+        training.store.update()
         training.schedules.step(decision.loss)
         if target.ema is not None and target.averaged is not None:
             target.ema.update_parameters(target.averaged)

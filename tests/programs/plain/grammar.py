@@ -8,10 +8,11 @@ Use it from elsewhere:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
+from tests.programs.frame import plainer
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import MISTAKES
 from tests.programs.plain.pairs import LEAK
@@ -258,16 +259,6 @@ def label(loop: Loop) -> str:
     return "right" if loop.mistake == "none" else loop.mistake
 
 
-def plainest(loop: Loop, fails: Callable[[Loop], bool]) -> Loop:
-    """Return a loop that still fails, where none does that is plainer in one field."""
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for field in fields(loop):
-            plain = field.default
-            smaller = replace(loop, **{field.name: plain})
-            if getattr(loop, field.name) == plain or field.name == "mistake":
-                continue
-            if is_written(smaller) and fails(smaller):
-                loop, goes_on = smaller, True
-    return loop
+def smaller(loop: Loop) -> Iterator[Loop]:
+    """Yield loops that somebody could write and that are plainer in one field."""
+    return filter(is_written, plainer(loop))

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.programs.frame import Judged
+from tests.programs.plain.grammar import label
 from tests.programs.plain.loop import Loop
 from tests.programs.plain.mistakes import BESIDE, MISTAKES
 from tests.programs.plain.oracle import Recorder, difference, undivided
@@ -98,6 +100,19 @@ def is_linted(judgement: Judgement) -> bool:
     answers, mistake = judgement.answers, MISTAKES.get(judgement.loop.mistake)
     told = {*answers.errors, *answers.notes} if answers else set[str]()
     return bool(mistake and told & set(mistake.codes))
+
+
+COLUMNS = ("same", "wrong", "not judged", "broken", "named", "linted", "lint errors")
+
+
+def judged(loop: Loop) -> Judged:
+    """Judge a loop, for the table of a search."""
+    judgement = judge(loop)
+    answers = judgement.answers
+    columns = [answers.verdict if answers else "broken"]
+    columns += ["named"] * is_named(judgement) + ["linted"] * is_linted(judgement)
+    columns += ["lint errors"] * bool(answers and answers.errors)
+    return Judged(loop, label(loop), tuple(columns), judgement.failure, judgement.detail)
 
 
 def linted(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,14 +1,15 @@
-"""A training loop as a value. The first value of every field is the plainest one."""
+"""A training loop as a value."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from tests.programs.frame import Value
 from tests.programs.plain.tasks import TASKS, Task
 
 
-@dataclass(frozen=True)
-class Loop:
+@dataclass(frozen=True, repr=False)
+class Loop(Value):
     """A training loop in somebody's own words, right or with one mistake."""
 
     task: str = "classes"
@@ -56,15 +57,6 @@ class Loop:
     """True if only the last backward of a window reduces."""
     mistake: str = "none"
     seed: int = 0
-
-    def __repr__(self) -> str:
-        """Return the call that makes it, with the fields that are not the plainest."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"Loop({', '.join(changed)})"
 
     @property
     def has_tail(self) -> bool:

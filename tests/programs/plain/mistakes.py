@@ -153,7 +153,7 @@ MISTAKES: dict[str, Mistake] = {
     "a carry between micro-batches": Mistake(_carried, (), ()),
     LEAK: Mistake(lambda loop: replace(loop, task="pair"), (), ()),
     "a detached loss": Mistake(_detached, ("only-the-last",), ()),
-    NEVER_REDUCED: Mistake(_ranked, ("unsynchronised-ranks",), ("WB111",)),
+    NEVER_REDUCED: Mistake(_ranked, ("unsynchronised-ranks",), ()),
     "units of one rank": Mistake(_ranked_units, ("mean-of-means", "other-units"), ()),
     "world size forgotten": Mistake(_ranked_units, ("world-size-forgotten", "divided-twice"), ()),
     "counted twice": Mistake(_anywhere, ("counted-twice", "not-divided"), ()),

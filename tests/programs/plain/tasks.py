@@ -17,14 +17,6 @@ _NET = """class Net(nn.Module):
 
 
 model = Net()"""
-_CONV = """model = nn.Sequential(
-    nn.Unflatten(1, (1, 6)),
-    nn.Conv1d(1, 4, 3),
-    nn.GroupNorm(2, 4),
-    nn.ReLU(),
-    nn.Flatten(),
-    nn.Linear(16, 3),
-)"""
 _FROZEN = """model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 for p in model[0].parameters():
     p.requires_grad_(False)"""
@@ -109,9 +101,7 @@ _VALUES = "inputs = torch.randn({n}, 6)\ntargets = torch.randn({n}, 3)"
 TASKS: dict[str, Task] = {
     "classes": _task(_MLP3, _CLASSES, _CE),
     "net": _task(_NET, _CLASSES, _CE),
-    "conv": _task(_CONV, _CLASSES, _CE),
     "frozen": _task(_FROZEN, _CLASSES, _CE),
-    "smooth": _task(_MLP3, _CLASSES, "F.cross_entropy(logits, y, label_smoothing=0.1{})"),
     "criterion": Task(
         _MLP3, _CLASSES, "criterion(logits, y)", before="criterion = nn.CrossEntropyLoss()"
     ),
@@ -122,17 +112,9 @@ TASKS: dict[str, Task] = {
         "summed(logits, y)",
         before='summed = nn.CrossEntropyLoss(reduction="sum")',
     ),
-    "likelihood": _task(_MLP3, _CLASSES, "F.nll_loss(F.log_softmax(logits, dim=-1), y{})"),
     "regression": _task(_MLP3, _VALUES, "F.mse_loss(logits, y{})", "y.numel()"),
     "by hand": Task(
         _MLP3, _VALUES, "(logits - y).pow(2).mean()", "(logits - y).pow(2).sum()", "y.numel()"
-    ),
-    "huber": _task(_MLP3, _VALUES, "F.smooth_l1_loss(logits, y{})", "y.numel()"),
-    "binary": _task(
-        _MLP3,
-        "inputs = torch.randn({n}, 6)\ntargets = torch.randint(0, 2, ({n}, 3)).to(inputs.dtype)",
-        "F.binary_cross_entropy_with_logits(logits, y{})",
-        "y.numel()",
     ),
     "two terms": Task(
         _MLP3,

@@ -433,28 +433,28 @@ class Text:
         cleared = self.loop.clear == "before" and not self.is_planted("never cleared")
         return self.clear() if cleared else []
 
-    def _modulo(self) -> list[str]:
+    def _numbered(self, first: int = 0) -> list[str]:
+        """Return the lines for micro-batch `i` of an epoch, counted from `first`."""
         loop, k = self.loop, self.count
-        first = 1 if loop.shape == "from one" else 0
         number = "i" if first else "(i + 1)"
         boundary = f"{number} % {k} == 0"
         if self.is_planted("off by one"):
-            boundary = f"i % {k} == 0" if not first else f"(i + 1) % {k} == 0"
+            boundary = f"(i + 1) % {k} == 0" if first else f"i % {k} == 0"
         tail_left = self.is_planted("tail dropped") or self.is_planted("tail leaked")
         if (loop.has_tail or loop.missing) and not tail_left:
             boundary += f" or {number.strip('()')} == len(loader)"
-        if self.is_planted("step per micro-batch"):
-            close = self.close()
-        else:
-            close = [f"if {boundary}:", *_in(self.close())]
-        item = self._item if loop.batch == "dict" else f"({self._item})"
+        close = self.close()
+        if not self.is_planted("step per micro-batch"):
+            close = [f"if {boundary}:", *_in(close)]
         begins = [f"if {'(i - 1)' if first else 'i'} % {k} == 0:", *_in(self._head())]
-        body = [
-            f"for i, {item} in enumerate(loader{', 1' if first else ''}):",
-            *_in([*(begins if self._head() else []), *self.micro_batch(boundary), *close]),
-        ]
+        return [*(begins if self._head() else []), *self.micro_batch(boundary), *close]
+
+    def _modulo(self) -> list[str]:
+        first = 1 if self.loop.shape == "from one" else 0
+        item = self._item if self.loop.batch == "dict" else f"({self._item})"
+        body = [f"for i, {item} in enumerate(loader{', 1' if first else ''}):"]
         head = self.clear() if self.is_planted("tail dropped") else []
-        return self._epochs([*head, *body])
+        return self._epochs([*head, *body, *_in(self._numbered(first))])
 
     def _accumulate(self) -> list[str]:
         """Accelerate's context manager; it divides, and makes step and zero_grad wait."""
@@ -472,24 +472,12 @@ class Text:
 
     def lightning(self) -> str:
         """Return a LightningModule that optimizes by hand, and its Trainer."""
-        loop, k = self.loop, self.count
-        boundary = f"(i + 1) % {k} == 0"
-        if self.is_planted("off by one"):
-            boundary = f"i % {k} == 0"
-        left = self.is_planted("tail dropped") or self.is_planted("tail leaked")
-        if (loop.has_tail or loop.missing) and not left:
-            boundary += " or i + 1 == len(loader)"
-        close = (
-            self.close()
-            if self.is_planted("step per micro-batch")
-            else [f"if {boundary}:", *_in(self.close())]
-        )
-        head = [f"if i % {k} == 0:", *_in(self._head())] if self._head() else []
+        loop = self.loop
         lines = ["optimizer = self.optimizers()"]
         lines += ["x, y = batch"] if loop.batch != "dict" else []
         if loop.scheduler in SCHEDULERS:
             lines.append("scheduler = self.lr_schedulers()")
-        lines += [*head, *self.micro_batch(boundary), *close]
+        lines += self._numbered()
         step = re.sub(r"(?<![\w.])model\b", "self.model", "\n".join(lines))
         step = re.sub(r"(?<![\w.])seen\b", "self.seen", step)
         configured = "[optimizer], [scheduler]" if loop.scheduler in SCHEDULERS else "optimizer"

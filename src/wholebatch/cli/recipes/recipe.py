@@ -6,8 +6,6 @@ Its functions, those it must have and those it may have, are listed in `docs/tra
 from __future__ import annotations
 
 import hashlib
-import importlib.machinery
-import importlib.util
 import inspect
 import linecache
 import sys
@@ -15,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ _OPTIONAL = {"optimizer": 1, "scheduler": 1, "units": 1, "collate": 1, "tokens":
 _OPTIONAL |= {"validation": 0}
 _DEFAULTS = [
     "batch_size", "micro_batch", "updates", "precision", "clip_norm", "lr", "seed",
-    "checkpoint_every", "workers",
+    "checkpoint_every",
 ]  # fmt: skip
 """The settings that a recipe may put in `defaults`; the command line overrides them."""
 
@@ -90,7 +88,6 @@ class Recipe:
         seed: int,
         rank: int = 0,
         ranks: int = 1,
-        workers: int = 0,
         times: Callable[[int], int] = lambda number: 1,
         held_out: bool = False,
     ) -> Batches:
@@ -102,7 +99,6 @@ class Recipe:
             collate=self.collate,
             rank=rank,
             ranks=ranks,
-            workers=workers,
             times=times,
             name="validation" if held_out else "data",
         )
@@ -204,21 +200,11 @@ def place_of(error: BaseException, path: Path) -> str | None:
     return f"{path}:{last.lineno}{where}"
 
 
-class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time. Python's bytecode misses a change within the same second."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
-
-
 def run_file(path: Path) -> ModuleType:
     """Run the file as a module. It can import its neighbours, as when Python runs it."""
     module_name = f"wholebatch_recipe_{path.stem}".replace("-", "_").replace(".", "_")
-    spec = importlib.util.spec_from_loader(module_name, _SourceLoader(module_name, str(path)))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(module_name)
+    module.__file__ = str(path)
     # Register it: dataclasses and pickle look up the module of a class there.
     sys.modules[module_name] = module
     is_embedded = path.parent == Path(__file__).parent
@@ -226,7 +212,7 @@ def run_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     linecache.checkcache(str(path))
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
     except WholebatchError:
         raise
     except SyntaxError as error:

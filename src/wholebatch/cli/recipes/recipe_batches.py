@@ -2,11 +2,10 @@
 
 The order of a dataset in epoch e is a permutation made from (seed, e), and random numbers that its
 samples draw are seeded by (seed, epoch, batch, rank). So a batch is always the same, whatever ran
-before it: resuming goes straight there. A stream is read again from its start, or its state is
-loaded if it can save one (a `StatefulDataLoader` of torchdata over a dataset with a `state_dict`).
+before it: resuming goes straight there. A DataLoader is read again from its start.
 
 With several ranks, each takes its share of every batch. Of a dataset a rank reads only its own
-samples; a stream is read by every rank, which takes its slice.
+samples; a DataLoader is read by every rank, which takes its slice.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from wholebatch.batch.lookahead_loader import generators_of
 from wholebatch.batch.samples import flatten, layout_of
@@ -50,8 +48,8 @@ class EmptyShare:
 class Batches:
     """The batches of a recipe, one per `take()`, over any number of epochs.
 
-    `build` makes the data: a dataset (a length and an index), an iterable of samples, or a
-    DataLoader, whose batches are used as they are. The last batch of an epoch may be short; it is
+    `build` makes the data: a dataset (a length and an index), or a DataLoader, whose batches are
+    used as they are. The last batch of an epoch may be short; it is
     never dropped. With `ranks`, `take()` returns the share of `rank`, or an `EmptyShare`.
 
     Batch number n of the run, from 0, has `times(n)` times `batch_size` samples.
@@ -66,7 +64,6 @@ class Batches:
         collate: Callable[[list[Any]], Any] | None = None,
         rank: int = 0,
         ranks: int = 1,
-        workers: int = 0,
         times: Callable[[int], int] = lambda number: 1,
         name: str = "data",
     ) -> None:
@@ -74,22 +71,19 @@ class Batches:
         self.taken = 0
         """The batches that were taken, over all epochs."""
         self.batch_size, self._times = batch_size, times
-        self._build, self._seed, self._name = build, seed, name
+        self._seed, self._name = seed, name
         self._rank, self._ranks = rank, ranks
         self._collate = collate or default_collate
-        self._workers = workers
         with seeded(seed, name):
             self._data = build()
         self.kind = _kind_of(self._data)
         self.length = len(self._data) if self.kind == "dataset" else None
         if self.length == 0:
             raise RecipeError(f"the recipe's {name}() is empty")
-        self._ahead: Iterator[Any] | None = None  # batches of a dataset, from `position` on
         self._stream: Iterator[Any] | None = None  # of this epoch
         self._in_stream = 0  # batches taken from it
         self._peeked: tuple[Any] | None = None
-        self._saves_stream = self.kind == "loader" and _saves_state(self._data)
-        self._stream_state: Any = None  # before the last batch that was read
+        self._order: tuple[int, list[int]] | None = None  # of an epoch's samples
 
     @property
     def loader_batch_size(self) -> int | None:
@@ -161,16 +155,9 @@ class Batches:
         return sum(self._size_of(first + before) for before in range(place))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with the kind and length that identify the data.
-
-        The state of a stream is that before a batch that was peeked at.
-        """
+        """Return the position, with the kind and length that identify the data."""
         position = {"epoch": self.position.epoch, "batch": self.position.batch}
-        stream = self._stream_state
-        if self._saves_stream and self._stream is not None and self._peeked is None:
-            stream = self._data.state_dict()
-        position["taken"] = self.taken
-        return {"kind": self.kind, "length": self.length, **position, "stream": stream}
+        return {"kind": self.kind, "length": self.length, **position, "taken": self.taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
@@ -180,41 +167,31 @@ class Batches:
                 f", and data() now gives {_described(self.kind, self.length)}"
             )
         self.position, self.taken = Position(state["epoch"], state["batch"]), state["taken"]
-        self._ahead = self._stream = self._peeked = None
-        self._stream_state = state["stream"]
+        self._stream = self._peeked = None
 
     # ---------------------------------------------------------------- datasets
 
     def _from_dataset(self) -> Any:
+        """Return this rank's share of the batch at the position."""
         assert self.length is not None
-        if self._samples_before(self.position.batch) >= self.length:
-            self.position = Position(self.position.epoch + 1, 0)
-        if self._ahead is None:
-            shares = _Shares(
-                self._data, self.length, self._seed, self._collate, self._rank, self._ranks
-            )
-            loader: DataLoader[Any] = DataLoader(
-                shares,
-                sampler=self._places(),
-                batch_size=None,
-                num_workers=self._workers,
-                collate_fn=_unchanged,
-            )
-            with seeded(self._seed, "workers"):  # a loader draws a seed for its workers
-                self._ahead = iter(loader)
-        return next(self._ahead)
+        first = self._samples_before(self.position.batch)
+        if first >= self.length:
+            self.position, first = Position(self.position.epoch + 1, 0), 0
+        epoch, batch = self.position.epoch, self.position.batch
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+            order = torch.randperm(self.length, generator=generator).tolist()
+            self._order = epoch, order
+        chosen = self._order[1][first : first + self._size_of(self.taken)]
+        mine = chosen[share_of(len(chosen), rank=self._rank, ranks=self._ranks)]
+        with seeded(self._seed, epoch, batch, self._rank):
+            share = _collated(self._collate, self._read(mine or chosen[:1]))
+        return share if mine else EmptyShare(share)
 
-    def _places(self) -> Iterator[_Place]:
-        """Yield the places of all batches from this one on."""
-        assert self.length is not None
-        epoch, batch, number = self.position.epoch, self.position.batch, self.taken
-        first = self._samples_before(batch)
-        while True:
-            while first < self.length:
-                size = self._size_of(number)
-                yield _Place(epoch, batch, slice(first, first + size))
-                first, batch, number = first + size, batch + 1, number + 1
-            epoch, batch, first = epoch + 1, 0, 0
+    def _read(self, indices: list[int]) -> list[Any]:
+        if callable(getattr(self._data, "__getitems__", None)):  # torch's method for many samples
+            return list(self._data.__getitems__(indices))
+        return [self._data[index] for index in indices]
 
     # ----------------------------------------------------------------- streams
 
@@ -246,72 +223,18 @@ class Batches:
 
     def _begin_epoch(self) -> None:
         with seeded(self._seed, self._name, self.position.epoch):
-            if self.position.epoch and isinstance(self._data, Iterator):
-                self._data = self._build()  # a generator is exhausted after one epoch
             for generator in generators_of(self._data):  # that continue from epoch to epoch
                 generator.manual_seed(_mixed(self._seed, self._name, self.position.epoch))
-            resumes = self._stream is None and self._saves_stream and self._stream_state is not None
-            if resumes:
-                self._data.load_state_dict(self._stream_state)
             self._stream = iter(self._data)
-        self._in_stream = self.position.batch if resumes else 0
+        self._in_stream = 0
 
     def _next(self) -> tuple[Any] | None:
         """Return the stream's next batch, or None at its end."""
         assert self._stream is not None
-        if self._saves_stream:
-            self._stream_state = deepcopy(self._data.state_dict())
         with seeded(self._seed, self._name, self.position.epoch, self._in_stream):
-            if self.kind == "loader":
-                read = [*islice(self._stream, 1)]
-                batch = read[0] if read else None
-            else:
-                number = self.taken - self.position.batch + self._in_stream
-                read = [*islice(self._stream, self._size_of(number))]
-                batch = _collated(self._collate, read) if read else None
-        if not read:
-            return None
-        self._in_stream += 1
-        return (batch,)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A batch of an epoch, and the places of its samples in the order of that epoch."""
-
-    epoch: int
-    batch: int
-    samples: slice
-
-
-@dataclass(eq=False)
-class _Shares(Dataset[Any]):
-    """This rank's share of each batch of a dataset, by the batch's place. Workers read it."""
-
-    data: Any
-    length: int
-    seed: int
-    collate: Callable[[list[Any]], Any]
-    rank: int
-    ranks: int
-    order: tuple[int, list[int]] | None = None
-    """An epoch, and the order of its samples."""
-
-    def __getitem__(self, place: _Place) -> Any:
-        if self.order is None or self.order[0] != place.epoch:
-            generator = torch.Generator().manual_seed(_mixed(self.seed, place.epoch))
-            order = torch.randperm(self.length, generator=generator).tolist()
-            self.order = place.epoch, order
-        chosen = self.order[1][place.samples]
-        mine = chosen[share_of(len(chosen), rank=self.rank, ranks=self.ranks)]
-        with seeded(self.seed, place.epoch, place.batch, self.rank):
-            batch = _collated(self.collate, self._read(mine or chosen[:1]))
-        return batch if mine else EmptyShare(batch)
-
-    def _read(self, indices: list[int]) -> list[Any]:
-        if callable(getattr(self.data, "__getitems__", None)):  # torch's method for many samples
-            return list(self.data.__getitems__(indices))
-        return [self.data[index] for index in indices]
+            read = (*islice(self._stream, 1),)
+        self._in_stream += len(read)
+        return read or None
 
 
 @contextmanager
@@ -370,36 +293,13 @@ def _kind_of(data: Any) -> str:
             f"the recipe's data() returned a {type(data).__name__} of columns; return samples: "
             "torch.utils.data.TensorDataset(x, y), a list, or a dataset"
         )
-    if not isinstance(data, IterableDataset) and hasattr(data, "__getitem__"):
-        if not hasattr(data, "__len__"):
-            raise RecipeError(
-                f"the recipe's data() returned a {type(data).__name__} that has an index but no "
-                "length; give it a __len__, or make it iterable"
-            )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return "dataset"
-    if hasattr(data, "__iter__"):
-        return "stream"
     raise RecipeError(
         f"the recipe's data() returned a {type(data).__name__}; return a dataset (a length and an "
-        "index), an iterable of samples, or a DataLoader"
-    )
-
-
-def _saves_state(loader: Any) -> bool:
-    """True for a loader whose state says where its stream is.
-
-    A loader of a dataset without a state skips batches itself when it resumes, with other random
-    numbers than those that were drawn for them: such a stream is read again from its start.
-    """
-    stream = loader.dataset
-    return isinstance(stream, IterableDataset) and all(
-        hasattr(it, name) for it in (loader, stream) for name in ("state_dict", "load_state_dict")
+        "index), or a DataLoader, of a stream too"
     )
 
 
 def _described(kind: str, length: int | None) -> str:
     return f"a {kind}" if length is None else f"a {kind} of {length:,} samples"
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -1,4 +1,4 @@
-"""Exact gradient accumulation in Keras 3, on its TensorFlow, JAX and torch backends.
+"""Exact gradient accumulation in Keras 3, on its TensorFlow and torch backends.
 
 ```python
 from wholebatch.integrations.keras import GradientAccumulateModel
@@ -25,10 +25,10 @@ require("keras", at_least="3.10", extra="keras", purpose="wholebatch in Keras")
 
 import keras  # noqa: E402
 
-if keras.backend.backend() not in ("tensorflow", "jax", "torch"):
+if keras.backend.backend() not in ("tensorflow", "torch"):
     raise UnsupportedError(
-        f"the Keras backend {keras.backend.backend()!r} does not train: set KERAS_BACKEND to "
-        "tensorflow, jax or torch"
+        f"Keras with the backend {keras.backend.backend()}: set KERAS_BACKEND to tensorflow or "
+        "torch; on JAX use wholebatch.integrations.jax.accumulate in a loop of your own"
     )
 
 from wholebatch.integrations.keras.accumulate_model import GradientAccumulateModel  # noqa: E402

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import keras
@@ -180,12 +179,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     def train_step(self, *args: Any) -> Any:
         """Run Keras's own train step, whose optimizer adds the gradient to the window."""
-        backend = keras.backend.backend()
-        if backend == "jax":
-            from wholebatch.integrations.keras.jax_step import train_step
-
-            return train_step(self, *args)
-        if backend == "torch" or self.jit_compile:
+        if keras.backend.backend() == "torch" or self.jit_compile:
             return super().train_step(*args)
         import tensorflow as tf
 
@@ -210,14 +204,12 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
 
     def _tested(self, *args: Any) -> tuple[Any, ...]:
         """Test the next micro-batch; return the arguments with an iterator that gives it again."""
-        backend = keras.backend.backend()
         *state, iterator = args
-        scope: Callable[[], Any] = self._scope
-        if backend == "torch":
+        if keras.backend.backend() == "torch":
             import torch
 
             with torch.no_grad():
-                self.must_test = not test_loss(self, iterator[0], scope)
+                self.must_test = not test_loss(self, iterator[0], self._scope)
             return args
         if replicas_of(self) > 1:  # Its data are in pieces on several devices.
             self.must_test = False
@@ -226,15 +218,7 @@ class GradientAccumulateModel(keras.Model):  # type: ignore[misc]
         data = next(iterator)
         if not self.built:
             self(keras.utils.unpack_x_y_sample_weight(data)[0])
-        if backend == "jax":
-            from wholebatch.integrations.keras.jax_step import model_scope
-
-            # A fit has emptied the variables; it puts these values back when it ends.
-            names = ("trainable", "non_trainable", "optimizer", "metrics")
-            held = zip(names, state[0], strict=True)
-            self._jax_state = {f"{name}_variables": values for name, values in held}
-            scope = partial(model_scope, self, state[0])
-        self.must_test = not test_loss(self, data, scope)
+        self.must_test = not test_loss(self, data, self._scope)
         return *state, itertools.chain([data], iterator)
 
     def _scope(self) -> Any:

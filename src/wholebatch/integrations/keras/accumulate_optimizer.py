@@ -81,11 +81,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
                 f"the optimizer has gradient_accumulation_steps={base.gradient_accumulation_steps} "
                 "already: leave that out, or windows would be accumulated twice"
             )
-        if keras.backend.backend() == "jax" and isinstance(base, keras.optimizers.Nadam):
-            raise UnsupportedError(
-                "Nadam on the JAX backend keeps a number outside of its variables, and a compiled "
-                "step loses it (in Keras's own training too): use Adam, or another backend"
-            )
         super().__init__(learning_rate=0.0, name=name or "gradient_accumulate_optimizer")
         self.inner_optimizer = inner
         self.is_of_model = False  # True if a GradientAccumulateModel notes the units
@@ -334,14 +329,6 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
             return
         self._on_replicas_if(self.is_full(), self.close)
 
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> Any:
-        """Apply gradients as a function of the variables' values, on JAX."""
-        from wholebatch.integrations.keras.jax_step import stateless_apply
-
-        return stateless_apply(self, optimizer_variables, grads, trainable_variables)
-
     def flush(self) -> bool:
         """Close a half-filled window; return True if there was one.
 
@@ -350,12 +337,7 @@ class GradientAccumulateOptimizer(keras.optimizers.Optimizer):  # type: ignore[m
         if self.place == 0:
             self.report_skipped()
             return False
-        backend = keras.backend.backend()
-        if backend == "jax":
-            from wholebatch.integrations.keras.jax_step import flush
-
-            flush(self)
-        elif backend == "torch":
+        if keras.backend.backend() == "torch":
             import torch
 
             with torch.no_grad():

@@ -32,6 +32,8 @@ class ExactPairs(ExactTrainerMixin):
     Between the loader and the loss, tensors are [pairs, 2, ...], so that a batch can be cut.
     """
 
+    takes_parts = False  # TRL gathers its metrics, which must be as many on all ranks
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse_vision(self)
@@ -99,6 +101,8 @@ class ExactKTO(ExactTrainerMixin):
     without gradients, makes it before the first forward. Mismatched answers come from the whole
     window too: TRL would rotate the answers of a micro-batch.
     """
+
+    takes_parts = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

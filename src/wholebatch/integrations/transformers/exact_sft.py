@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wholebatch.compile.token_statistics import token_statistics
 from wholebatch.integrations.transformers.exact_trainer import ExactTrainerMixin
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.losses.causal_lm import in_slices, logits_of
@@ -126,9 +125,12 @@ def _sums_of_rows(
     logits: Tensor, labels: Tensor, *, weighs_by_probability: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums of the losses, of the entropies, and of the right predictions."""
-    entropies, likeliest, _ = token_statistics(logits)
     counted = labels != IGNORED
-    sums = entropies.where(counted, 0.0).sum(), ((likeliest == labels) & counted).sum()
+    with torch.no_grad():
+        logs = wide(logits).log_softmax(-1)
+        entropies = -(logs.exp() * logs).sum(-1)
+        right = (logits.argmax(-1) == labels) & counted
+    sums = entropies.where(counted, 0.0).sum(), right.sum()
     if weighs_by_probability:
         losses = F.cross_entropy(wide(logits), labels, ignore_index=IGNORED, reduction="none")
         return (losses * (-losses.detach()).exp()).sum(), *sums

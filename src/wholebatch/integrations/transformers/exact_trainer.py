@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from wholebatch.batch.samples import layout_of
 from wholebatch.compile import Execute
 from wholebatch.errors import EmptyWindowError, UnsupportedError
-from wholebatch.integrations.handed_over import refuse_shared_batches
+from wholebatch.integrations.handed_over import refuse_shared_batches, samples_of_last_batches
 from wholebatch.integrations.transformers.given_windows import GivenWindows
 from wholebatch.integrations.transformers.label_units import count_labels, shifts_labels
 from wholebatch.integrations.transformers.weighted_loss import (
@@ -69,6 +70,8 @@ class ExactTrainerMixin(_Trainer):
     batchnorm: str = "exact"
     window_close: Close = Close()
     audit: bool = True
+    takes_parts = True
+    """True if ranks may have batches of different sizes."""
     _shift: bool | None = None
     _is_counting = False
     _open = TrainerWindow()
@@ -128,6 +131,7 @@ class ExactTrainerMixin(_Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not batch_samples:
             return None
+        leave_out_repeated(self, batch_samples)
         self.prepare_window(batch_samples)
         if self.coupled is not None:  # its loss brings its units
             return None
@@ -253,6 +257,37 @@ class ExactTrainerMixin(_Trainer):
         if self._whole is not None:
             self._whole.release()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def leave_out_repeated(trainer: Any, batches: list[Any]) -> None:
+    """Keep this rank's own samples of the loader's last batch, in place.
+
+    Accelerate repeats samples until all ranks have as many; they would count twice.
+    """
+    accelerator = trainer.accelerator
+    last = samples_of_last_batches(accelerator)
+    if last is None:
+        return
+    (size, total), layout = last, layout_of(batches[-1])
+    labels: Any = batches[-1].get("labels") if isinstance(batches[-1], Mapping) else None
+    is_its_own = trainer.units_of is None and trainer.coupled is None
+    masks = is_its_own and labels is not None and labels.dtype == torch.long
+    has_empty = total <= size * (accelerator.num_processes - 1) and len(batches) == 1
+    if not trainer.takes_parts or layout.size != size or (has_empty and not masks):
+        raise UnsupportedError(
+            "the number of samples is not a multiple of ranks × per_device_train_batch_size, so "
+            "Accelerate repeats some at the end of an epoch, which cannot be left out here: set "
+            "dataloader_drop_last=True"
+        )
+    if not accelerator.gradient_state.end_of_dataloader:
+        return
+    kept = min(max(total - accelerator.process_index * size, 0), size)
+    if kept:
+        batches[-1] = layout.take(slice(kept))
+    elif masks:
+        batches[-1] = {**batches[-1], "labels": torch.full_like(labels, -100)}
+    else:
+        batches.pop()
 
 
 def trainer_loss(trainer: Any) -> dict[str, Any]:

@@ -26,17 +26,8 @@ _OPTIMIZER = re.compile(
 )
 _SCALER = re.compile(r"scaler(?!\w*(meter|metric|avg|stat))", re.I)
 _ROLES = (("scheduler", _SCHEDULER), ("scaler", _SCALER), ("optimizer", _OPTIMIZER))
-# Not a closure, but the rate of `optimizer.step(lr)`.
-_RATE = re.compile(r"(^|_)lr($|_)|rate|epoch|^[\d.]+$")
-# Functions by the name of what they do to the gradients, to DDP's reduction and to BatchNorm.
+# Functions that rescale gradients, by their names.
 _RESCALES = re.compile(r"(re)?scale_grad\w*|multiply_grads|_foreach_(mul|div)_|average_gradients")
-HOLDS_SYNC = re.compile(
-    r"no_sync|require_backward_grad_sync|no_backward_sync|disable_allreduce"
-    r"|set_requires_gradient_sync|ddp_sync"
-)
-_FREEZES = re.compile(
-    r"FrozenBatchNorm\w*|\w*(freeze|fix|frozen)_?(bn|batch_?norm)\w*|\w*bn_?eval", re.I
-)
 _SIMPLE = {"zero_grad": "clear", "unscale_": "unscale"}
 _OURS = {"AccelerateAccumulator", "FabricAccumulator", "Accumulator", "WholeBatch"}
 
@@ -66,30 +57,19 @@ def effect_of(call: ast.Call, makers: Makers) -> Effect | None:
     owner = func.value if isinstance(func, ast.Attribute) else None
     if name.removeprefix("dispatch_").startswith("clip_grad"):
         return None if only_measures(call) else Effect("clip", owner, detail=name)
-    if name.strip("_") == "optimizer_step":
-        return Effect("step", positional(call, 0), detail="xla")
-    if name in {"mul_", "div_"} and is_gradient(owner):
-        return Effect("rescale", owner, positional(call, 0))
-    if name == "zero_" and is_gradient(owner):
-        return Effect("clear", owner)
+    if name in {"zero_", "mul_", "div_"} and is_gradient(owner):
+        return Effect("clear" if name == "zero_" else "rescale", argument=positional(call, 0))
     if _RESCALES.fullmatch(name):
-        return Effect("rescale", owner)
-    if HOLDS_SYNC.fullmatch(name):
-        return Effect("hold_sync", owner)
-    if any(_FREEZES.fullmatch(word) for word in (name, *map(last_part, call.args))):
-        return Effect("freeze", owner)
-    native = _native_scaler(call)
-    if native is not None or owner is None:
-        return native
+        return Effect("rescale")
+    if owner is None:
+        return None
     if name == "backward":
         return _backward(call, owner, makers)
     if name == "manual_backward":
         return Effect("backward", owner, positional(call, 0), "lightning")
     if name in _SIMPLE:
         return Effect(_SIMPLE[name], owner, positional(call, 0))
-    if name in {"step", "step_and_update_lr"} or (name == "optimize" and call.args):
-        return _step(call, owner, makers)
-    return None
+    return _step(call, owner, makers) if name == "step" else None
 
 
 def is_gradient(target: ast.AST | None) -> bool:
@@ -97,14 +77,6 @@ def is_gradient(target: ast.AST | None) -> bool:
     return isinstance(target, ast.Attribute) and text(target).removesuffix(".data").endswith(
         ".grad"
     )
-
-
-def _native_scaler(call: ast.Call) -> Effect | None:
-    # `loss_scaler(loss, optimizer, ..., update_grad=cond)`: a backward, and the step if cond.
-    is_scaler = last_part(call.func).lower().endswith(("loss_scaler", "nativescaler"))
-    if not is_scaler or len(call.args) < 2:
-        return None
-    return Effect("native", call.func, positional(call, 0))
 
 
 def only_measures(call: ast.Call) -> bool:
@@ -121,7 +93,6 @@ def _backward(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
         return None  # wholebatch's own: it weighs by units and closes the window itself.
     first = positional(call, 0) or keyword(call, "loss")
     owner_name = last_part(owner).lower()
-    kind = role(owner, makers)
     if dotted(owner) == "torch.autograd":
         return Effect("backward", None, first, "tensor")
     if "accelerator" in owner_name or "Accelerator" in made:
@@ -130,8 +101,6 @@ def _backward(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
         return Effect("backward", owner, first, "fabric")
     if first is None or "loss" in owner_name:
         return Effect("backward", None, owner, "tensor")
-    if kind == "optimizer" or owner_name in {"booster", "amp", "mp_trainer"}:
-        return Effect("backward", owner, first, "wrapper")
     return Effect("backward", owner, first, "engine")
 
 
@@ -142,11 +111,8 @@ def _step(call: ast.Call, owner: ast.expr, makers: Makers) -> Effect | None:
     if kind == "scaler":
         return Effect("step", positional(call, 0), detail="scaler")
     if kind == "optimizer":
-        closure = positional(call, 0) or keyword(call, "closure")
-        calls = closure is not None and not _RATE.search(text(closure))
-        return Effect("step", owner, detail="closure" if calls else "")
-    # A wrapper that is handed the optimizer: `amp.step(model, optimizer)`.
-    held = next((a for a in call.args if role(a, makers) == "optimizer"), None)
-    if held is not None:
-        return Effect("step", held, detail="wrapper")
+        closure = isinstance(
+            positional(call, 0) or keyword(call, "closure"), (ast.Name, ast.Lambda)
+        )
+        return Effect("step", owner, detail="closure" if closure else "")
     return None

@@ -4,9 +4,8 @@ An event is a call that matters to training. Its path is the loops, conditions a
 around it, outermost first, also those around the helpers that were inlined. Every question of a
 rule ("is this clip under the boundary?") is a question about such paths.
 
-The kinds of events are backward, step, clear, clip, unscale, schedule, rescale (of
-gradients), hold_sync (of DDP's reduction), freeze (of BatchNorm), by_hand (gradients are read) and
-call (any other).
+The kinds of events are backward, step, clear, clip, unscale, schedule, rescale (of gradients),
+by_hand (gradients are read or changed otherwise) and call (any other).
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .syntax import is_not, text
+from .syntax import FUNCTIONS, FunctionNode, is_not, names_in, text
 
 
 @dataclass(eq=False)
 class Loop:
     """A loop, or the body of a step function that a framework calls once per micro-batch."""
 
-    node: ast.For | ast.AsyncFor | ast.While | ast.FunctionDef | ast.AsyncFunctionDef
+    node: ast.For | ast.AsyncFor | ast.While | FunctionNode
     number: int
     parents: tuple[Loop, ...]
+    function: FunctionNode | None  # In whose text it stands.
     target: ast.expr | None = None
     iterable: ast.expr | None = None
     # Values at the end of an iteration, in terms of those at its beginning.
@@ -34,7 +34,7 @@ class Loop:
     @property
     def virtual(self) -> bool:
         """True if the loop itself is elsewhere and only its body is in this file."""
-        return isinstance(self.node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        return isinstance(self.node, FUNCTIONS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,3 +149,12 @@ class Event(Effect):
     def contexts(self, loop: Loop) -> Iterator[ast.expr]:
         """Yield the `with` items between a loop and the event."""
         yield from (item.expr for item in self.inside(loop) if isinstance(item, Context))
+
+    def in_accumulate_of(self, loop: Loop) -> bool:
+        """True if it runs in `with accelerator.accumulate(model)` inside a loop."""
+        return any("accumulate" in names_in(context) for context in self.contexts(loop))
+
+    @property
+    def in_accumulate(self) -> bool:
+        """True if it runs in `with accelerator.accumulate(model)` inside any of its loops."""
+        return any(map(self.in_accumulate_of, self.loops))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeGuard, TypeVar
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,15 +48,6 @@ def dotted(node: ast.AST | None) -> str | None:
         return node.id
     parts.append(node.id)
     return ".".join(reversed(parts))
-
-
-def slot_name(node: ast.AST) -> str | None:
-    """Return the same as `dotted`, and also `state['step']`: any slot that can hold a value."""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        owner = slot_name(node.value)
-        if owner is not None and isinstance(node.slice.value, str):
-            return f"{owner}[{node.slice.value!r}]"
-    return dotted(node)
 
 
 def last_part(node: ast.AST | None) -> str:
@@ -130,8 +121,13 @@ def changed(node: _Node, **fields: object) -> _Node:
 
 def names_in(*nodes: ast.AST) -> frozenset[str]:
     """Return the names in code: of variables, attributes, parameters and options; no strings."""
+    return names_of(part for node in nodes for part in ast.walk(node))
+
+
+def names_of(parts: Iterable[ast.AST]) -> frozenset[str]:
+    """Return the names that nodes have themselves."""
     fields = ("id", "attr", "arg", "name")
-    values = {getattr(n, field, None) for node in nodes for n in ast.walk(node) for field in fields}
+    values = {part.__dict__.get(field) for part in parts for field in fields}
     return frozenset(name for name in values if isinstance(name, str))
 
 
@@ -156,8 +152,8 @@ def is_not(node: ast.AST) -> TypeGuard[ast.UnaryOp]:
 
 
 def is_call(node: ast.AST | None, *names: str) -> TypeGuard[ast.Call]:
-    """True for a call whose last name is one of these: `range(n)`, `np.range(n)`."""
-    return isinstance(node, ast.Call) and last_part(node.func) in names
+    """True for a call whose last name is one of these, if any: `range(n)`, `np.range(n)`."""
+    return isinstance(node, ast.Call) and (not names or last_part(node.func) in names)
 
 
 def divisor_of(node: ast.AST | None) -> ast.expr | None:
@@ -213,7 +209,7 @@ def target_names(target: ast.expr) -> Iterator[str]:
     elif isinstance(target, ast.Starred):
         yield from target_names(target.value)
     else:
-        name = slot_name(target)
+        name = dotted(target)
         if name is not None:
             yield name
 
@@ -224,15 +220,17 @@ def assigned_names(body: Sequence[ast.AST]) -> set[str]:
     todo = list(body)
     while todo:
         node = todo.pop()
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            continue
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 names.update(target_names(target))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)):
             names.update(target_names(node.target))
-        elif isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                names.update(target_names(item.optional_vars) if item.optional_vars else ())
-        if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
-                todo += getattr(node, inner, ())
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            names.update(target_names(node.optional_vars))
+        # Of expressions, only tests hold assignments that matter: `while batch := next(batches)`.
+        is_test = isinstance(node, (ast.If, ast.While, ast.Compare, ast.BoolOp, ast.BinOp))
+        parts = ast.iter_child_nodes(node)
+        todo += parts if is_test else (p for p in parts if not isinstance(p, ast.expr))
     return names

@@ -5,21 +5,19 @@ from __future__ import annotations
 from . import (
     clearing,
     clipping,
-    gradient_reduction,
     learning_rate,
     loss_scale,
     mixed_samples,
     token_means,
     window_ends,
 )
-from .not_understood import not_pytorch, not_understood
+from .not_understood import not_understood
 from .rule_base import Rule
 
-__all__ = ["RULES", "Rule", "not_pytorch", "not_understood"]
+__all__ = ["RULES", "Rule", "not_understood"]
 
 _MODULES = (
-    clearing, clipping, gradient_reduction, learning_rate, loss_scale, mixed_samples,
-    token_means, window_ends,
+    clearing, clipping, learning_rate, loss_scale, mixed_samples, token_means, window_ends,
 )  # fmt: skip
 _DEFINED = [value for module in _MODULES for value in vars(module).values()]
 RULES: tuple[Rule, ...] = tuple(

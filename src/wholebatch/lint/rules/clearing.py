@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ..normalise import Event, Loop, NormalFile
-from ..normalise.syntax import names_in, shown, text, values_of, written
+from ..normalise import Event, Loop
+from ..normalise.syntax import shown, text, values_of, written
 from ..windows import File, Window
 from ..windows.values import symbols_in
 from ..windows.window import is_optimizer_of
-from .rule_base import ERROR, NOTE, Report, rule
+from .rule_base import Report, rule
 
 
 @rule("WB104", "gradients cleared every micro-batch", "error or note")
@@ -57,9 +57,10 @@ def cleared_before_step(file: File) -> Iterator[Report]:
         unknown = window.loop.virtual and window.shape == "plain"
         if unknown or window.shape == "last_only" or window.is_by_hand:
             continue
-        steps = window.closing_steps()
-        for clear in _clears(window):
-            step = _step_after(clear, steps, window)
+        near = window.after if window.shape == "nested" else window.events
+        clears = [e for e in near if e.kind == "clear"]
+        for clear in clears:
+            step = _step_after(clear, window)
             if _clears_the_others(clear, window):
                 yield Report(
                     clear.node,
@@ -77,42 +78,28 @@ def cleared_before_step(file: File) -> Iterator[Report]:
 
 def _clears_the_others(clear: Event, window: Window) -> bool:
     """True for a clearing inside `accumulate()` before the backward: only the last one counts."""
-    if window.shape != "accelerate" or window.when(clear) != "always":
-        return False
-    inside = any("accumulate" in names_in(c) for c in clear.contexts(window.loop))
+    inside = window.shape == "accelerate" and clear.in_accumulate_of(window.loop)
     first = all(clear.order < backward.order for backward in window.of("backward"))
-    return inside and first and is_optimizer_of(clear, window.of("step"))
+    is_own = is_optimizer_of(clear, window.of("step"))
+    return inside and first and is_own and window.when(clear) == "always"
 
 
-def _clears(window: Window) -> list[Event]:
-    if window.shape == "nested":
-        return [e for e in window.after if e.kind == "clear" and window.is_beside(e)]
-    return window.of("clear")
-
-
-def _step_after(clear: Event, steps: list[Event], window: Window) -> Event | None:
+def _step_after(clear: Event, window: Window) -> Event | None:
     """Return the step that could use the gradients that are cleared just before it."""
-    later = [*window.of("backward"), *(e for e in window.after if e.kind == "backward")]
-    # An earlier step of the same optimizer has used the gradients cleared here.
-    used = any(s.order < clear.order and not s.excludes(clear) for s in steps)
+    steps = [s for s in window.closing_steps() if not s.excludes(clear)]
     backwards = [b for b in window.backwards if b.order < clear.order and not b.excludes(clear)]
-    for step in steps if is_optimizer_of(clear, steps) and not used else ():
-        if _holds_others(clear, step, window) or step.order < clear.order or clear.excludes(step):
-            continue
-        if step.loops != clear.loops or window.when(clear) != window.when(step):
-            continue
+    # An earlier step of the same optimizer has used the gradients cleared here.
+    if not is_optimizer_of(clear, steps) or any(s.order < clear.order for s in steps):
+        return None
+    for step in steps:
+        same = step.loops == clear.loops and window.when(clear) == window.when(step)
         # Not where the update is skipped, and not before another backward.
-        again = any(clear.order < b.order < step.order for b in later)
+        later = [e for e in (*window.events, *window.after) if clear.order < e.order < step.order]
+        again = any(e.kind == "backward" for e in later)
         useful = not all(b.excludes(step) for b in backwards)
-        if clear.keys() <= step.keys() and useful and not again:
+        if same and clear.keys() <= step.keys() and useful and not again:
             return step
     return None
-
-
-def _holds_others(clear: Event, step: Event, window: Window) -> bool:
-    """True if the optimizer holds the parameters of another model than the cleared one."""
-    makers = " ".join(text(call) for call, _ in window.file.reader.made_by(step.receiver))
-    return clear.owner != step.owner and "parameters(" in makers and f"{clear.owner}." not in makers
 
 
 @rule("WB118", "backward only at the boundary", "error or note")
@@ -140,7 +127,7 @@ def _is_sum(event: Event, window: Window) -> bool:
     return any(t.call is None for t in terms) or any(s.loop is window.loop for s in carried)
 
 
-@rule("WB122", "gradients never cleared", "error or note")
+@rule("WB122", "gradients never cleared")
 def never_cleared(file: File) -> Iterator[Report]:
     """Gradients are never cleared, so every update adds up all batches since the start.
 
@@ -148,41 +135,33 @@ def never_cleared(file: File) -> Iterator[Report]:
     """
     cleared: dict[int, set[Loop | None]] = {}
     for window in file.shaped("plain", "boundary", "nested"):
+        steps = window.closing_steps()
         # What calls a step function may clear.
-        steps = [] if window.loop.virtual else window.closing_steps()
-        if not steps or not steps[0].loops:
+        if window.loop.virtual or window.is_by_hand or not steps or not steps[0].loops:
             continue
-        root, loop = steps[0].root, steps[0].loops[-1]
+        loop, root = steps[0].loops[-1], steps[0].root
         if root not in cleared:
-            cleared[root] = _cleared_in(file.normal, root)
+            clears = [e for e in file.normal.around(root) if e.kind == "clear"]
+            cleared[root] = {loop for e in clears for loop in e.loops}
+            cleared[root] |= {None for e in clears if e.root != root}
         # Once before all loops is not once per update.
-        if cleared[root].isdisjoint({loop, None}) and _is_of_torch(window):
+        if cleared[root].isdisjoint({loop, None}) and all(
+            _is_of_torch(step, loop, window) for step in steps
+        ):
             yield Report(
                 steps[0].node,
                 "no gradient is cleared around this loop: every update adds up all batches since "
                 "the start; call `zero_grad()` after the step",
-                NOTE if window.is_by_hand else ERROR,
             )
             return
 
 
-def _cleared_in(file: NormalFile, root: int) -> set[Loop | None]:
-    """Return the loops of a function that clear gradients; None stands for another function."""
-    clears = [e for e in file.around(root) if e.kind == "clear"]
-    inside: set[Loop | None] = {loop for e in clears for loop in e.loops}
-    return inside | {None for e in clears if e.root != root}
-
-
-def _is_of_torch(window: Window) -> bool:
-    """True if the optimizer is made here by torch, and only steps: a wrapper may clear itself."""
-    reader = window.file.reader
-    for step in window.closing_steps():
-        made = reader.made_by(step.receiver)
-        if not any("optim." in text(call.func) for call, _ in made):
-            return False
-        if any(window.loop in s.loops for s in symbols_in(step.receiver, window.file)):
-            return False  # Made anew in every iteration: its gradients are compared.
-        calls = [e for e in window.of("call") if isinstance(e.node, ast.Call)]
-        if step.owner in [text(a) for e in calls for a in values_of(e.node)]:  # type: ignore[arg-type]
-            return False
-    return True
+def _is_of_torch(step: Event, loop: Loop, window: Window) -> bool:
+    """True if a step is of torch's own optimizer: another, or what is handed one, may clear."""
+    made = window.file.reader.made_by(step.receiver)
+    by_torch = any("optim." in text(call.func) for call, _ in made)
+    # Made anew in every iteration: its gradients are compared.
+    is_new = any(loop in s.loops for s in symbols_in(step.receiver, window.file))
+    calls = [e.node for e in window.of("call") if isinstance(e.node, ast.Call)]
+    handed = [text(value) for call in calls for value in values_of(call)]
+    return by_torch and not is_new and step.owner not in handed

@@ -6,8 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ..normalise import Event, Loop, NormalFile
-from ..normalise.events import Context
+from ..normalise import Event, NormalFile
 from ..normalise.syntax import dotted, is_call, keyword, names_in, shown, text, values_of
 from ..windows import File, Window
 from ..windows.values import iterated
@@ -30,8 +29,7 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
         for clip in clips:
             if window.when(clip) != "always":
                 continue
-            contexts = [names_in(item.expr) for item in clip.path if isinstance(item, Context)]
-            if window.shape == "accelerate" and not any("accumulate" in c for c in contexts):
+            if window.shape == "accelerate" and not clip.in_accumulate:
                 continue
             yield Report(
                 clip.node,
@@ -42,11 +40,15 @@ def clipped_every_micro_batch(file: File) -> Iterator[Report]:
 
 
 def _in_windows_of_wholebatch(file: NormalFile) -> Iterator[Report]:
-    """Yield the clipping calls in a loop over `acc.over(loader)`, of a model that `acc` updates."""
+    """Yield the clipping calls in a loop over `acc.over(loader)`, which `acc` updates itself."""
     for clip in (e for e in file.events if e.kind == "clip"):
-        models = {name for loop in clip.loops for name in _updated(loop, file)}
+        over = [iterated(loop, file) for loop in clip.loops if not loop.virtual]
+        owners = [o.func.value for o in over if is_call(o, "over") and _is_method(o)]  # type: ignore[attr-defined]
+        made = [maker for owner in owners for maker, _ in file.reader.made_by(owner)]
+        updating = [m for m in made if is_call(m, "Accumulator") and text(m.args[1]) != "None"]
         call = clip.node
-        if models and isinstance(call, ast.Call) and call.args and models & names_in(call.args[0]):
+        handed = names_in(*call.args[:1]) if isinstance(call, ast.Call) else frozenset()
+        if any(names_in(m.args[0]) & handed for m in updating):
             yield Report(
                 call,
                 "the last backward of a window makes the update and clears the gradients, so "
@@ -55,14 +57,8 @@ def _in_windows_of_wholebatch(file: NormalFile) -> Iterator[Report]:
             )
 
 
-def _updated(loop: Loop, file: NormalFile) -> Iterator[str]:
-    """Yield the names of the models that a loop over `acc.over(loader)` updates."""
-    over = None if loop.virtual else iterated(loop, file)
-    if not is_call(over, "over") or not isinstance(over.func, ast.Attribute):
-        return
-    for maker, _ in file.reader.made_by(over.func.value):
-        if is_call(maker, "Accumulator") and len(maker.args) > 1 and text(maker.args[1]) != "None":
-            yield from names_in(maker.args[0])
+def _is_method(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute)
 
 
 @rule("WB106", "clipped before unscale", "error or note")

@@ -34,7 +34,7 @@ def scheduled_every_micro_batch(file: File) -> Iterator[Report]:
             has_argument = isinstance(call, ast.Call) and bool(call.args or call.keywords)
             if window.when(event) != "always" or has_argument:
                 continue
-            if window.shape == "accelerate" and is_prepared(event, window) is not False:
+            if window.shape == "accelerate" and _may_be_prepared(event, window):
                 continue
             makers = [maker for maker, _ in window.file.reader.made_by(event.receiver)]
             if any(_may_count_micro_batches(maker, window) for maker in makers):
@@ -47,18 +47,15 @@ def scheduled_every_micro_batch(file: File) -> Iterator[Report]:
             )
 
 
-def is_prepared(event: Event, window: Window) -> bool | None:
-    """True if Accelerate wraps a schedule and so steps it once per update, None if unknown."""
-    made = [last_part(call.func) for call, _ in window.file.reader.made_by(event.receiver)]
-    if any(name in {"prepare", "prepare_scheduler"} for name in made):
-        return True
+def _may_be_prepared(event: Event, window: Window) -> bool:
+    """True unless it is clear that Accelerate does not wrap a schedule, and step it per update."""
     by_name = window.file.index.calls_by_name
     calls = [*by_name.get("prepare", ()), *by_name.get("prepare_scheduler", ())]
-    name = last_part(event.receiver)
-    if not name or any(last_part(a) == name for call in calls for a in call.args):
-        return True if name else None
+    made = [last_part(call.func) for call, _ in window.file.reader.made_by(event.receiver)]
+    handed = {last_part(a) for call in calls for a in call.args}
     starred = any(isinstance(a, ast.Starred) for call in calls for a in call.args)
-    return None if starred or not any(len(call.args) > 1 for call in calls) else False
+    prepared = bool({"prepare", "prepare_scheduler"} & {*made})
+    return prepared or starred or not calls or last_part(written(event.receiver)) in handed
 
 
 def _may_count_micro_batches(call: ast.Call, window: Window) -> bool:
@@ -67,10 +64,10 @@ def _may_count_micro_batches(call: ast.Call, window: Window) -> bool:
         return True  # A function of the step may count whatever it likes.
     file, over = window.file, iterated(window.loop, window.file)
     limit = text(over.args[-1]) if is_call(over, "range") and over.args else ""
-    given = [part for value in values_of(call) for part in ast.walk(file.value(value) or value)]
-    if limit[:1].isalpha() and limit in map(text, given):
+    parts = [part for value in values_of(call) for part in ast.walk(file.value(value) or value)]
+    if limit[:1].isalpha() and limit in map(text, parts):
         return True
-    if any(is_binary(p, ast.Mult) and is_accumulation_name(text(p)) for p in given):
+    if any(is_binary(p, ast.Mult) and is_accumulation_name(text(p)) for p in parts):
         return True  # Updates times their micro-batches: `max_train_steps * args.accum`.
-    names = " ".join(shown(written(part)) for part in given if isinstance(part, ast.expr))
+    names = " ".join(shown(written(part)) for part in parts if isinstance(part, ast.expr))
     return "len(" in names and not is_accumulation_name(names)

@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterator
 
 from ..normalise import Event
+from ..normalise.file_index import ClassIndex
 from ..normalise.syntax import (
     divisor_of,
-    dotted,
     is_accumulation_name,
     keyword,
     last_part,
+    names_in,
     number,
+    shown,
     text,
     written,
 )
@@ -26,8 +28,8 @@ from .rule_base import NOTE, Report, rule
 CRITERION = re.compile(
     r"torch\.(nn|nn\.functional|functional|nn\.modules\.loss)\.(\w+Loss|\w+_loss|kl_div|\w*cross_entropy\w*)"
 )
-_COMPUTES_LOSS = re.compile(r"model|net\b|network|crit|engine|\bl1", re.I)
-_BY_HAND = {"tensor", "native", "fabric", "lightning", "wrapper"}
+_COMPUTES_LOSS = re.compile(r"model|net\b|network|crit|\bl1", re.I)
+_BY_HAND = {"tensor", "fabric", "lightning"}
 _TEMPERATURES = {"T", "tau", "temp", "temperature"}
 # What is known of a term of the loss.
 _MEAN, _LIKELY, _UNKNOWN, _DIVIDED = "mean", "likely a mean", "unknown", "divided"
@@ -42,7 +44,7 @@ def loss_not_divided(file: File) -> Iterator[Report]:
     another file computes the loss, which may be a sum or divided there.
     """
     for window in file.accumulating:
-        if not _adds_up(window) or window.rescales:
+        if not _adds_up(window):
             continue
         event, certain, by = _first_undivided(window)
         if event is None:
@@ -59,20 +61,16 @@ def loss_not_divided(file: File) -> Iterator[Report]:
 
 def _adds_up(window: Window) -> bool:
     """True if the loop itself adds up the losses of a fixed number of micro-batches."""
-    if window.shape not in {"boundary", "nested"} or not window.backwards:
+    if window.shape not in {"boundary", "nested"} or not window.backwards or window.rescaled_by:
         return False
     if window.boundary is not None and window.boundary.kind == "accelerate":
         return False
-    # Gradients that are cleared on every micro-batch are those of one.
-    if any(window.when(clear) == "always" for clear in window.of("clear")):
-        return False
-    # A window whose size changes during training normalises by something else.
-    if window.changes_size:
-        return False
-    undivided = window.accelerator_divides is False
-    return all(
-        e.detail in _BY_HAND or (e.detail == "accelerate" and undivided) for e in window.backwards
-    )
+    # Gradients that are cleared on every micro-batch are those of one; a window whose size
+    # changes during training normalises by something else.
+    is_cleared = any(window.when(clear) == "always" for clear in window.of("clear"))
+    known = {*_BY_HAND, *(["accelerate"] if window.accelerator_divides is False else [])}
+    by_hand = all(e.detail in known for e in window.backwards)
+    return by_hand and not is_cleared and not window.changes_size
 
 
 def _is_handed_on(window: Window) -> bool:
@@ -80,15 +78,12 @@ def _is_handed_on(window: Window) -> bool:
     steps = window.closing_steps()
     if window.is_by_hand or not steps:
         return True
-    last = max(b.order for b in window.backwards)
+    first, last = max(b.order for b in window.backwards), steps[-1].order
     optimizers = {s.owner for s in steps}
-    for event in (*window.events, *window.after):
-        if event.kind == "call" and last < event.order < steps[-1].order:
-            assert isinstance(event.node, ast.Call)
-            handed = [text(a) for a in event.node.args]
-            if optimizers & set(handed) or any("parameters()" in a for a in handed):
-                return True
-    return False
+    events = [e for e in (*window.events, *window.after) if first < e.order < last]
+    calls = [e.node for e in events if e.kind == "call"]
+    handed = [text(a) for call in calls if isinstance(call, ast.Call) for a in call.args]
+    return any(a in optimizers or "parameters()" in a for a in handed)
 
 
 def _first_undivided(window: Window) -> tuple[Event | None, bool, str]:
@@ -129,13 +124,13 @@ def _verdict(term: Term, window: Window) -> str:
         return _DIVIDED
     if window.shape == "nested" and window.size is None and any(number(d.expr) for d in outer):
         return _DIVIDED  # By a literal that may be their number.
-    is_mean = any(window.is_own(d) for d in term.divisors)
-    if {"sum", "mean"} & term.reducers == {"sum"} and not is_mean:
+    is_mean = "mean" in term.reducers or any(window.is_own(d) for d in term.divisors)
+    if "sum" in term.reducers and not is_mean:
         return _DIVIDED
     # A weight of a term, or the share of the micro-batch itself.
     if any(number(f) is None for f in term.factors):
         return _UNKNOWN
-    if term.is_mean or is_mean:
+    if is_mean:
         return _UNKNOWN if _divides_inside(term.base) else _MEAN
     return _UNKNOWN if term.call is None else _kind_of(term.call, window)
 
@@ -144,29 +139,21 @@ def _kind_of(call: ast.Call, window: Window) -> str:
     """Return whether a criterion or model gives a mean, as far as the file shows."""
     makers = [call, *(made for made, _ in window.file.reader.made_by(call.func))]
     for maker in makers:
+        reduction = keyword(maker, "reduction")
+        if getattr(reduction, "value", "") in {"sum", "none"} or keyword(maker, "size_average"):
+            return _DIVIDED
         if CRITERION.fullmatch(window.file.index.full_name(maker.func)):
-            reduction = keyword(maker, "reduction")
-            if keyword(maker, "size_average") is not None:
-                return _DIVIDED
-            is_mean = reduction is None or getattr(reduction, "value", "") == "mean"
-            return _MEAN if is_mean else _DIVIDED
+            return _MEAN if getattr(reduction, "value", "mean") == "mean" else _DIVIDED
     if is_accumulation_name(text(call)) or _divides_inside(call):
-        return _DIVIDED
-    if any("reduction='sum'" in text(m) or "reduction='none'" in text(m) for m in makers):
         return _DIVIDED
     name = text(call.func)
     if not (_COMPUTES_LOSS.search(name) or LOSS_NAME.search(name)):
         return _UNKNOWN
     # A number of the whole batch may be handed to it, or settings that hold the number of steps.
-    handed = [*(k.value for k in call.keywords if k.arg), *call.args]
-    loop, settings = window.loop, (dotted(window.every) or "").partition(".")[0]
-    if any(settings and text(a) == settings for a in handed):
-        return _UNKNOWN
-    options = [k.value for k in call.keywords if k.arg]
-    fixed = [
-        v for v in options if not (isinstance(v, ast.Constant) or varies(v, loop, window.file))
-    ]
-    return _UNKNOWN if fixed else _LIKELY
+    options = [k.value for k in call.keywords if k.arg and not isinstance(k.value, ast.Constant)]
+    fixed = [value for value in options if not varies(value, window.loop, window.file)]
+    settings = window.every_key.partition(".")[0]
+    return _UNKNOWN if fixed or settings in map(text, call.args) else _LIKELY
 
 
 def _divides_inside(base: ast.expr) -> bool:
@@ -183,39 +170,39 @@ def loss_divided_twice(file: File) -> Iterator[Report]:
     too small. Leave the division to the framework. It is a note where its settings are
     in another file.
     """
-    for window in file.windows:
-        if window.accumulates or window.inner[0].detail == "framework":
-            yield from _divided_again(window)
-
-
-def _divided_again(window: Window) -> Iterator[Report]:
     reported: set[int] = set()
-    for event, term in window.terms:
-        counts = [d for d in term.divisors if window.counts(d)]
-        by_count = window.every_key in window.rescaled_by and window.every_key != ""
-        if not counts and by_count and _is_whole(term, window):
-            message = (
-                f"gradients are divided by {window.count_name} as well as the loss: divide once"
-            )
-            yield Report(event.node, message, NOTE)
-            return
-        if not counts or id(written(counts[0].node)) in reported:
+    for window in file.accumulating:
+        for event, term in window.terms:
+            counts = [d for d in term.divisors if window.counts(d)]
+            if not counts or id(written(counts[0].node)) in reported:
+                continue
+            divides = window.shape == "accelerate" or window.accelerator_divides
+            framework = "Accelerate" if event.detail == "accelerate" and divides else ""
+            keys = [d.key for d in counts] + window.rescaled_by
+            is_again = keys.count(keys[0]) > 1 and not term.factors
+            if framework or is_again:
+                reported.add(id(written(counts[0].node)))
+                certain = is_again or window.every_key == counts[0].key
+                level = window.level if certain else NOTE
+                yield _twice(counts[0].node, counts[0].written, framework, level)
+    for owner in file.normal.index.classes.values():
+        yield from _divided_for_a_trainer(owner)
+
+
+def _divided_for_a_trainer(owner: ClassIndex) -> Iterator[Report]:
+    """Yield a division in what a Trainer of transformers or Lightning takes the loss from."""
+    bases = {last_part(base) for base in owner.node.bases}
+    names = names_in(owner.node)
+    step = owner.methods.get("compute_loss") if bases & {"Trainer", "Seq2SeqTrainer"} else None
+    framework = "the Trainer"
+    if "LightningModule" in bases and "automatic_optimization" not in names:
+        step, framework = owner.methods.get("training_step"), "Lightning"
+    for node in ast.walk(step) if step is not None and "num_items_in_batch" not in names else ():
+        by, is_logged = divisor_of(node), {"detach", "item"} & names_in(node)
+        if by is None or is_logged or not LOSS_NAME.search(shown(node)):
             continue
-        framework = _framework(event, window)
-        keys = [d.key for d in counts] + window.rescaled_by
-        is_again = keys.count(keys[0]) > 1 and not term.factors
-        if framework or is_again:
-            reported.add(id(written(counts[0].node)))
-            same = text(window.every) == counts[0].key
-            certain = is_again or (framework == "Accelerate" and same)
-            level = window.level if certain else NOTE
-            yield _twice(counts[0].node, counts[0].written, framework, level)
-
-
-def _is_whole(term: Term, window: Window) -> bool:
-    """True if the loss or its gradients are divided by some number of the whole window."""
-    by = [d for d in term.divisors if not (d.elementwise or window.is_own(d))]
-    return bool(by) or len(set(window.rescaled_by)) > 1
+        if is_accumulation_name(shown(by)):
+            yield _twice(node, shown(by), framework, NOTE)
 
 
 def _twice(node: ast.AST, count: str, framework: str, level: str) -> Report:
@@ -225,14 +212,6 @@ def _twice(node: ast.AST, count: str, framework: str, level: str) -> Report:
         f"loss is divided by `{count}`, and {framework} divides it again: leave the division to it"
     )
     return Report(node, message, level)
-
-
-def _framework(event: Event, window: Window) -> str:
-    """Return the framework whose backward this is, if it divides the loss; or ""."""
-    if event.detail == "framework":
-        return window.file.framework(window.loop)
-    divides = window.shape == "accelerate" or window.accelerator_divides
-    return "Accelerate" if event.detail == "accelerate" and divides else ""
 
 
 @rule("WB119", "divided but stepped", "error or note")
@@ -246,8 +225,31 @@ def divided_but_stepped(file: File) -> Iterator[Report]:
         steps = window.of("step")
         if window.loop.virtual or not steps or any(_may_wait(s, window) for s in steps):
             continue
-        yield from _by_hand(window)
-        yield from _by_accelerate(window)
+        event, off = window.backwards[0], window.accelerator_divides is False
+        if any(e.loops[-1] is not window.loop for e in window.backwards):
+            continue  # Several backwards make one update.
+        # By Accelerate's own number, if it has none, is by 1.
+        counts = [d for _, t in window.terms for d in t.divisors if window.counts(d)]
+        counts = [d for d in counts if not (off and "accelerator." in d.key)]
+        if counts:
+            name = counts[0].written
+            yield Report(
+                counts[0].node,
+                f"loss is divided by `{name}`, but the optimizer steps on every micro-batch: the "
+                f"gradient is `{name}` times too small; step once every `{name}` micro-batches",
+                NOTE,
+            )
+        elif (
+            event.detail == "accelerate"
+            and window.accelerator_divides
+            and not window.asks_to_accumulate  # Perhaps in a context manager of the file's own.
+        ):
+            yield Report(
+                event.node,
+                "Accelerate divides this loss by its `gradient_accumulation_steps`, but "
+                "without `accelerator.accumulate(model)` every micro-batch makes an update: "
+                "wrap the body of the loop in it",
+            )
 
 
 def _may_wait(step: Event, window: Window) -> bool:
@@ -256,45 +258,3 @@ def _may_wait(step: Event, window: Window) -> bool:
         condition.origin in {"skip", "break"} or is_accumulation_name(text(condition.test))
         for condition in step.conditions(window.loop)
     )
-
-
-def _by_hand(window: Window) -> Iterator[Report]:
-    for event, term in window.terms:
-        counts = [d for d in term.divisors if window.counts(d)]
-        off = window.accelerator_divides is False  # By its own number, which is 1.
-        counts = [d for d in counts if not (off and "accelerator." in d.key)]
-        # The parts of one loss, added up by a loop inside.
-        counts = [d for d in counts if not _in_inner_loop(d.node, window)]
-        if counts and not term.factors and event.loops[-1] is window.loop:
-            name = counts[0].written
-            yield Report(
-                counts[0].node,
-                f"loss is divided by `{name}`, but the optimizer steps on every micro-batch: the "
-                f"gradient is `{name}` times too small; step once every `{name}` micro-batches",
-                NOTE,
-            )
-            return
-
-
-def _in_inner_loop(node: ast.AST, window: Window) -> bool:
-    line = getattr(node, "lineno", 0)
-    inner = [n for n in ast.walk(window.loop.node) if isinstance(n, (ast.For, ast.While))]
-    return any(
-        n is not window.loop.node and n.lineno < line <= (n.end_lineno or line) for n in inner
-    )
-
-
-def _by_accelerate(window: Window) -> Iterator[Report]:
-    """Yield a backward that Accelerate divides, in a loop that it does not accumulate."""
-    details = {e.detail for e in window.backwards}
-    if any(e.loops[-1] is not window.loop for e in window.backwards):
-        return  # Several backwards make one update.
-    if "accumulate" in window.file.index.calls_by_name:
-        return  # Somewhere else, perhaps in a context manager of the file's own.
-    if details == {"accelerate"} and window.accelerator_divides:
-        yield Report(
-            window.backwards[0].node,
-            "Accelerate divides this loss by its `gradient_accumulation_steps`, but without "
-            "`accelerator.accumulate(model)` every micro-batch makes an update: wrap the body of "
-            "the loop in it",
-        )

@@ -1,4 +1,4 @@
-"""The notes: a file accumulates in a way that the rules do not understand, or is not PyTorch.
+"""The note: a file accumulates in a way that the rules do not understand, or is not PyTorch.
 
 A run sees what reading cannot: `wholebatch verify train.py` compares the update of the
 real loop with that of the undivided batch.
@@ -10,10 +10,10 @@ import ast
 from collections.abc import Iterator
 
 from ..normalise import Event
-from ..normalise.syntax import is_accumulation_name, is_binary, is_call, keyword, names_in, shown
+from ..normalise.syntax import is_accumulation_name, is_binary, is_call, shown
 from ..windows import File, Window
-from ..windows.find_windows import framework_accumulates
 from ..windows.loss_terms import Term
+from ..windows.window import is_held
 from .loss_scale import CRITERION
 from .rule_base import NOTE, Report
 
@@ -22,19 +22,10 @@ _DIVISIONS = (ast.Mod, ast.Div, ast.FloorDiv)
 
 def not_understood(file: File) -> Report | None:
     """Return the note at the first backward that is not understood, or None."""
-    for node in (*_unread_backwards(file), *_unknown_losses(file), *_trained_elsewhere(file)):
+    for node in (*_unread_backwards(file), *_unknown_losses(file)):
         return Report(node, "this loop accumulates and was not understood", NOTE)
-    return None
-
-
-def not_pytorch(file: File) -> Report | None:
-    """Return the note at the first `tf.GradientTape`, or None."""
-    index = file.normal.index
-    for call in index.calls_by_name.get("GradientTape", ()):
-        if index.full_name(call.func) in {"tensorflow.GradientTape", "GradientTape"}:
-            return Report(
-                call, "a tf.GradientTape loop is not read: the rules are for PyTorch", NOTE
-            )
+    for call in file.normal.index.calls_by_name.get("GradientTape", ()):
+        return Report(call, "a tf.GradientTape loop is not read: the rules are for PyTorch", NOTE)
     return None
 
 
@@ -42,50 +33,29 @@ def _unread_backwards(file: File) -> Iterator[ast.AST]:
     """Yield the backwards of loops that accumulate, but are no known windows."""
     read = {event.order for window in file.accumulating for event in window.inner}
     for window in (*file.unread, *file.shaped("plain")):
+        steps, clears = window.of("step"), window.of("clear")
         for event in window.inner:
             # Beside its own step a backward makes an update by itself.
-            if event.order in read or _has_own_step(event, window):
+            if event.order in read or any(_comes_with(e, event, window) for e in steps):
                 continue
-            if _waits(event, window) or _counts_micro_batches(event, window):
+            waits = bool(steps) and not any(_comes_with(e, event, window) for e in clears)
+            if (waits and not window.loop.virtual) or _counts_micro_batches(event, window):
                 yield event.node
 
 
-def _has_own_step(event: Event, window: Window) -> bool:
-    """True if the optimizer that steps after this backward does so whenever it runs."""
-    depth = len(event.loops)
-    steps = [e for e in window.of("step") if e.loops[:depth] == event.loops]
-    steps = [e for e in steps if e.order > event.order] or steps
-    return any(not _may_wait(step, event, window) for step in steps)
-
-
-def _may_wait(event: Event, backward: Event, window: Window) -> bool:
-    """True if an event has conditions, other than those of a backward, that can change."""
+def _comes_with(event: Event, backward: Event, window: Window) -> bool:
+    """True if an event has no condition, other than those of a backward, that can change."""
     mine = backward.keys(window.loop)
     conditions = [c for c in event.conditions(window.loop) if c.key not in mine]
-    return any(map(window.may_wait, conditions))
-
-
-def _waits(event: Event, window: Window) -> bool:
-    """True if every step of a loop waits for a condition, and so does the clearing."""
-    if window.loop.virtual:
-        return False
-    steps, clears = window.of("step"), window.of("clear")
-    return bool(steps) and all(_may_wait(e, event, window) for e in (*steps, *clears))
+    same = event.loops[: len(backward.loops)] == backward.loops
+    return same and not any(map(window.may_wait, conditions))
 
 
 def _counts_micro_batches(event: Event, window: Window) -> bool:
     """True if the loop counts micro-batches per update, or holds DDP's reduction."""
-    contexts = list(event.contexts(window.loop))
-    if any("accumulate" in names_in(c) for c in contexts):
+    if event.in_accumulate_of(window.loop) or is_held(event, window.loop, window.file):
         return True
-    if any(map(window.file.reader.holds_sync, contexts)):
-        return True
-    # A step function that is called elsewhere: another method may divide the loss.
-    start: ast.AST = window.loop.node
-    owner = window.file.index.class_around(getattr(start, "lineno", 0))
-    if window.loop.virtual and owner is not None:
-        start = owner.node
-    return any(map(_is_count, ast.walk(start)))
+    return any(map(_is_count, ast.walk(window.loop.node)))
 
 
 def _is_count(node: ast.AST) -> bool:
@@ -113,11 +83,3 @@ def _is_seen(term: Term, window: Window) -> bool:
     index = window.file.index
     makers = [term.call, *(made for made, _ in window.file.reader.made_by(term.call.func))]
     return any(CRITERION.fullmatch(index.full_name(maker.func)) for maker in makers)
-
-
-def _trained_elsewhere(file: File) -> Iterator[ast.AST]:
-    """Yield the call that makes Lightning accumulate a step of another file."""
-    normal = file.normal
-    if framework_accumulates(normal) and not file.shaped("framework"):
-        trainers = normal.index.calls_by_name.get("Trainer", [])
-        yield from (c for c in trainers if keyword(c, "accumulate_grad_batches") is not None)

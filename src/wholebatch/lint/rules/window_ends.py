@@ -23,20 +23,17 @@ def short_last_window(file: File) -> Iterator[Report]:
     """
     for window in file.accumulating:
         boundary = window.boundary
-        deepspeed = keyword(window.accelerator, "deepspeed_plugin")
-        if deepspeed is not None:
-            continue  # DeepSpeed counts its own windows, over all epochs.
         if boundary is None or not _ends_short(window, boundary):
             continue
-        if any(_leaves_out_rest(backward, window) for backward in window.backwards):
+        if keyword(window.accelerator, "deepspeed_plugin") is not None:
+            continue  # DeepSpeed counts its own windows, over all epochs.
+        handled = boundary.tail or bool(_after(window, "step"))
+        if boundary.spanning and not handled and not _is_cleared_before(window):
             continue
         items = length(iterated(window.loop, window.file), window.file)
         rest = items % window.size if items is not None and window.size else None
-        handled = boundary.tail or bool(_after(window, "step"))
-        if rest == 0 or (boundary.spanning and not handled and not _cleared_before(window)):
-            continue
-        message = _mistake(window, handled=handled)
-        if message:
+        message = _mistake(window, boundary, handled=handled)
+        if message and rest != 0:
             # Accelerate and Fabric share the batches among ranks: then the length is another.
             shared = {"prepare", "setup_dataloaders"} & window.file.index.calls_by_name.keys()
             certain = rest and boundary.shift == 0 and window.loop.parents and not shared
@@ -44,18 +41,19 @@ def short_last_window(file: File) -> Iterator[Report]:
             yield Report(boundary.test, message + shown, window.level if certain else NOTE)
 
 
-def _mistake(window: Window, *, handled: bool) -> str:
+def _mistake(window: Window, boundary: Boundary, *, handled: bool) -> str:
     """Return what becomes of the short last window, or "" if it is treated right."""
     name = window.count_name
-    if handled and _nominal(window) and not window.rescales:
+    if handled:
+        if window.rescaled_by or not _is_nominal(window):
+            return ""
         return (
             f"the short last window is divided by the nominal {name}, not by the micro-batches "
             f"that it has: multiply its gradient by {name} over that number, or drop it"
         )
-    count = {window.every_key, window.boundary.written.rpartition(".")[2]}  # type: ignore[union-attr]
-    if handled or count & window.file.index.multiples:
+    if {window.every_key, boundary.written.rpartition(".")[2]} & window.file.index.multiples:
         return ""
-    fate = "dropped" if _cleared_before(window) else "left over for the next window"
+    fate = "dropped" if _is_cleared_before(window) else "left over for the next window"
     return (
         f"micro-batches after the last multiple of {name} make no update: at the end of the "
         f"loader they are {fate}; step once more after the loop, divided by the number of "
@@ -65,19 +63,13 @@ def _mistake(window: Window, *, handled: bool) -> str:
 
 def _ends_short(window: Window, boundary: Boundary) -> bool:
     """True if only the count ends windows, and the loader can end before the count is full."""
-    if window.shape != "boundary" or not boundary.pure:
+    if window.shape != "boundary" or boundary.partial:
         return False
     # A step after a loop of unknown length, if something is left over, shows that the loop ends.
     paths = [e.path for e in _after(window, "step")]
     rests = [item for path in paths for item in path if isinstance(item, Condition)]
     flushed = any("%" in text(c.test) for c in rests) and not _after(window, "backward")
     return window.finite or flushed
-
-
-def _leaves_out_rest(backward: Event, window: Window) -> bool:
-    """True if no short window begins: `if i // k >= updates: continue`."""
-    conditions = [c for c in backward.conditions(window.loop) if c.origin in {"skip", "break"}]
-    return any(f"// {window.every_key}" in text(c.test) for c in conditions)
 
 
 def _after(window: Window, kind: str) -> list[Event]:
@@ -87,19 +79,16 @@ def _after(window: Window, kind: str) -> list[Event]:
     return [e for e in window.after if e.kind == kind and e.loops in around]
 
 
-def _nominal(window: Window) -> bool:
+def _is_nominal(window: Window) -> bool:
     return any(
-        window.every_key in {d.key, d.whole} and not varies(d.expr, window.loop, window.file)
+        window.every_key == d.key and not varies(d.expr, window.loop, window.file)
         for _, term in window.terms
         for d in term.divisors
     )
 
 
-def _cleared_before(window: Window) -> bool:
-    around = window.file.index.words_around(window.loop.node.lineno)
-    per_epoch = any("epoch" in words for words in around[-1:])
-    cleared = any(e.kind == "clear" for e in window.before)
-    return cleared and (bool(window.loop.parents) or per_epoch)
+def _is_cleared_before(window: Window) -> bool:
+    return window.is_per_epoch and any(e.kind == "clear" for e in window.before)
 
 
 @rule("WB110", "boundary off by one", "error or note")

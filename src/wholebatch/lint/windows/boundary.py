@@ -32,7 +32,6 @@ from .loss_terms import says_accumulating
 from .values import integer, leaves, peel, symbols_in, varies
 
 _LAST_NAME = re.compile(r"last|final|end\b|is_end|len\(|num_batches|total|epoch_steps|nb\b", re.I)
-_LAST_FLAG = ("last", "final", "end")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +50,6 @@ class Boundary:
     tail: bool = False
     spanning: bool = False  # The count goes on over the epochs.
     after_first: bool = False
-    pure: bool = True
     partial: bool = False  # "boundary and something else": its negation means nothing.
 
     @property
@@ -78,7 +76,7 @@ class _Position:
 
 def boundary_of(condition: Condition, loop: Loop, file: NormalFile) -> Boundary | None:
     """Return the boundary that a condition stands for, as seen from inside it."""
-    boundary = _Conditions(loop, file, condition.test).read(condition.test)
+    boundary = _Conditions(loop, file).read(condition.test)
     if boundary is None or (boundary.partial and not condition.positive):
         return None
     boundary = replace(boundary, test=condition.test)
@@ -95,7 +93,6 @@ class _Conditions:
 
     loop: Loop
     file: NormalFile
-    test: ast.expr
 
     def read(self, expr: ast.expr) -> Boundary | None:
         """Return the boundary in a condition, or None if it is another condition."""
@@ -107,7 +104,7 @@ class _Conditions:
             return self._comparison(expr)
         if is_binary(expr, ast.Mod):
             return self._modulo(expr, 0.0, expr, inverse=True)
-        if isinstance(expr, ast.Call) and dotted(expr.func) == "bool" and expr.args:
+        if is_call(expr, "bool") and expr.args:
             return self.read(expr.args[0])
         if isinstance(expr, ast.Attribute) and expr.attr == "sync_gradients":
             return Boundary("accelerate", None, expr)
@@ -118,50 +115,43 @@ class _Conditions:
 
     def _compound(self, expr: ast.BoolOp) -> Boundary | None:
         parts = [(value, self.read(value)) for value in expr.values]
-        known = [b for _, b in parts if b is not None]
-        others = [v for v, b in parts if b is None]
-        if not known:
+        main = next((boundary for _, boundary in parts if boundary is not None), None)
+        others = [value for value, boundary in parts if boundary is None]
+        if main is None:
             return None
-        main = known[0]
         is_or = isinstance(expr.op, ast.Or)
         # "boundary or last" and its negation "not boundary and not last" both handle the tail.
         if is_or != main.inverse:
             tail = main.tail or any(map(self._is_tail, others))
-            return replace(self._beside(main, others, self._is_tail), tail=tail, test=expr)
+            return replace(self._beside(main, others, self._is_tail), tail=tail)
         if is_or:
             return None
         after_first = any(map(self._excludes_zero, others))
-        boundary = self._beside(main, others, self._excludes_zero)
-        return replace(boundary, after_first=after_first, test=expr)
+        return replace(self._beside(main, others, self._excludes_zero), after_first=after_first)
 
     def _beside(
         self, main: Boundary, others: list[ast.expr], harmless: Callable[[ast.expr], bool]
     ) -> Boundary:
-        """Return the boundary, marked impure or partial by the other conditions beside it."""
-        pure = all(harmless(v) or not self._varies(v) for v in others)
+        """Return the boundary, marked as partial by the other conditions beside it."""
         plain = [v for v in others if says_accumulating(v, main.key) is None]
-        partial = any(not harmless(v) for v in plain)
-        return replace(main, pure=main.pure and pure, partial=main.partial or partial)
+        return replace(main, partial=main.partial or any(not harmless(v) for v in plain))
 
     def _is_tail(self, expr: ast.expr) -> bool:
         """True for one particular iteration: `i == max_iters`, `step + 1 == len(loader)`."""
         if isinstance(expr, ast.Compare) and isinstance(expr.ops[0], (ast.Eq, ast.GtE, ast.Gt)):
-            sides = (expr.left, expr.comparators[0])
-            places = [self._position(side) for side in sides]
-            reached = places[0] is not None and not self._varies(sides[1])
-            if reached or (any(places) and isinstance(expr.ops[0], ast.Eq)):
-                return number(sides[1]) is None or isinstance(expr.ops[0], ast.Eq)
-        spelled = text(expr)
-        return bool(_LAST_NAME.search(spelled)) and (
-            self._varies(expr) or any(word in spelled.lower() for word in _LAST_FLAG)
-        )
+            left, right = expr.left, expr.comparators[0]
+            is_equal = isinstance(expr.ops[0], ast.Eq)
+            if self._position(left) is not None and not self._varies(right):
+                return is_equal or number(right) is None
+            if is_equal and self._position(right) is not None:
+                return True
+        return _LAST_NAME.search(text(expr)) is not None
 
     def _excludes_zero(self, expr: ast.expr) -> bool:
         if isinstance(expr, ast.Name):
             return any(s.kind in {"target", "carried"} for s in symbols_in(expr, self.file))
         return (
             isinstance(expr, ast.Compare)
-            and len(expr.ops) == 1
             and isinstance(expr.ops[0], (ast.Gt, ast.NotEq))
             and number(expr.comparators[0]) == 0
             and isinstance(expr.left, ast.Name)
@@ -171,32 +161,27 @@ class _Conditions:
 
     def _comparison(self, expr: ast.Compare) -> Boundary | None:
         left, op, right = expr.left, expr.ops[0], expr.comparators[0]
-        if is_binary(left, ast.Mod):
-            if not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
-                return None
-            rest = number(right)
-            less_one = is_binary(right, ast.Sub) and number(right.right) == 1
-            if rest is None and less_one and text(right.left) == text(left.right):  # type: ignore[attr-defined]
-                rest = -1.0  # `i % k == k - 1`
-            inverse = isinstance(op, (ast.NotEq, ast.Gt))
-            return None if rest is None else self._modulo(left, rest, expr, inverse=inverse)
-        if isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt)):
-            return self._counted(expr)
-        return None
+        if not is_binary(left, ast.Mod):
+            counts = isinstance(op, (ast.Eq, ast.GtE, ast.Gt, ast.NotEq, ast.Lt))
+            return self._counted(expr) if counts else None
+        rest = number(right)
+        if is_binary(right, ast.Sub) and number(right.right) == 1:
+            rest = -1.0 if text(right.left) == text(left.right) else None  # `i % k == k - 1`
+        if rest is None or not isinstance(op, (ast.Eq, ast.Is, ast.NotEq, ast.Gt)):
+            return None
+        return self._modulo(left, rest, expr, inverse=isinstance(op, (ast.NotEq, ast.Gt)))
 
     def _modulo(
         self, mod: ast.BinOp, rest: float, whole: ast.expr, *, inverse: bool
     ) -> Boundary | None:
-        position = self._position(mod.left)
-        every = strip_casts(mod.right)
+        position, every = self._position(mod.left), strip_casts(mod.right)
         size = number(every)
         if position is None or (size is not None and size <= 1):
             return None
         # A number of steps that the loop changes is a name; a value of the micro-batch is none.
         changing = self.file.symbols.get(getattr(every, "id", ""))
         kept = changing is not None and changing.kind == "carried"
-        unfit = self._varies(every) and not kept
-        if unfit and not is_accumulation_name(f"{text(every)} {shown(written(self.test))}"):
+        if self._varies(every) and not kept and not is_accumulation_name(text(every)):
             return None
         symbol = position.symbol
         start, spanning = self._first_value(symbol)
@@ -210,22 +195,21 @@ class _Conditions:
 
     def _counted(self, expr: ast.Compare) -> Boundary | None:
         """Return `n == k` for a counter that is reset."""
-        left, op = expr.left, expr.ops[0]
-        inverse = isinstance(op, (ast.NotEq, ast.Lt))
-        every = strip_casts(expr.comparators[0])
-        position = self._position(left)
-        early = 0
+        op, every, early = expr.ops[0], strip_casts(expr.comparators[0]), 0
+        position = self._position(expr.left)
         if is_binary(every, ast.Sub) and number(every.right) is not None:  # `n == k - 1`
             early, every = _constant_part(every.right), every.left
         if position is None or position.spans_epochs or position.symbol.kind != "carried":
             return None
         symbol = position.symbol
         fixed = not self._varies(every) or is_accumulation_name(text(every))
-        if not fixed or not self._is_reset(symbol) or not self._steps_by_one(symbol):
+        is_reset = any(isinstance(value, ast.Constant) for value in self._next(symbol))
+        if not (fixed and is_reset and self._steps_by_one(symbol)):
             return None
         start, spanning = self._first_value(symbol)
         first = position.offset + early - isinstance(op, ast.Gt)
         shift = None if start is None else 1 - start - first
+        inverse = isinstance(op, (ast.NotEq, ast.Lt))
         return Boundary("reset", every, expr, shift, inverse, spanning=spanning)
 
     # -- counters ----------------------------------------------------------------------------
@@ -238,21 +222,14 @@ class _Conditions:
             if symbol is None or symbol.kind == "set" or symbol.loop is not self.loop:
                 return None
             return _Position(symbol)
-        if isinstance(expr, ast.Attribute) and self.loop.virtual:
-            inner = expr.value
-            while isinstance(inner, ast.Attribute):
-                inner = inner.value
-            return self._position(inner)  # ignite's `engine.state.iteration`
-        return self._sum(expr) if is_binary(expr, ast.Add, ast.Sub) else None
-
-    def _sum(self, expr: ast.BinOp) -> _Position | None:
+        if not is_binary(expr, ast.Add, ast.Sub):
+            return None
         sign = -1 if isinstance(expr.op, ast.Sub) else 1
         left = self._position(expr.left)
         right = self._position(expr.right) if sign == 1 else None
-        if (left is None) == (right is None):
-            return None
         counter, other = (left, expr.right) if left is not None else (right, expr.left)
-        assert counter is not None
+        if counter is None or (left is not None and right is not None):
+            return None
         is_constant = number(other) is not None
         if not is_constant and self._varies(other):
             return None
@@ -264,31 +241,25 @@ class _Conditions:
         if symbol.kind == "target":
             start = self._target_start(symbol)
             # An index with another start continues from an earlier epoch or run.
-            return start, start is None and self._resumes()
+            over = peel(self.loop.iterable, self.file)
+            resumes = is_call(over, "enumerate") and len(over.args) + len(over.keywords) > 1
+            return start, start is None and resumes
         start, spanning = self._carried_start(symbol.value)
         # An attribute set in the constructor keeps counting from call to call.
         kept = symbol.name.startswith("self.") and not self.loop.parents
         return start, spanning or kept or self.loop.virtual
 
-    def _resumes(self) -> bool:
-        iterable = peel(self.loop.iterable, self.file)
-        return is_call(iterable, "enumerate") and (
-            len(iterable.args) > 1 or keyword(iterable, "start") is not None
-        )
-
     def _target_start(self, symbol: Symbol) -> int | None:
         if self.loop.virtual:
             return 0  # Frameworks count batches from zero (Lightning's batch_idx).
-        iterable = peel(self.loop.iterable, self.file)
-        if is_call(iterable, "enumerate") and isinstance(self.loop.target, ast.Tuple):
+        over = peel(self.loop.iterable, self.file)
+        if is_call(over, "enumerate") and isinstance(self.loop.target, ast.Tuple):
             if dotted(self.loop.target.elts[0]) != symbol.name:
                 return None
-            start = positional(iterable, 1) or keyword(iterable, "start")
+            start = positional(over, 1) or keyword(over, "start")
             return integer(start, self.file) if start is not None else 0
-        if is_call(iterable, "range", "trange"):
-            if len(iterable.args) == 1:
-                return 0
-            return integer(iterable.args[0], self.file) if iterable.args else None
+        if is_call(over, "range", "trange") and over.args:
+            return integer(over.args[0], self.file) if len(over.args) > 1 else 0
         return None
 
     def _carried_start(self, before: ast.AST | None, depth: int = 0) -> tuple[int | None, bool]:
@@ -308,10 +279,6 @@ class _Conditions:
         steps = [v.left if is_binary(v, ast.Add) and number(v.right) == 1 else v for v in values]
         counts = [self.file.symbols.get(getattr(s, "id", "")) is symbol for s in steps]
         return all(counts) and any(isinstance(v, ast.BinOp) for v in values)
-
-    def _is_reset(self, symbol: Symbol) -> bool:
-        """True if the loop resets a counter to a literal on some path."""
-        return any(isinstance(value, ast.Constant) for value in self._next(symbol))
 
     def _next(self, symbol: Symbol) -> list[ast.AST]:
         """Return what a counter can be at the end of an iteration."""

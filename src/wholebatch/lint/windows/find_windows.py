@@ -13,8 +13,6 @@ from ..normalise.syntax import (
     is_binary,
     is_call,
     keyword,
-    last_part,
-    names_in,
     number,
     shown,
     strip_casts,
@@ -23,11 +21,9 @@ from ..normalise.syntax import (
 )
 from .boundary import Boundary
 from .values import integer, iterated
-from .window import Window
+from .window import Window, is_held, names_behind
 
 _MICRO_NAME = re.compile(r"micro|chunk|split|islice|mini_?batch|sub_?batch|accum", re.I)
-_ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig"}
-_FETCH = {"next", "get_batch", "next_batch", "sample_batch", "get_next_batch"}
 
 
 @dataclass(eq=False)
@@ -64,8 +60,8 @@ def _find(file: NormalFile) -> tuple[list[Window], list[Window]]:
     unread: dict[Loop, Window] = {}
     read: set[Loop] = set()
     # Inner loops first: a loop inside that is not read as a window is a part of one micro-batch.
-    for loop in sorted(file.loops, key=lambda loop: -len(loop.parents)):
-        events = inside.get(loop, [])
+    for loop in sorted(inside, key=lambda loop: -len(loop.parents)):
+        events = inside[loop]
         # The innermost loop around a backward iterates over micro-batches.
         inner = [e for e in events if e.kind == "backward" and _within(e, loop, unread)]
         if not inner:
@@ -92,7 +88,7 @@ def _near(events: list[Event], loop: Loop, file: NormalFile) -> tuple[list[Event
     last = events[-1].order - same[0].order + 1
     parents = loop.parents
     before: list[Event] = []
-    for event in reversed(same[:first] if first < 50 else same[first - 50 : first]):
+    for event in reversed(same[max(0, first - 50) : first]):
         if event.kind == "backward":
             break
         if event.loops == parents:
@@ -114,74 +110,24 @@ def _within(event: Event, loop: Loop, unread: Container[Loop]) -> bool:
 
 def _decided(window: Window, read: set[Loop]) -> Window | None:
     """Return a window whose shape is known, or None if the loop is not understood."""
-    special = _framework(window) or _accelerate(window)
-    if special is not None:
-        return special
+    if any(e.in_accumulate for e in window.inner):
+        return _accelerate(window)
     # A window inside has steps of its own.
     steps = [e for e in window.of("step") if read.isdisjoint(e.loops)]
-    # A closure, or a loop inside one micro-batch of Accelerate's.
-    closure = any(e.detail == "closure" for e in steps)
-    if closure or any(_in_accumulate(e, None) for e in window.inner):
+    if any(e.detail == "closure" for e in steps):
         return None
     return _with_boundary(window, steps) if steps else _nested(window)
 
 
-def shaped(
-    window: Window,
-    shape: str,
-    *,
-    every: ast.expr | None = None,
-    boundary: Boundary | None = None,
-    inner: list[Event] | None = None,
-) -> Window:
-    """Return a window with another shape: what was concluded before holds no longer."""
-    own = window.inner if inner is None else inner
-    return Window(
-        window.file, window.loop, shape, window.events, window.before, window.after, own,
-        boundary, every,
-    )  # fmt: skip
-
-
-def _framework(window: Window) -> Window | None:
-    if not any(e.detail == "framework" for e in window.inner):
-        return None
-    return shaped(window, "framework" if _accumulates_itself(window) else "plain")
-
-
-def _accumulates_itself(window: Window) -> bool:
-    """True if the file shows that the Trainer of Lightning or transformers accumulates."""
-    index = window.file.index
-    if window.file.framework(window.loop) == "the Trainer":
-        return "gradient_accumulation_steps" in names_in(index.tree)
-    return framework_accumulates(window.file)
-
-
-def framework_accumulates(file: NormalFile) -> bool:
-    """True if a Lightning or transformers Trainer created here accumulates by itself."""
-    options = file.index.options
-    steps = [value for _, value in options.get("accumulate_grad_batches", ())]
-    for call, value in options.get("gradient_accumulation_steps", ()):
-        steps += [value] if last_part(call.func) in _ARGUMENTS else []
-    if any(number(value) != 1 and text(value) != "None" for value in steps):
-        return True
-    # A setting that the caller of its Trainer gives.
-    return any(getattr(n, "attr", "") == "accumulate_grad_batches" for n in file.index.nodes)
-
-
 def _accelerate(window: Window) -> Window | None:
-    if not any(_in_accumulate(e, window.loop) for e in window.inner):
-        return None
+    if not any(e.in_accumulate_of(window.loop) for e in window.inner):
+        return None  # A loop inside one micro-batch of Accelerate's.
     if window.accelerator_divides is False:
         # `accumulate()` of an Accelerator without a number of steps does nothing.
         always = all(window.when(e) == "always" for e in window.of("step"))
         return window if always else None
     count = keyword(window.accelerator, "gradient_accumulation_steps")
-    return shaped(window, "accelerate", every=None if count is None else strip_casts(count))
-
-
-def _in_accumulate(event: Event, loop: Loop | None) -> bool:
-    loops = event.loops if loop is None else (loop,)
-    return any("accumulate" in names_in(c) for inner in loops for c in event.contexts(inner))
+    return window.shaped("accelerate", every=None if count is None else strip_casts(count))
 
 
 def _with_boundary(window: Window, steps: list[Event]) -> Window | None:
@@ -191,21 +137,17 @@ def _with_boundary(window: Window, steps: list[Event]) -> Window | None:
     first = next(iter(ends.values()))
     if any(b.key != first.key for b in ends.values()):
         return None
-    window = shaped(window, "boundary", every=first.every, boundary=first)
+    window = window.shaped("boundary", every=first.every, boundary=first)
     when = {window.when(e) for e in window.inner}
     if when == {"boundary"}:
         return _last_only(window)
     # A backward under the same condition as the step is an alternating update, not a window.
-    if ("boundary" in when and "inside" not in when) or not when & {
-        "always",
-        "inside",
-        "sometimes",
-    }:
+    if "inside" not in when and ("boundary" in when or when.isdisjoint({"always", "sometimes"})):
         return None
-    # Another step on every micro-batch: several optimizers, or a loop we do not understand.
-    # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     if any(window.when(e) == "inside" for e in steps):
         return None  # Two optimizers in turn.
+    # Another step on every micro-batch: several optimizers, or a loop we do not understand.
+    # But `if accum == 1: step() elif boundary: step()` is one optimizer with two spellings.
     others = [e for e in steps if e not in ends and window.when(e) == "always"]
     apart = [e for e in others if all(e.excludes(end) for end in ends)]
     for other in others:
@@ -213,8 +155,7 @@ def _with_boundary(window: Window, steps: list[Event]) -> Window | None:
         if other not in apart and not any(window.every_key in test for test in spelled):
             return None
     if apart:  # A branch that updates on every micro-batch is no part of the window.
-        inner = [b for b in window.inner if not all(b.excludes(end) for end in ends)]
-        return shaped(window, "boundary", every=first.every, boundary=first, inner=inner)
+        window.inner = [b for b in window.inner if not all(b.excludes(end) for end in ends)]
     return window
 
 
@@ -228,14 +169,14 @@ def _last_only(window: Window) -> Window | None:
     is_meant = divided or is_accumulation_name(window.boundary.written)
     if not is_meant or not any(window.when(e) == "always" for e in computed):
         return None
-    return shaped(window, "last_only", every=window.every, boundary=window.boundary)
+    return window.shaped("last_only", every=window.every, boundary=window.boundary)
 
 
 def _ends(window: Window, steps: list[Event]) -> dict[Event, Boundary]:
     """Return the outermost boundary of each step that waits for one."""
     ends: dict[Event, Boundary] = {}
     for event in steps:
-        for boundary in window.boundaries(event):
+        for boundary in filter(None, map(window.boundary_of, event.conditions(window.loop))):
             if not boundary.inverse:
                 ends.setdefault(event, boundary)
     return ends
@@ -245,17 +186,16 @@ def _nested(window: Window) -> Window | None:
     iterable = None if window.loop.virtual else iterated(window.loop, window.file)
     if iterable is None or not window.steps_after():
         return None
-    window = shaped(window, "nested")
+    window = window.shaped("nested")
     if is_call(iterable, "range", "trange"):
         return _repeated(window, iterable)
-    held = [c for e in window.of("backward") for c in e.contexts(window.loop)]
-    over = window.file.reader.names_behind(window.loop.iterable or iterable)  # type: ignore[arg-type]
-    names = " ".join([*over, shown(window.loop.target)])
-    if _MICRO_NAME.search(names) or any(map(window.file.reader.holds_sync, held)):
+    names = " ".join([*names_behind(window.loop.iterable, window.file), shown(window.loop.target)])
+    is_written = _MICRO_NAME.search(names)
+    if is_written or any(is_held(e, window.loop, window.file) for e in window.inner):
         return window
     # A loss that is divided by their number, and stepped with after the loop.
     counts = [d for _, term in window.terms for d in term.divisors if window.counts(d)]
-    return shaped(window, "nested", every=counts[0].expr) if counts else None
+    return window.shaped("nested", every=counts[0].expr) if counts else None
 
 
 def _repeated(window: Window, iterable: ast.Call) -> Window | None:
@@ -263,22 +203,21 @@ def _repeated(window: Window, iterable: ast.Call) -> Window | None:
     times = _times(iterable.args)
     if times is None:
         # `for i in range(0, len(batch), micro_batch_size)`: slices of one batch.
-        step = shown(written(iterable.args[2])) if len(iterable.args) == 3 else ""
-        step += text(iterable.args[2]) if len(iterable.args) == 3 else ""
-        return window if _MICRO_NAME.search(step) or "batch" in step else None
+        stride = iterable.args[2] if len(iterable.args) == 3 else None
+        named = f"{text(stride)} {shown(stride and written(stride))}"
+        return window if _MICRO_NAME.search(named) or "batch" in named else None
     count = strip_casts(times)
     size = integer(count, window.file)
     if size is not None and size <= 1:
         return None
-    window = shaped(window, "nested", every=count)
+    window = window.shaped("nested", every=count)
     source = written(window.loop.iterable) if window.loop.iterable is not None else times
     names = f"{text(times)} {shown(source)} {shown(window.loop.target)}"
     if is_accumulation_name(names) or _MICRO_NAME.search(names):
         return window
-    if any(window.every_key in {d.key, d.whole} for _, t in window.terms for d in t.divisors):
-        return window  # The loss is divided by the number of rounds.
-    fetches = any(is_call(e.node, *_FETCH) for e in window.events)
-    return window if window.loop.parents and fetches else None
+    # The loss is divided by the number of rounds.
+    divided = any(window.every_key == d.key for _, t in window.terms for d in t.divisors)
+    return window if divided else None
 
 
 def _times(args: list[ast.expr]) -> ast.expr | None:

@@ -26,18 +26,13 @@ from ..normalise.syntax import (
 
 # Methods that move, cast or reduce a loss: `loss.mean()`, `loss.detach()`.
 _THROUGH = {
-    "scale", "float", "double", "half", "to", "cuda", "cpu", "mean", "sum", "squeeze", "view",
-    "contiguous", "clone", "unsqueeze", "scale_loss", "nan_to_num", "reshape", "requires_grad_",
-    "detach", "item", "data", "clamp", "clamp_", "repeat", "numpy", "detach_", "tolist", "expand",
-    "type", "bfloat16",
+    "scale", "float", "double", "half", "to", "cuda", "mean", "sum", "squeeze", "view", "clone",
+    "reshape", "detach", "item", "clamp", "nan_to_num",
 }  # fmt: skip
-_OF_TORCH = {
-    "torch.mean", "torch.sum", "torch.clamp", "torch.clip", "torch.nan_to_num", "torch.sqrt",
-    "torch.tensor", "torch.as_tensor",
-}  # fmt: skip
+_OF_TORCH = {"torch.mean", "torch.sum", "torch.clamp", "torch.nan_to_num", "torch.stack", "sum"}
 # Parts of the names of helpers that average a value over ranks, or cast it.
-_OVER_RANKS = ("reduce", "gather", "average", "mean_scalar")
-_REDUCERS = {"item", "detach", "mean", "sum"}
+_OVER_RANKS = ("reduce", "gather", "average", "float")
+_REDUCERS = {"mean", "sum"}
 LOSS_NAME = re.compile(r"loss|nll|criterion|objective|entropy|(?<![a-z])(ce|mse|kl)(?![a-z])", re.I)
 _WEIGHT = re.compile(r"\w*(scale|weight|coeff?|lambda|factor|ratio)\w*", re.I)
 # Divisors that are unrelated to the number of micro-batches of a window.
@@ -53,7 +48,6 @@ class Divisor:
     expr: ast.expr
     node: ast.AST
     written: str  # As the source has it.
-    whole: str  # The product that it is a factor of.
     elementwise: bool = False  # Divided before the values are added up, as by a length each.
 
     @property
@@ -70,7 +64,6 @@ class Term:
     divisors: tuple[Divisor, ...] = ()
     factors: tuple[ast.expr, ...] = ()  # What the reduced loss is multiplied by.
     reducers: frozenset[str] = frozenset()
-    selected: bool = False  # Some elements of it, by a mask: `loss[mask]`.
 
     @property
     def call(self) -> ast.Call | None:
@@ -80,11 +73,6 @@ class Term:
             base = base.value
         return base if isinstance(base, ast.Call) else None
 
-    @property
-    def is_mean(self) -> bool:
-        """True if it is reduced by `mean()`, False if nothing says so or by `sum()`."""
-        return "mean" in self.reducers
-
 
 def terms_of(event: Event, file: NormalFile) -> list[Term]:
     """Return every possible origin of the loss of a backward: at least one.
@@ -93,12 +81,12 @@ def terms_of(event: Event, file: NormalFile) -> list[Term]:
     """
     if event.argument is None:
         return []
-    terms = _Tracer(file, event.claims).follow(event.argument, Term(event.argument), 0)
+    terms = _Tracer(file).follow(event.argument, Term(event.argument), 0)
     return [t for t in terms if not _is_nothing(t.base)] or terms
 
 
 def _is_nothing(base: ast.expr) -> bool:
-    is_zero = isinstance(base, ast.Constant) or is_call(base, "zeros", "zeros_like", "new_zeros")
+    is_zero = isinstance(base, ast.Constant) or is_call(base, "zeros", "zeros_like")
     return is_zero or (is_call(base, "tensor", "float") and number(positional(base, 0)) == 0)
 
 
@@ -107,106 +95,71 @@ class _Tracer:
     """Follows a loss back to where it was computed; a term holds what is known so far."""
 
     file: NormalFile
-    claims: set[tuple[str, bool]]  # What holds where the backward runs.
 
     def follow(self, expr: ast.expr, term: Term, depth: int) -> list[Term]:
         """Return the origins of an expression, each with what is known of the term before it."""
-        ended = [replace(term, base=expr)]
+        depth += 1
+        symbol = self.file.symbols.get(getattr(expr, "id", ""))
         if depth > _MAX_DEPTH:
-            return ended
-        if isinstance(expr, ast.Name):
-            symbol = self.file.symbols.get(expr.id)
-            if symbol is None or symbol.value is None or symbol.kind != "set":
-                return ended
-            return self.follow(symbol.value, term, depth + 1)
-        if isinstance(expr, ast.BinOp):
-            return self._operation(expr, term, depth)
+            return [replace(term, base=expr)]
+        if symbol is not None and symbol.kind == "set" and symbol.value is not None:
+            return self.follow(symbol.value, term, depth)
+        if is_binary(expr, ast.Div, ast.FloorDiv):
+            return self.follow(expr.left, self._divided(term, expr.right, expr), depth)
+        if is_binary(expr, ast.Mult):
+            loss, factor = _loss_side(expr.left, expr.right)
+            return self.follow(loss, self._multiplied(term, factor, expr), depth)
+        if is_binary(expr, ast.Add, ast.Sub):
+            return self._each([expr.left, expr.right], term, depth)
         if isinstance(expr, ast.IfExp):
-            holds = self._holds(expr.test)
+            # `if accum > 1: loss = loss / accum`: the branch that accumulates.
+            holds = says_accumulating(expr.test, "")
             branches = [expr.body, expr.orelse] if holds is None else []
             return self._each(branches or [expr.body if holds else expr.orelse], term, depth)
-        if isinstance(expr, (ast.UnaryOp, ast.NamedExpr)):
-            inner = expr.operand if isinstance(expr, ast.UnaryOp) else expr.value
-            return self.follow(inner, term, depth + 1)
+        if isinstance(expr, ast.UnaryOp):
+            return self.follow(expr.operand, term, depth)
         if isinstance(expr, ast.Call):
             return self._call(expr, term, depth)
+        if isinstance(expr, ast.Subscript) and not isinstance(expr.slice, ast.Constant):
+            return self.follow(expr.value, term, depth)
         if isinstance(expr, (ast.Attribute, ast.Subscript)):
-            return self._part(expr, term, depth)
+            # `out.loss`: from the call that made `out`.
+            value = self.file.value(expr.value)
+            return [replace(term, base=changed(expr, value=value))]
         if isinstance(expr, (ast.ListComp, ast.GeneratorExp)):
-            return self.follow(expr.elt, term, depth + 1)
+            return self.follow(expr.elt, term, depth)
         if isinstance(expr, (ast.Tuple, ast.List)) and expr.elts:
             named = [e for e in expr.elts if LOSS_NAME.search(text(e))]
-            return self.follow((named or expr.elts)[0], term, depth + 1)
-        return ended
-
-    def _holds(self, test: ast.expr) -> bool | None:
-        """Return what a condition is where the backward runs, or None if that is not known."""
-        if (text(test), True) in self.claims:
-            return True
-        if (text(test), False) in self.claims:
-            return False
-        if is_not(test):
-            inner = self._holds(test.operand)
-            return None if inner is None else not inner
-        if isinstance(test, ast.BoolOp):
-            parts = [self._holds(value) for value in test.values]
-            decides = isinstance(test.op, ast.Or)
-            if decides in parts:
-                return decides
-            return None if None in parts else not decides
-        # `if accum > 1: loss = loss / accum`: the branch that accumulates.
-        return says_accumulating(test, "")
-
-    def _each(self, parts: Iterable[ast.expr], term: Term, depth: int) -> list[Term]:
-        terms = [t for part in parts for t in self.follow(part, term, depth + 1)]
-        return terms[:_MAX_TERMS]
-
-    def _operation(self, expr: ast.BinOp, term: Term, depth: int) -> list[Term]:
-        if isinstance(expr.op, (ast.Div, ast.FloorDiv)):
-            return self.follow(expr.left, self._divided(term, expr.right, expr), depth + 1)
-        if isinstance(expr.op, ast.Mult):
-            loss, factor = _loss_side(expr.left, expr.right)
-            return self.follow(loss, self._multiplied(term, factor, expr), depth + 1)
-        if isinstance(expr.op, (ast.Add, ast.Sub)):
-            return self._each([expr.left, expr.right], term, depth)
+            return self.follow((named or expr.elts)[0], term, depth)
         return [replace(term, base=expr)]
 
-    def _part(self, expr: ast.Attribute | ast.Subscript, term: Term, depth: int) -> list[Term]:
-        """Follow `out.loss` and `losses[k]` to the call that made `out`."""
-        if isinstance(expr, ast.Subscript) and not isinstance(expr.slice, ast.Constant):
-            term = replace(term, selected=term.selected or _is_mask(expr.slice))
-            return self.follow(expr.value, term, depth + 1)
-        value = self.file.value(expr.value)
-        if value is expr.value or not isinstance(value, ast.expr):
-            return [replace(term, base=expr)]
-        return [replace(term, base=changed(expr, value=value))]
+    def _each(self, parts: Iterable[ast.expr], term: Term, depth: int) -> list[Term]:
+        terms = [t for part in parts for t in self.follow(part, term, depth)]
+        return terms[:_MAX_TERMS]
 
     def _call(self, expr: ast.Call, term: Term, depth: int) -> list[Term]:
         func = expr.func
         if isinstance(func, ast.Attribute) and expr.args:
             loss, by = func.value, expr.args[0]
-            if func.attr in {"div", "div_", "true_divide"}:
+            if func.attr in {"div", "div_"}:
                 if dotted(loss) == "torch" and len(expr.args) == 2:
                     loss, by = expr.args
-                return self.follow(loss, self._divided(term, by, expr), depth + 1)
+                return self.follow(loss, self._divided(term, by, expr), depth)
             if func.attr in {"mul", "mul_"}:
-                return self.follow(loss, self._multiplied(term, by, expr), depth + 1)
+                return self.follow(loss, self._multiplied(term, by, expr), depth)
         inner = _loss_inside(expr)
-        if inner is not None:
-            reducers = term.reducers | ({last_part(func)} & _REDUCERS)
-            return self.follow(inner, replace(term, reducers=reducers), depth + 1)
-        if dotted(func) in {"sum", "torch.stack"} and len(expr.args) == 1:
-            return self.follow(expr.args[0], term, depth + 1)
-        if last_part(func) == "values" and isinstance(func, ast.Attribute):
-            return self.follow(func.value, term, depth + 1)
-        return [replace(term, base=expr)]
+        if inner is None:
+            return [replace(term, base=expr)]
+        reducers = term.reducers | (
+            {last_part(func)} & _REDUCERS if dotted(func) != "sum" else set()
+        )
+        return self.follow(inner, replace(term, reducers=reducers), depth)
 
     def _divided(self, term: Term, by: ast.expr, node: ast.AST) -> Term:
         """Return the term with a divisor for each factor: `a / (b * c)` is divided by b and c."""
-        whole = text(strip_casts(by))
-        elementwise = not term.reducers.isdisjoint({"mean", "sum"})
+        elementwise = not term.reducers.isdisjoint(_REDUCERS)
         divisors = [
-            Divisor(strip_casts(factor), node, _written_divisor(node, factor), whole, elementwise)
+            Divisor(strip_casts(factor), node, _written_divisor(node, factor), elementwise)
             for factor in _factors(by)
         ]
         return replace(term, divisors=(*term.divisors, *divisors))
@@ -215,7 +168,7 @@ class _Tracer:
         inverse = _reciprocal(self.file.value(factor))
         if inverse is not None:
             return self._divided(term, inverse, node)
-        if not term.reducers.isdisjoint({"mean", "sum"}):
+        if not term.reducers.isdisjoint(_REDUCERS):
             return term
         return replace(term, factors=(*term.factors, factor))
 
@@ -236,19 +189,11 @@ def _factors(by: ast.expr) -> list[ast.expr]:
     return [by]
 
 
-def _is_mask(index: ast.expr) -> bool:
-    index = index.operand if isinstance(index, ast.UnaryOp) else index
-    return isinstance(index, ast.Compare) or "mask" in (dotted(index) or "")
-
-
 def _loss_inside(call: ast.Call) -> ast.expr | None:
     """Return the loss of a call that only moves, scales or reduces it: `loss.mean()`."""
-    name = last_part(call.func)
-    first = call.args[0] if call.args else None
-    over_ranks = name == "float" or any(word in name for word in _OVER_RANKS)
-    if over_ranks and first is not None and len(call.args) <= 2:
-        return first
-    if (name in {"scale", "scale_loss"} and first is not None) or dotted(call.func) in _OF_TORCH:
+    name, first = last_part(call.func), positional(call, 0)
+    over_ranks = any(word in name for word in _OVER_RANKS) and len(call.args) <= 2
+    if first is not None and (over_ranks or name == "scale" or dotted(call.func) in _OF_TORCH):
         return first
     if isinstance(call.func, ast.Attribute) and name in _THROUGH:
         return call.func.value if dotted(call.func.value) != "torch" else None
@@ -256,20 +201,16 @@ def _loss_inside(call: ast.Call) -> ast.expr | None:
 
 
 def _loss_side(left: ast.expr, right: ast.expr) -> tuple[ast.expr, ast.expr]:
-    if number(left) is not None or _reciprocal(left) is not None:
-        return right, left
-    if number(right) is not None or _reciprocal(right) is not None:
-        return left, right
-    left_is_loss, right_is_loss = (
-        bool(LOSS_NAME.search(_WEIGHT.sub("", text(side)))) for side in (left, right)
-    )
-    return (right, left) if right_is_loss and not left_is_loss else (left, right)
+    """Return the side of a product that is the loss, and the other."""
+    for loss, factor in ((right, left), (left, right)):
+        if number(factor) is not None or _reciprocal(factor) is not None:
+            return loss, factor
+    names = [LOSS_NAME.search(_WEIGHT.sub("", text(side))) for side in (left, right)]
+    return (right, left) if names[1] and not names[0] else (left, right)
 
 
 def _reciprocal(expr: ast.AST | None) -> ast.expr | None:
-    if is_binary(expr, ast.Div) and number(expr.left) == 1:
-        return expr.right
-    return None
+    return expr.right if is_binary(expr, ast.Div) and number(expr.left) == 1 else None
 
 
 def says_accumulating(expr: ast.expr, key: str) -> bool | None:
@@ -277,22 +218,17 @@ def says_accumulating(expr: ast.expr, key: str) -> bool | None:
     if is_not(expr):
         inner = says_accumulating(expr.operand, key)
         return None if inner is None else not inner
-    if isinstance(expr, ast.Compare):
-        return _compares_count(expr, key)
-    return True if _names_count(expr, key) else None
-
-
-def _compares_count(expr: ast.Compare, key: str) -> bool | None:
+    if not isinstance(expr, ast.Compare):
+        return True if _names_count(expr, key) else None
     op, limit = expr.ops[0], number(expr.comparators[0])
     if len(expr.ops) != 1 or not _names_count(expr.left, key) or limit not in {0.0, 1.0, 2.0}:
         return None
-    if (isinstance(op, ast.Gt) and limit <= 1) or (isinstance(op, ast.GtE) and limit == 2):
+    if isinstance(op, ast.NotEq) or (isinstance(op, (ast.Gt, ast.GtE)) and limit <= 1):
         return True
-    if isinstance(op, ast.NotEq):
+    if isinstance(op, ast.GtE):
         return True
-    if isinstance(op, ast.Lt) or (isinstance(op, (ast.Eq, ast.LtE)) and limit <= 1):
-        return False
-    return None
+    is_off = isinstance(op, ast.Lt) or (isinstance(op, (ast.Eq, ast.LtE)) and limit <= 1)
+    return False if is_off else None
 
 
 def _names_count(expr: ast.expr, key: str) -> bool:

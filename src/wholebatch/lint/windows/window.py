@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..normalise import Condition, Event, Loop, NormalFile
 from ..normalise.file_index import parameters
 from ..normalise.syntax import (
-    divisor_of,
     dotted,
     is_accumulation_name,
     is_call,
     last_part,
+    names_in,
     number,
     shown,
     strip_casts,
     text,
-    written,
 )
 from .boundary import Boundary, boundary_of
 from .loss_terms import DEVICES, Divisor, Term, says_accumulating, terms_of
-from .values import integer, iterated, leaves, length, symbols_in, varies
+from .values import integer, iterated, leaves, symbols_in, varies
 
 # A condition that may be a boundary of another file: `if self.should_update():`.
 _MAY_WAIT = re.compile(r"(update|step|sync|accum|boundary)\w*\(", re.I)
+# What holds the reduction of DDP or FSDP until the last micro-batch of a window.
+_HOLDS_SYNC = {"no_sync", "no_backward_sync"}
 # Iterables without an end, and numbers of iterations that are those of an epoch.
-_ENDLESS = ("cycle", "infinite", "repeat", "islice", "count(", "forever", "yield_", "inf_")
+_ENDLESS = ("cycle", "infinite", "endless", "repeat", "islice", "count(", "forever", "inf_")
 _PER_EPOCH = ("len(", "num_batches", "s_per_epoch", "it_per_epoch")
 
 
@@ -38,9 +38,8 @@ class Window:
     """One training loop. `shape` says how its windows end.
 
     The shapes are boundary (a condition on a counter), nested (an inner loop over the
-    micro-batches), accelerate, framework, plain (an update for every batch: nothing is
-    accumulated), and last_only (the backward is at the boundary too: only the last micro-batch
-    of a window has one).
+    micro-batches), accelerate, plain (an update for every batch: nothing is accumulated), and
+    last_only (the backward is at the boundary too: only the last micro-batch of a window has one).
     """
 
     file: NormalFile
@@ -55,6 +54,13 @@ class Window:
     _when: dict[Event, str] = field(default_factory=dict)
     _boundaries: dict[Condition, Boundary | None] = field(default_factory=dict)
 
+    def shaped(
+        self, shape: str, *, every: ast.expr | None = None, boundary: Boundary | None = None
+    ) -> Window:
+        """Return the window with another shape: what was concluded before holds no longer."""
+        near = (self.events, self.before, self.after, self.inner)
+        return Window(self.file, self.loop, shape, *near, boundary, every)
+
     @property
     def accumulates(self) -> bool:
         """True if the gradients of several micro-batches are meant to add up here."""
@@ -67,10 +73,8 @@ class Window:
 
     @cached_property
     def size(self) -> int | None:
-        """Return the number of micro-batches of a window if the text shows it, else None."""
-        if self.every is not None:
-            return integer(self.every, self.file)
-        return length(self.loop.iterable, self.file) if self.shape == "nested" else None
+        """Return the number of micro-batches of a window if it is a literal, else None."""
+        return integer(self.every, self.file)
 
     @property
     def level(self) -> str:
@@ -107,10 +111,6 @@ class Window:
             self._when[event] = self._classify(event)
         return self._when[event]
 
-    def boundaries(self, event: Event) -> Iterator[Boundary]:
-        """Yield the boundaries among the conditions of an event, outermost first."""
-        yield from filter(None, map(self.boundary_of, event.conditions(self.loop)))
-
     def boundary_of(self, condition: Condition) -> Boundary | None:
         """Return the boundary that a condition stands for, or None."""
         if condition not in self._boundaries:
@@ -123,16 +123,15 @@ class Window:
         sometimes = False
         ours: set[str] = set()
         # If nothing asks Accelerate to accumulate, `sync_gradients` is always true.
-        switches = {"accumulate", "_set_sync_gradients"}
-        accumulates = not switches.isdisjoint(self.file.index.calls_by_name)
-        always_syncs = self.shape == "boundary" and not accumulates
+        always_syncs = self.shape == "boundary" and not self.asks_to_accumulate
         for condition in event.conditions(self.loop):
             boundary = self.boundary_of(condition)
-            if boundary is None and self._without_accumulation(condition):
-                return "never"
+            accumulating = says_accumulating(condition.test, self.every_key)
+            if boundary is None and accumulating is (not condition.positive):
+                return "never"  # The branch without accumulation: `if k == 1`.
             if boundary is not None and boundary.kind == "accelerate" and always_syncs:
                 continue
-            if boundary is not None and self.is_ours(boundary):
+            if boundary is not None and self._is_ours(boundary):
                 ours.add("inside" if boundary.inverse else "boundary")
             elif condition.origin == "except" or (
                 condition.origin == "if" and self.may_wait(condition)
@@ -149,18 +148,13 @@ class Window:
         mine = event.keys(self.loop)
         return any(mine <= backward.keys(self.loop) for backward in self.inner)
 
-    def is_ours(self, boundary: Boundary) -> bool:
+    def _is_ours(self, boundary: Boundary) -> bool:
         """True if a condition ends these windows and is not, say, a logging interval."""
         if boundary.kind == "accelerate":
             return True
         if self.shape == "accelerate" or self.boundary is None:
             return is_accumulation_name(f"{boundary.key} {boundary.written}")
         return boundary.key == self.every_key
-
-    def _without_accumulation(self, condition: Condition) -> bool:
-        """True if this is the branch without accumulation (`if k == 1`)."""
-        accumulating = says_accumulating(condition.test, self.every_key)
-        return accumulating is not None and accumulating != condition.positive
 
     def may_wait(self, condition: Condition) -> bool:
         """True if a condition can differ between two micro-batches."""
@@ -183,7 +177,7 @@ class Window:
         """True if a divisor of the loss is the number of micro-batches of a window."""
         if is_accumulation_name(f"{divisor.written} {divisor.key}"):
             return True
-        if self.every_key and self.every_key in {divisor.key, divisor.whole}:
+        if self.every_key and self.every_key == divisor.key:
             return True
         if self.shape not in {"nested", "plain"}:
             return False
@@ -192,12 +186,7 @@ class Window:
             over = iterated(self.loop, self.file)
             parts = self.file.value(divisor.expr.args[0])
             return over is not None and text(self.file.value(over)) == text(parts)
-        size = self.size if self.shape == "nested" else self._items()
-        return size is not None and integer(divisor.expr, self.file) == size
-
-    def _items(self) -> int | None:
-        """Return the number of items of an inner loop if the text shows it, else None."""
-        return length(self.loop.iterable, self.file) if self.loop.parents else None
+        return self.size is not None and integer(divisor.expr, self.file) == self.size
 
     def is_own(self, divisor: Divisor) -> bool:
         """True if a divisor is a size of the micro-batch itself, and no count of micro-batches."""
@@ -207,8 +196,8 @@ class Window:
         index = target.elts[0] if isinstance(target, ast.Tuple) else target
         is_index = "enumerate(" in over or "range(" in over
         for symbol in symbols_in(divisor.expr, self.file):
-            if symbol.loop is self.loop if symbol.loops else False:
-                counted = is_index and symbol.name == dotted(index)
+            if symbol.loops and symbol.loop is self.loop:
+                counted = (is_index and symbol.name == dotted(index)) or self.loop.virtual
                 if symbol.kind == "carried" or (symbol.kind == "target" and counted):
                     return False
         return True
@@ -220,36 +209,30 @@ class Window:
     @cached_property
     def is_by_hand(self) -> bool:
         """True if the loop reads gradients: what becomes of them is then not seen."""
-        events = [*self.events, *self.after]
-        return any(e.kind == "by_hand" for e in events)
+        return any(e.kind == "by_hand" for e in (*self.events, *self.after))
 
     @cached_property
-    def rescales(self) -> bool:
-        """True if the gradients themselves are multiplied or divided, other than over ranks."""
+    def rescaled_by(self) -> list[str]:
+        """Return what the gradients themselves are multiplied or divided by, as text."""
         events = [e for e in (*self.events, *self.after) if e.kind == "rescale"]
-        return any(not DEVICES.search(self._spelled(e.argument)) for e in events)
+        factors = [text(e.argument and strip_casts(e.argument)) for e in events]
+        return [factor for factor in factors if not DEVICES.search(factor)]
+
+    # -- Accelerate --------------------------------------------------------------------------
 
     @property
-    def rescaled_by(self) -> list[str]:
-        """Return what the gradients are divided by before the step, as text."""
-        events = [e for e in (*self.events, *self.after) if e.kind == "rescale"]
-        divides = [e for e in events if is_call(e.node, "div_") or divisor_of(written(e.node))]
-        return [text(strip_casts(e.argument)) for e in divides if e.argument is not None]
-
-    def _spelled(self, factor: ast.expr | None) -> str:
-        return f"{text(factor)} {text(self.file.value(factor))}"
-
-    # -- the frameworks ----------------------------------------------------------------------
+    def asks_to_accumulate(self) -> bool:
+        """True if the file asks Accelerate to accumulate anywhere."""
+        switches = {"accumulate", "_set_sync_gradients"}
+        return not switches.isdisjoint(self.file.index.calls_by_name)
 
     @cached_property
     def accelerator(self) -> ast.Call | None:
         """Return the call that creates the Accelerator, if it is in this file."""
         calls = self.file.index.calls_by_name.get("Accelerator", [])
         # Several branches may create one: take that which is given the number of steps.
-        given = [
-            c for c in calls if any(k.arg == "gradient_accumulation_steps" for k in c.keywords)
-        ]
-        return next(iter((*given, *calls)), None)
+        told = [c for c in calls if any(k.arg == "gradient_accumulation_steps" for k in c.keywords)]
+        return next(iter((*told, *calls)), None)
 
     @cached_property
     def accelerator_divides(self) -> bool | None:
@@ -274,36 +257,27 @@ class Window:
         if over is None:
             # Lightning calls the step function with an index that restarts every epoch. A `while`
             # loop whose boundary knows the last micro-batch has one.
-            if self.loop.virtual:
-                return "batch_idx" in parameters(self.loop.node)  # type: ignore[arg-type]
+            if isinstance(self.loop.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                return "batch_idx" in parameters(self.loop.node)
             return self.boundary is not None and self.boundary.tail
-        if self.size is not None and length(over, self.file) is not None:
-            return True
         spelled = f"{text(over)} {text(self.file.value(over))[:400]}"
         if any(word in spelled.lower() for word in _ENDLESS):
             return False
         # `range(0, n, bptt)` goes through the data once, in pieces.
         strides = is_call(over, "range") and len(over.args) == 3
-        if "range(" in spelled and not strides and not any(w in spelled for w in _PER_EPOCH):
-            return False
-        return not self._left_by_count()
+        counted = "range(" in spelled and not any(word in spelled for word in _PER_EPOCH)
+        return strides or not counted
 
-    def _left_by_count(self) -> bool:
-        """True if a loop outside of epochs is left after a number of updates: it has no end."""
-        if self.loop.parents or not isinstance(self.loop.node, (ast.For, ast.AsyncFor)):
-            return False
-        if any("epoch" in words for words in self.file.index.words_around(self.loop.node.lineno)):
-            return False  # Called once per epoch.
-        tests = [n for n in ast.walk(self.loop.node) if isinstance(n, ast.If)]
-        leaves = [t.test for t in tests if any(isinstance(s, ast.Break) for s in t.body)]
-        clocks = [text(t.left) for t in leaves if isinstance(t, ast.Compare)]
-        counted = any(word in clock for clock in clocks for word in ("step", "iter", "update"))
-        return counted or any(isinstance(t, ast.Name) for t in leaves)  # `if stop: break`
+    @property
+    def is_per_epoch(self) -> bool:
+        """True if a loop around it, or its function's name, says that it runs once per epoch."""
+        function = self.loop.function
+        words = [] if function is None else [function.name, *parameters(function)]
+        return bool(self.loop.parents) or any("epoch" in word for word in words)
 
     def steps_after(self) -> list[Event]:
         """Return the optimizer steps after an inner loop."""
-        steps = [e for e in self.after if e.kind == "step" and self.is_beside(e)]
-        return steps
+        return [e for e in self.after if e.kind == "step" and self.is_beside(e)]
 
     def is_beside(self, event: Event) -> bool:
         """True if an event is in the same iteration of the outer loops as this inner loop."""
@@ -312,7 +286,7 @@ class Window:
         return loops == parents or (
             event.kind in {"step", "clear"}
             and loops[: len(parents)] == parents
-            and all(_is_over_optimizers(inner, self.file) for inner in loops[len(parents) :])
+            and all(last_part(inner.target).startswith("opt") for inner in loops[len(parents) :])
         )
 
     def closing_steps(self) -> list[Event]:
@@ -323,12 +297,21 @@ class Window:
         return [e for e in self.of("step") if self.when(e) in wanted]
 
 
-def _is_over_optimizers(loop: Loop, file: NormalFile) -> bool:
-    return last_part(loop.target).lower().startswith("opt") and loop.iterable is not None
-
-
 def is_optimizer_of(clear: Event, steps: list[Event]) -> bool:
     """True if a `zero_grad` clears what these steps use: the same optimizer, or the whole model."""
     names = {s.owner for s in steps}
     is_optimizer = "opt" in clear.owner.lower()
     return clear.owner in names - {""} or (len(names) == 1 and not is_optimizer)
+
+
+def names_behind(expr: ast.expr | None, file: NormalFile) -> set[str]:
+    """Return the names in an expression, and in what its own symbols stand for."""
+    if expr is None:
+        return set()
+    values = [symbol.value for symbol in symbols_in(expr, file) if symbol.value is not None]
+    return set(names_in(expr, *values))
+
+
+def is_held(event: Event, loop: Loop, file: NormalFile) -> bool:
+    """True if an event is, or may be, under a `no_sync()` inside a loop."""
+    return any(_HOLDS_SYNC & names_behind(context, file) for context in event.contexts(loop))
