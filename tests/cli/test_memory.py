@@ -7,11 +7,6 @@ import pytest
 from wholebatch.cli import main
 
 
-def test_a_budget_on_a_cpu_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "digits-cnn", "--memory", "1GiB"]) == 2
-    assert "with a model on a CPU, where nothing refuses memory" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("memory", ["much", "0", "-1GiB", "1.5", "20", ""])
 def test_budgets_that_mean_nothing(memory: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"--memory={memory}"]) == 2

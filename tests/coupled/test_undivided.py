@@ -88,7 +88,7 @@ def test_out_of_memory_at_any_operation_checkpoints_the_blocks(name: str) -> Non
         if train._fitting._undivided.place == 1:
             recovered += 1
         same_as_whole(model, seen, undivided)
-    assert recovered > everything.seen // 14
+    assert recovered >= everything.seen // 14
 
 
 def test_a_batch_that_does_not_fit_is_refused_with_the_ways_out() -> None:

@@ -149,9 +149,6 @@ def test_batches_cut_further_make_the_same_update(hosts: Any, problem: Any, tmp_
     assert distance(problem, ours, whole) <= EXACT
     assert ours._whole.micro_batch_size == 3
     assert trained(hosts, problem, exact(Trainer, micro_batch="auto"), "whole", arguments=folder)
-    with pytest.raises(OptionError, match="where nothing refuses memory"):
-        kind = exact(Trainer, micro_batch="auto", memory="10KiB")
-        trained(hosts, problem, kind, "whole", arguments=folder)
 
 
 class OwnStep(Trainer):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wholebatch as wb
-from tests.memory.models import loss, mlp
+from tests.memory.models import loss, mlp, vectors
 from wholebatch.errors import OptionError
 from wholebatch.memory.budget import device_memory, free_memory, parse_memory
 from wholebatch.memory.choose_micro_batch import choose_micro_batch
@@ -118,6 +118,10 @@ def test_room_for_one_more_piece_on_cuda() -> None:
     assert replace(prediction, largest=10).needed(torch.device("cuda")) == 1040
 
 
-def test_a_budget_on_a_cpu_is_refused() -> None:
-    with pytest.raises(OptionError, match="memory='1GiB' with a model on a CPU, where nothing"):
-        wb.WholeBatch(mlp(), None, loss=loss, memory="1GiB")
+def test_a_budget_on_a_cpu_changes_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    train = wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=loss, memory="1KiB")
+    assert "memory='1KiB' changes nothing: the model is on a CPU" in caplog.text
+    assert train.step(vectors(32)).micro_batches == 1
+    with pytest.raises(OptionError, match="must be a size such as"):
+        wb.WholeBatch(model, torch.optim.SGD(model.parameters()), loss=loss, memory="much")

@@ -44,12 +44,13 @@ class MicroBatchChoice:
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
-        if self.memory is not None and self.device.type == "cpu":
-            raise OptionError(
-                f"memory={self.memory!r} with a model on a CPU, where nothing refuses memory: give "
-                "micro_batch= as a number of samples; wholebatch plan predicts what they take"
-            )
         self.budget = None if self.memory is None else self._bytes(self.memory)
+        if self.budget is not None and self.device.type == "cpu":
+            _log.warning(
+                "memory=%r changes nothing: the model is on a CPU, where nothing refuses memory; "
+                "give micro_batch= as a number (wholebatch plan predicts what it takes)",
+                self.memory,
+            )
 
     def _bytes(self, memory: Budget) -> int:
         held = held_bytes(self.model, self.optimizer)
