@@ -44,7 +44,7 @@ INTERNALS = (
         ),
     ),
     Internal("torch._dispatch.python", "enable_python_dispatcher", "the trace", _EAGER),
-    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER, ("FakeTensor",)),
+    Internal(_FAKE, "FakeTensorMode", "tensors without numbers", _EAGER),
     Internal(
         "torch.utils._python_dispatch",
         "TorchDispatchMode",
@@ -115,7 +115,6 @@ INTERNALS = (
         ("_check_tensor_all",),
     ),
     Internal("torch.nn", "Module._apply", "a forward that converts a module is refused", _EAGER),
-    Internal("torch", "Tensor._version", "writes into tensors", _EAGER),
     Internal(
         "torch.fx.experimental.symbolic_shapes",
         "ShapeEnv",
