@@ -8,8 +8,10 @@ them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import getitem
 from typing import Any
 
@@ -24,6 +26,7 @@ from wholebatch.compile.fusion import (
     fixed,
     is_cheap,
     is_view,
+    operation,
     same_shape,
     written_by,
 )
@@ -33,6 +36,7 @@ from wholebatch.compile.trace import Traced
 from wholebatch.window.precision import SIXTEEN_BIT
 
 aten = torch.ops.aten
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _NEAR = 32
 """Operations at most this far apart belong to one layer."""
 _CROWDED = 512
@@ -240,14 +244,48 @@ def _compute_losses_once(graph: fx.Graph) -> None:
         for node in graph.nodes
         if node not in for_results and node.all_input_nodes and _gives_the_same(node)
     }
+    products = []
     for node in list(graph.nodes):
         if node in for_results and node is not output:
             same = again.get(_key(node))
             if same is not None:
+                products += [same] * (same.target in _PRODUCTS)
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
             elif node < (last := max(node.all_input_nodes, default=node)):
                 last.append(node)
+    _one_after_the_other(graph, sorted(products))
+
+
+def _one_after_the_other(graph: fx.Graph, products: Sequence[fx.Node]) -> None:
+    """Let each of these products wait for the last product that is made of the one before it.
+
+    These are the logits of slices. A compiler would make all of them, and then all gradients.
+    """
+    for first, following in itertools.pairwise(products):
+        made, node = {first}, first.next
+        last = None
+        while node is not following:
+            if not made.isdisjoint(node.all_input_nodes):
+                made.add(node)
+                last = node if node.target in _PRODUCTS else last
+            node = node.next
+        if last is not None:
+            source = following.args[-2]
+            with graph.inserting_before(following):
+                waiting = graph.call_function(_after(), (source, last))
+            waiting.meta.update(source.meta)
+            following.replace_input_with(source, waiting)
+
+
+@cache
+def _after() -> Any:
+    """Return the op `(tensor, earlier)`: a copy of the tensor, made once the other one is there."""
+
+    def run(tensor: Tensor, earlier: Tensor) -> Tensor:
+        return tensor.clone()
+
+    return operation("after", run, lambda tensor, _: torch.empty_like(tensor))
 
 
 def _key(node: fx.Node) -> Any:
