@@ -105,7 +105,6 @@ def rewrite(
     drop_unused(graph)
     _merge_equal(graph, inputs[:trained])
     _compute_losses_once(graph)
-    _concatenations_of_one(graph)
     weights = _weights(casts, inputs[:trained], traced, buffers)
     shared = SharedInputs(graph, weights, casts.values())
     counts = {"shared": shared.join() if shares else 0}
@@ -172,30 +171,6 @@ def _views_of_any_strides(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         if not any(target for user in node.users for target in written_by(user)):
             node.target = aten.reshape.default
-
-
-def _concatenations_of_one(graph: fx.Graph) -> None:
-    """Turn a concatenation with empty tensors into a copy with torch's own strides.
-
-    Inductor copies the one tensor that is not empty with its strides, where torch makes a
-    contiguous result. A piece that reads what attention makes of it would refuse its strides (Phi-3
-    concatenates rotated heads with the rest of them, which is empty).
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts: Any = node.args[0]
-        filled = [part for part in parts if 0 not in _numbers_of(part.meta["val"])]
-        if len(filled) == 1 < len(parts) and node.meta["val"].is_contiguous():
-            layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            with graph.inserting_before(node):
-                clone = graph.call_function(aten.clone.default, (filled[0],), layout)
-            clone.meta.update(node.meta)
-            node.replace_all_uses_with(clone)
-            graph.erase_node(node)
-
-
-def _numbers_of(value: Tensor) -> list[int]:
-    """Return the sizes that are numbers: to ask a symbol would add a guard."""
-    return [size for size in value.shape if isinstance(size, int)]
 
 
 def _merge_equal(graph: fx.Graph, trained: Sequence[fx.Node]) -> None:
